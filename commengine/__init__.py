@@ -1,0 +1,26 @@
+"""Collectives on torch tensors, started by MPI. Importing this starts nothing."""
+
+from . import launch
+from .communicator import Communicator
+from .errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, LaunchError, UsageError
+from .grid import GridLayout, ProcessGrid
+from .stream import Event, Stream, Work
+from .trace import CollectiveEvent, Trace, trace
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveEvent",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "Event",
+    "GridLayout",
+    "LaunchError",
+    "ProcessGrid",
+    "Stream",
+    "Trace",
+    "UsageError",
+    "Work",
+    "launch",
+    "trace",
+]

@@ -1,0 +1,59 @@
+"""``Communicator(..., checked=True)``: the group agrees on each collective before it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+    from .stream import Stream
+
+#: bytes of one rank's description; a longer one (a shape of very many dimensions) is cut
+RECORD_BYTES = 256
+
+
+def agree(
+    comm: Communicator, operation: str, tensor: Tensor | None, redop: str | None, root: int | None, stream: Stream | None
+) -> None:
+    """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when they differ.
+
+    Runs on the communicator itself, also for a collective on a stream: so a rank that forgot its stream is found
+    too. Collective over ``comm``.
+    """
+    asked = describe(operation, tensor, redop, root, stream)
+    mine = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
+    encoded = asked.encode()[:RECORD_BYTES]
+    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    everybody = torch.empty((comm.size, RECORD_BYTES), dtype=torch.uint8)
+    comm._host.all_gather(everybody, mine)
+    if bool((everybody == mine).all()):
+        return
+    ranks: dict[str, list[int]] = {}
+    for rank, record in enumerate(everybody):
+        ranks.setdefault(bytes(record.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    asks = "; ".join(f"rank{'s' * (len(who) > 1)} {_listed(who)} asked for {what}" for what, who in ranks.items())
+    raise CollectiveMismatch(f"rank {comm.rank} of group {comm.name!r} (size {comm.size}): the ranks disagree: {asks}")
+
+
+def describe(operation: str, tensor: Tensor | None, redop: str | None, root: int | None, stream: Stream | None) -> str:
+    """One call in one line, such as ``all_reduce(float32 [4, 8], op=sum)``."""
+    parts = []
+    if tensor is not None:
+        parts.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+    if redop is not None:
+        parts.append(f"op={redop}")
+    if root is not None:
+        parts.append(f"root={root}")
+    if stream is not None:
+        parts.append(f"stream {stream.index}")
+    return f"{operation}({', '.join(parts)})"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"

@@ -1,0 +1,424 @@
+"""Communicator: a group of ranks that runs collectives on torch tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .agreement import agree
+from .dtypes import DTYPES, reduction_error
+from .errors import CollectiveError
+from .host import HostTransport, load_mpi
+from .stream import Stream, Work, finished_work
+from .trace import CollectiveEvent, Trace, begin
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+#: a torch tensor, or an array that speaks DLPack (NumPy, CuPy): its memory is used, not copied
+TensorLike: TypeAlias = Any
+
+
+class Communicator:
+    """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
+
+    mpi_comm: any mpi4py intracommunicator; what the caller does with it is never seen here, nor the reverse.
+    device: "cpu", or None to choose. (The device path is not part of this version.)
+    checked: before each collective the group agrees on operation, shape, dtype, reduction, root and stream; if it
+        does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
+    name: what errors and traces call the group.
+
+    Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
+    collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and
+    groups of one rank work. An operation given ``stream=`` is enqueued there and returns at once; the tensors may be
+    touched again after ``work.wait()``. Without, it is done on return, and so is the Work. A collective changes its
+    output in place, behind autograd's back: `tplayers` has the differentiable forms.
+
+    Raises `CollectiveError` where the arguments show that the operation cannot be done, before anything is sent.
+    """
+
+    def __init__(
+        self, mpi_comm: MPI.Intracomm, *, device: str | None = None, checked: bool = False, name: str = "world"
+    ) -> None:
+        mpi = load_mpi()
+        if device not in (None, "cpu"):
+            raise CollectiveError(f"device={device!r}: this version of commengine moves host tensors only; use 'cpu'")
+        if not mpi.Is_initialized() or mpi.Is_finalized():
+            raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
+        if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
+            raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
+        self._own(mpi_comm.Dup(), checked, name)
+
+    def _own(self, comm: MPI.Intracomm, checked: bool, name: str) -> None:
+        """Take over ``comm``, which nobody else knows."""
+        self.mpi = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.world_rank: int = load_mpi().COMM_WORLD.rank
+        self.device = torch.device("cpu")
+        self.checked = checked
+        self.name = name
+        self._mpi_error: type[Exception] = load_mpi().Exception
+        self._host: Any = HostTransport(comm)
+        self._streams: list[Stream] = []
+        self._logs: tuple[Trace, ...] = ()
+        self._group: list[tuple[str, tuple[Any, ...]]] | None = None
+        self._watched = checked
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank={self.rank}, size={self.size})"
+
+    # Reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
+        """Reduce ``tensor`` over the group, in place, on every rank. op: sum, prod, min, max or avg."""
+        tensor = self._checked_tensor("all_reduce", tensor)
+        if (problem := reduction_error(tensor.dtype, op)) is not None:
+            raise self._error("all_reduce", problem)
+        return self._run("all_reduce", (tensor, op), tensor, stream, redop=op)
+
+    def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
+        """Reduce ``tensor`` over the group into ``root``'s tensor; elsewhere it is left as it is."""
+        tensor = self._checked_tensor("reduce", tensor)
+        if (problem := reduction_error(tensor.dtype, op)) is not None:
+            raise self._error("reduce", problem)
+        self._check_rank("reduce", "root", root)
+        return self._run("reduce", (tensor, root, op), tensor, stream, redop=op, root=root)
+
+    def reduce_scatter(
+        self, output: TensorLike, input: TensorLike, op: str = "sum", *, stream: Stream | None = None
+    ) -> Work:
+        """Reduce ``input`` [size * d0, ...] over the group; rank r gets rows r * d0 ... in ``output`` [d0, ...]."""
+        output, input = self._checked_pair("reduce_scatter", output, input, whole="input")
+        if (problem := reduction_error(input.dtype, op)) is not None:
+            raise self._error("reduce_scatter", problem)
+        return self._run("reduce_scatter", (output, input, op), input, stream, redop=op)
+
+    # Movement -------------------------------------------------------------------------------------------------
+
+    def all_gather(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
+        """Concatenate every rank's ``input`` [d0, ...] in rank order into ``output`` [size * d0, ...].
+
+        In place where ``input`` is this rank's rows of ``output``.
+        """
+        output, input = self._checked_pair("all_gather", output, input, whole="output")
+        return self._run("all_gather", (output, input), output, stream)
+
+    def broadcast(self, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
+        """Copy ``root``'s tensor into everybody's."""
+        tensor = self._checked_tensor("broadcast", tensor)
+        self._check_rank("broadcast", "root", root)
+        return self._run("broadcast", (tensor, root), tensor, stream, root=root)
+
+    def gather(
+        self, output: TensorLike | None, input: TensorLike, root: int = 0, *, stream: Stream | None = None
+    ) -> Work:
+        """Concatenate every rank's ``input`` [d0, ...] into ``root``'s ``output`` [size * d0, ...] (None elsewhere)."""
+        self._check_rank("gather", "root", root)
+        input = self._checked_tensor("gather", input, "input")
+        output = self._root_tensor("gather", "output", output, input, root)
+        whole = input.nbytes * self.size
+        return self._run("gather", (output, input, root), input, stream, root=root, nbytes=whole)
+
+    def scatter(
+        self, output: TensorLike, input: TensorLike | None, root: int = 0, *, stream: Stream | None = None
+    ) -> Work:
+        """Rank r gets rows r * d0 ... of ``root``'s ``input`` [size * d0, ...] (None elsewhere) in ``output`` [d0, ...]."""
+        self._check_rank("scatter", "root", root)
+        output = self._checked_tensor("scatter", output, "output")
+        input = self._root_tensor("scatter", "input", input, output, root)
+        whole = output.nbytes * self.size
+        return self._run("scatter", (output, input, root), output, stream, root=root, nbytes=whole)
+
+    def all_to_all(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
+        """Send block j of ``input`` to rank j, get rank j's in block j of ``output``; both [size * d0, ...]."""
+        output = self._checked_tensor("all_to_all", output, "output")
+        input = self._checked_tensor("all_to_all", input, "input")
+        self._check_alike("all_to_all", output, input)
+        if output.shape != input.shape or input.dim() == 0 or input.shape[0] % self.size:
+            raise self._error(
+                "all_to_all",
+                f"output {list(output.shape)} and input {list(input.shape)} must have one shape whose dim 0 "
+                f"the group's size {self.size} divides",
+            )
+        return self._run("all_to_all", (output, input), input, stream)
+
+    def barrier(self, *, stream: Stream | None = None) -> Work:
+        """Wait until every rank is here. On a stream: what is enqueued later starts when all ranks got here."""
+        return self._run("barrier", (), None, stream)
+
+    # Point to point -------------------------------------------------------------------------------------------
+
+    def send(self, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
+        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until it does: see `sendrecv`."""
+        tensor = self._checked_tensor("send", tensor)
+        self._check_rank("send", "dst", dst)
+        return self._run("send", (tensor, dst), tensor, stream, root=dst)
+
+    def recv(self, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
+        """Fill ``tensor`` with what rank ``src`` sends."""
+        tensor = self._checked_tensor("recv", tensor)
+        self._check_rank("recv", "src", src)
+        return self._run("recv", (tensor, src), tensor, stream, root=src)
+
+    def sendrecv(
+        self, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *, stream: Stream | None = None
+    ) -> Work:
+        """Send to ``dst`` while receiving from ``src``: exchanges in any pattern, without deadlock."""
+        sent = self._checked_tensor("sendrecv", sendtensor, "sendtensor")
+        received = self._checked_tensor("sendrecv", recvtensor, "recvtensor")
+        self._check_disjoint("sendrecv", sent, received)
+        self._check_rank("sendrecv", "dst", dst)
+        self._check_rank("sendrecv", "src", src)
+        return self._run("sendrecv", (sent, dst, received, src), sent, stream, root=dst)
+
+    @contextlib.contextmanager
+    def coalesce(self, *, stream: Stream | None = None) -> Iterator[None]:
+        """Group the calls of the block: they start together at its end, so that sends and receives cannot deadlock.
+
+        Collectives of the group run in their order. The tensors may be touched when the block has ended, or, with
+        ``stream=``, when the stream has got there. An exception in the block sends nothing.
+        """
+        if self._group is not None:
+            raise self._error("coalesce", "is already open: groups do not nest")
+        self._group, self._watched = [], True
+        try:
+            yield
+            group = self._group
+        finally:
+            self._group = None
+            self._watched = self.checked
+        transfers: list[tuple[str, Tensor, int]] = []
+        collectives = []
+        for name, args in group:
+            if name == "sendrecv":
+                transfers += [("send", *args[:2]), ("recv", *args[2:])]
+            elif name in ("send", "recv"):
+                transfers.append((name, *args))
+            else:
+                collectives.append((name, args))
+        sizes = sum(tensor.nbytes for _, tensor, _ in transfers)
+        if transfers:
+            self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes)
+        for name, args in collectives:
+            first = next((a for a in args if isinstance(a, Tensor)), None)
+            self._run(name, args, first, stream)
+
+    # Streams, groups, life ------------------------------------------------------------------------------------
+
+    def new_stream(self) -> Stream:
+        """An ordered queue that runs beside the caller. Collective: every rank, in the same order."""
+        mpi = load_mpi()
+        index = len(self._streams) + 1
+        transport = HostTransport(self._live_mpi().Dup(), polling=True)
+        threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        stream = Stream(f"{self.name}/stream{index}", index, transport, threaded=threaded)
+        self._streams.append(stream)
+        return stream
+
+    def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
+        """Part the group: ranks of one ``color`` form a Communicator, ordered by (key, rank); None for color None.
+
+        Collective over this group. The caller closes the result.
+        """
+        mpi = load_mpi()
+        if color is not None and color < 0:
+            raise self._error("split", f"color={color} must be a non-negative integer or None")
+        part = self._live_mpi().Split(mpi.UNDEFINED if color is None else color, key)
+        if part == mpi.COMM_NULL:
+            return None
+        made = Communicator.__new__(Communicator)
+        made._own(part, self.checked, name)
+        return made
+
+    def close(self) -> None:
+        """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent."""
+        if isinstance(self._host, _Closed):
+            return
+        self._host = _Closed(self)
+        alive = not load_mpi().Is_finalized()
+        for stream in self._streams:
+            stream.close()
+            if alive:
+                stream.transport._comm.Free()
+        self._streams.clear()
+        if alive:
+            self.mpi.Free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # After an exception the other ranks may not be here: a collective free would hang.
+        if exception[0] is None:
+            self.close()
+
+    def _live_mpi(self) -> MPI.Intracomm:
+        if isinstance(self._host, _Closed):
+            raise self._error("new_stream or split", "the communicator is closed")
+        return self.mpi
+
+    # Running --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        tensor: Tensor | None,
+        stream: Stream | None,
+        *,
+        redop: str | None = None,
+        root: int | None = None,
+        nbytes: int | None = None,
+    ) -> Work:
+        """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
+        if self._watched:
+            if self._group is not None:
+                if stream is not None:
+                    raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
+                self._group.append((name, args))
+                return _DONE
+            if name not in ("send", "recv", "sendrecv", "exchange"):
+                agree(self, name, tensor, redop, root, stream)
+        if stream is None and not self._logs:
+            try:
+                getattr(self._host, name)(*args)
+            except self._mpi_error as error:
+                raise self._error(name, str(error)) from error
+            return _DONE
+        return self._run_observed(name, args, tensor, stream, redop, root, nbytes)
+
+    def _run_observed(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        tensor: Tensor | None,
+        stream: Stream | None,
+        redop: str | None,
+        root: int | None,
+        nbytes: int | None,
+    ) -> Work:
+        if stream is not None and stream not in self._streams:
+            raise self._error(name, f"stream {stream.name} was not made by this communicator")
+        if isinstance(self._host, _Closed):
+            getattr(self._host, name)
+        transport = self._host if stream is None else stream.transport
+        record: CollectiveEvent | None = None
+        if self._logs:
+            size = (0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes
+            record = begin(name, tensor, self, None if stream is None else stream.name, redop, root, size)
+            for log in self._logs:
+                log.events.append(record)
+
+        def call() -> None:
+            if record is not None:
+                record.start = time.perf_counter()
+            try:
+                getattr(transport, name)(*args)
+            except self._mpi_error as error:
+                raise self._error(name, str(error)) from error
+            finally:
+                if record is not None:
+                    record.end = time.perf_counter()
+
+        if stream is None:
+            call()
+            return _DONE
+        return stream.enqueue(call, args, record)
+
+    # Checks before sending ------------------------------------------------------------------------------------
+
+    def _error(self, operation: str, problem: str) -> CollectiveError:
+        return CollectiveError(f"rank {self.rank} of group {self.name!r} (size {self.size}): {operation}: {problem}")
+
+    def _checked_tensor(self, operation: str, value: TensorLike, argument: str = "tensor") -> Tensor:
+        tensor = value if isinstance(value, Tensor) else self._from_dlpack(operation, value, argument)
+        if tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in DTYPES:
+            return tensor
+        if not tensor.is_cpu:
+            problem = f"lies on {tensor.device}, the communicator's device is {self.device}"
+        elif tensor.layout != torch.strided:
+            problem = f"has layout {tensor.layout}; collectives need a dense (strided) tensor"
+        elif not tensor.is_contiguous():
+            problem = f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not contiguous"
+        else:
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+            problem = f"has dtype {tensor.dtype}, which is not one of {names}"
+        raise self._error(operation, f"{argument} {problem}")
+
+    def _from_dlpack(self, operation: str, value: TensorLike, argument: str) -> Tensor:
+        if not hasattr(value, "__dlpack__"):
+            raise self._error(operation, f"{argument} is a {type(value).__name__}, not a tensor or DLPack array")
+        try:
+            return torch.from_dlpack(value)
+        except (BufferError, TypeError, RuntimeError) as error:
+            raise self._error(operation, f"{argument} cannot be used through DLPack: {error}") from error
+
+    def _checked_pair(
+        self, operation: str, output: TensorLike, input: TensorLike, *, whole: str
+    ) -> tuple[Tensor, Tensor]:
+        """Check a call in which ``whole`` ("input" or "output") is ``size`` times the other along dim 0."""
+        output = self._checked_tensor(operation, output, "output")
+        input = self._checked_tensor(operation, input, "input")
+        big, small = (input, output) if whole == "input" else (output, input)
+        if output.dtype != input.dtype:
+            raise self._error(operation, f"output is {output.dtype}, input {input.dtype}")
+        self._check_whole(operation, whole, big, "output" if whole == "input" else "input", small)
+        in_place = operation == "all_gather" and input.data_ptr() == output.data_ptr() + self.rank * input.nbytes
+        if not in_place:
+            self._check_disjoint(operation, output, input)
+        return output, input
+
+    def _root_tensor(
+        self, operation: str, argument: str, value: TensorLike | None, part: Tensor, root: int
+    ) -> Tensor | None:
+        """Check the tensor that only ``root`` gives: ``size`` times ``part`` along dim 0."""
+        if self.rank != root:
+            return None
+        if value is None:
+            raise self._error(operation, f"{argument} is None on the root, rank {root}")
+        tensor = self._checked_tensor(operation, value, argument)
+        self._check_alike(operation, tensor, part)
+        self._check_whole(operation, argument, tensor, "input" if argument == "output" else "output", part)
+        return tensor
+
+    def _check_whole(self, operation: str, big_name: str, big: Tensor, small_name: str, small: Tensor) -> None:
+        fits = small.dim() and big.dim() and big.shape[1:] == small.shape[1:] and big.shape[0] == small.shape[0] * self.size
+        if not fits:
+            raise self._error(
+                operation,
+                f"{big_name} {list(big.shape)} must be {small_name} {list(small.shape)} with dim 0 "
+                f"times the group's size {self.size}",
+            )
+
+    def _check_alike(self, operation: str, one: Tensor, other: Tensor) -> None:
+        if one.dtype != other.dtype:
+            raise self._error(operation, f"the tensors are {one.dtype} and {other.dtype}")
+        self._check_disjoint(operation, one, other)
+
+    def _check_disjoint(self, operation: str, one: Tensor, other: Tensor) -> None:
+        first, second = one.data_ptr(), other.data_ptr()
+        if first < second + other.nbytes and second < first + one.nbytes:
+            raise self._error(operation, "the tensors share memory")
+
+    def _check_rank(self, operation: str, argument: str, rank: int) -> None:
+        if not (isinstance(rank, int) and 0 <= rank < self.size):
+            raise self._error(operation, f"{argument}={rank!r} is not a rank of the group: 0 to {self.size - 1}")
+
+
+class _Closed:
+    """Stands for the transport of a closed communicator, so that no call pays for asking whether it is open."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, operation: str) -> Any:
+        raise self._comm._error(operation, "the communicator is closed")
+
+
+_DONE = finished_work()

@@ -1,0 +1,98 @@
+"""ProcessGrid: tensor groups of adjacent ranks, data groups of equal positions (paper, appendix B.1, Figure 8)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from .communicator import Communicator
+from .errors import CollectiveError
+from .host import load_mpi
+
+
+@dataclass(frozen=True)
+class GridLayout:
+    """Which ranks of a world of ``world_size`` form groups: a pure function of two numbers."""
+
+    world_size: int
+    tensor: int
+
+    def __post_init__(self) -> None:
+        if self.tensor < 1 or self.world_size % self.tensor:
+            raise CollectiveError(
+                f"tensor={self.tensor} does not divide the world of {self.world_size} ranks: "
+                f"the sizes that do are {divisors(self.world_size)}"
+            )
+
+    @property
+    def data(self) -> int:
+        """The size of a data group."""
+        return self.world_size // self.tensor
+
+    def tensor_group(self, rank: int) -> range:
+        """The ranks that hold the shards of one model replica with ``rank``: adjacent."""
+        first = rank - rank % self.tensor
+        return range(first, first + self.tensor)
+
+    def data_group(self, rank: int) -> range:
+        """The ranks that hold the same shard as ``rank``: equal positions in their tensor groups."""
+        return range(rank % self.tensor, self.world_size, self.tensor)
+
+
+def divisors(number: int) -> list[int]:
+    """The positive divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class ProcessGrid:
+    """``world.size`` ranks as tensor x data groups.
+
+    world: the Communicator to part; it stays the caller's. Collective over it, as is `close`.
+    tensor: ranks of a tensor group; must divide ``world.size``. The data groups get the rest.
+
+    tensor, data: this rank's two Communicators. layout: the `GridLayout`.
+
+    Warns, on rank 0, when a tensor group crosses nodes: its collectives then run over the network for every layer.
+    """
+
+    def __init__(self, world: Communicator, tensor: int = 1) -> None:
+        self.world = world
+        self.layout = GridLayout(world.size, tensor)
+        position, replica = world.rank % tensor, world.rank // tensor
+        self.tensor = _split(world, replica, position, "tensor")
+        self.data = _split(world, position, replica, "data")
+        self._warn_of_crossed_nodes()
+
+    def _warn_of_crossed_nodes(self) -> None:
+        mpi = load_mpi()
+        node = self.tensor.mpi.Split_type(mpi.COMM_TYPE_SHARED)
+        crossing = self.world.mpi.allreduce(int(node.size < self.tensor.size), mpi.SUM)
+        node.Free()
+        if crossing and self.world.rank == 0:
+            warnings.warn(
+                f"tensor groups cross nodes on {crossing} of {self.world.size} ranks (cyclic placement?): every layer's "
+                "collectives go over the network. Place adjacent ranks on one node (srun --distribution=block, "
+                "mpirun --map-by slot) or use a smaller tensor size",
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Free the two groups; the world stays. Collective."""
+        self.tensor.close()
+        self.data.close()
+
+    def __enter__(self) -> ProcessGrid:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"ProcessGrid(tensor={self.tensor.size}, data={self.data.size})"
+
+
+def _split(world: Communicator, color: int, key: int, name: str) -> Communicator:
+    part = world.split(color, key, name=name)
+    assert part is not None  # a colour was given
+    return part

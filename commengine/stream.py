@@ -1,0 +1,154 @@
+"""Stream, Event, Work: ordered queues of collectives.
+
+A host stream is what a CUDA stream is on a device: work enqueued on it runs in order, beside the caller. Here a
+worker thread runs it, over a duplicate of the MPI communicator that is the stream's own, so that its collectives
+cannot match those of another stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from .errors import CollectiveError
+
+if TYPE_CHECKING:
+    from .host import HostTransport
+    from .trace import CollectiveEvent
+
+
+class Event:
+    """A point in a stream: done when all that was enqueued before it is done."""
+
+    def __init__(self) -> None:
+        self._finished = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def done(self) -> bool:
+        """Whether the point was reached. Never blocks."""
+        return self._finished
+
+    def wait(self) -> None:
+        """Block the calling thread until the point is reached."""
+        if not self._finished:
+            self._gate.acquire()
+            self._gate.release()
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._gate.release()
+
+
+class Work(Event):
+    """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
+
+    def __init__(self, tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._record = record
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until the collective is done; re-raise what failed there. May be called again, on any thread."""
+        record = self._record
+        if record is not None and record.wait_start is None:
+            record.wait_start = time.perf_counter()
+            super().wait()
+            record.wait_end = time.perf_counter()
+        else:
+            super().wait()
+        self._tensors = ()
+        if self._error is not None:
+            raise self._error
+
+
+def finished_work() -> Work:
+    """A Work that is done: what a collective without a stream returns."""
+    work = Work()
+    work._finish()
+    return work
+
+
+class Stream:
+    """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
+
+    transport: runs the collectives, on an MPI communicator of the stream's own.
+    threaded: run them on a worker thread. Without it (MPI offers less than THREAD_MULTIPLE) each runs where it is
+        enqueued: the same order, the same results, no overlap.
+    """
+
+    def __init__(self, name: str, index: int, transport: HostTransport, *, threaded: bool) -> None:
+        self.name = name
+        self.index = index
+        self.threaded = threaded
+        self.transport = transport
+        self._failure: BaseException | None = None
+        self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        if threaded:
+            # A daemon: a program that ends without close() must not hang on an idle worker.
+            self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._worker.start()
+
+    def enqueue(
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
+    ) -> Work:
+        """Run ``call()`` after all that is in the stream already. ``tensors`` live until the Work is waited for."""
+        work = Work(tensors, record)
+        self._put(call, work)
+        return work
+
+    def record(self) -> Event:
+        """An event that is done when all that is enqueued now is done."""
+        event = Event()
+        self._put(_nothing, event)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is enqueued from now on start only when ``event``, of another stream say, is done."""
+        self._put(event.wait, Event())
+
+    def synchronize(self) -> None:
+        """Block until the stream is empty."""
+        self.record().wait()
+
+    def close(self) -> None:
+        """Finish what is enqueued, then end the worker."""
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join()
+            self._worker = None
+
+    def _put(self, call: Callable[[], None], event: Event) -> None:
+        if self._worker is not None:
+            self._queue.put((call, event))
+        elif self.threaded:
+            raise CollectiveError(f"stream {self.name} is closed")
+        else:
+            self._run(call, event)
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._run(*item)
+            del item  # else the last tensors would live until the next collective
+
+    def _run(self, call: Callable[[], None], event: Event) -> None:
+        try:
+            if isinstance(event, Work) and self._failure is not None:
+                # After a failure the ranks may no longer be in step: run nothing more.
+                raise CollectiveError(f"stream {self.name} stopped at an earlier failure: {self._failure}")
+            call()
+        except BaseException as error:  # handed to whoever waits
+            self._failure = self._failure or error
+            if isinstance(event, Work):
+                event._error = error
+        finally:
+            event._finish()
+
+
+def _nothing() -> None:
+    pass
