@@ -1,0 +1,49 @@
+"""Tensor-parallel layers and models over commengine. No files, no arguments, no global state."""
+
+from .attention import SelfAttention
+from .block import TransformerBlock
+from .cross_entropy import vocab_parallel_cross_entropy
+from .embedding import VocabParallelEmbedding
+from .gpt import GPT, GPTConfig
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .mlp import MLP
+from .norm import LayerNorm, ParallelLayerNorm
+from .placement import Constant, Normal, Placement, initialize, new_parameter, placement_of, require_divisible
+from .regions import (
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_parallel_region,
+)
+from .rng import Randomness, dropout
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "ColumnParallelLinear",
+    "Constant",
+    "GPTConfig",
+    "LayerNorm",
+    "Normal",
+    "ParallelLayerNorm",
+    "Placement",
+    "Randomness",
+    "RowParallelLinear",
+    "SelfAttention",
+    "TransformerBlock",
+    "VocabParallelEmbedding",
+    "copy_to_tensor_parallel_region",
+    "dropout",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_parallel_region",
+    "initialize",
+    "new_parameter",
+    "placement_of",
+    "reduce_from_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "require_divisible",
+    "scatter_to_tensor_parallel_region",
+    "vocab_parallel_cross_entropy",
+]

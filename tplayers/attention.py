@@ -1,0 +1,78 @@
+"""Self-attention split by heads (paper, section 3, Figure 3b)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from commengine import Communicator
+from torch import Tensor, nn
+
+from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
+from .placement import Normal, require_divisible
+from .rng import Randomness, dropout
+
+
+class SelfAttention(nn.Module):
+    """Each rank computes its own heads, whole; the output projection's g sums them. One all-reduce each way.
+
+    hidden_size, num_heads: of the whole layer; ``num_heads`` must divide the hidden size, and ``comm.size`` the
+    heads (else ValueError). The fused weight's rows are [queries; keys; values], each ordered by head.
+    output_init: of the projection that ends the residual branch.
+    site: names this layer's dropout mask.
+
+    forward: x [s, b, h], equal on all ranks -> the same. Without attention dropout the core is
+    `scaled_dot_product_attention`; with it, the mask is a function of position, which no fused kernel takes.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        comm: Communicator,
+        *,
+        causal: bool = True,
+        attention_dropout: float = 0.0,
+        init: Normal = DEFAULT_INIT,
+        output_init: Normal = DEFAULT_INIT,
+        site: str = "attention",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
+        require_divisible(comm.size, num_attention_heads=num_heads)
+        self.num_heads = num_heads // comm.size
+        self.heads = range(comm.rank * self.num_heads, (comm.rank + 1) * self.num_heads)
+        self.head_size = hidden_size // num_heads
+        self.causal = causal
+        self.attention_dropout = attention_dropout
+        self.site = site
+        self.qkv = ColumnParallelLinear(hidden_size, 3 * hidden_size, comm, blocks=3, init=init, dtype=dtype)
+        self.projection = RowParallelLinear(hidden_size, hidden_size, comm, init=output_init, dtype=dtype)
+
+    def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
+        s, b, _ = x.shape
+        qkv = self.qkv(x).view(s, b, 3, self.num_heads, self.head_size).permute(2, 1, 3, 0, 4)
+        q, k, v = qkv.unbind(0)  # [b, heads, s, head_size]
+        if self.training and self.attention_dropout > 0:
+            context = self._with_dropout(q, k, v, randomness)
+        else:
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, randomness: Randomness | None) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(self.head_size))
+        if self.causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+        keys = needed(randomness, self.site).keys(self.site, self.heads)
+        return dropout(scores.softmax(dim=-1), self.attention_dropout, keys) @ v
+
+
+def needed(randomness: Randomness | None, site: str) -> Randomness:
+    """The randomness that a training forward pass with dropout must be given."""
+    if randomness is None:
+        raise ValueError(f"dropout at {site}: a training forward pass needs randomness=tplayers.Randomness(...)")
+    return randomness

@@ -1,0 +1,83 @@
+"""Cross-entropy over logits whose vocabulary is split: O(b * s) elements communicated, not b * s * v (paper, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from commengine import Communicator
+from torch import Tensor
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard: Tensor,
+    target: Tensor,
+    comm: Communicator,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Per-token losses in nats, in float32 (float64 for float64 logits), equal on all ranks of ``comm``.
+
+    logits_shard: [..., padded vocabulary / comm.size], this rank's columns; left as it is.
+    target: int64 [...], global token numbers, equal on all ranks. ``ignore_index`` gives loss 0 and gradient 0.
+    vocab_size: columns from here on are padding: they neither win nor enter the sum.
+
+    Two all-reduces forward (the maxima; the sums and target logits together), none backward. Every rank must call
+    it. Raises ValueError on a shape that does not fit, or (on the host) a target outside the vocabulary.
+    """
+    if logits_shard.shape[:-1] != target.shape:
+        raise ValueError(f"logits {list(logits_shard.shape)} need a target {list(logits_shard.shape[:-1])}, not {list(target.shape)}")
+    padded = logits_shard.shape[-1] * comm.size
+    vocab_size = padded if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= padded:
+        raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
+    if target.is_cpu and bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any()):
+        raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
+    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, comm: Communicator, vocab_size: int, ignore_index: int
+    ) -> Tensor:
+        width = logits.shape[-1]
+        start = comm.rank * width
+        real = min(max(vocab_size - start, 0), width)
+        precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+        # The global maximum keeps exp() finite; a rank that holds only padding contributes nothing to it.
+        peak = logits.new_full(target.shape, -torch.inf, dtype=precision)
+        if real:
+            peak = logits[..., :real].amax(dim=-1).to(precision)
+        comm.all_reduce(peak, "max")
+
+        shifted = logits.to(precision) - peak.unsqueeze(-1) if real == width else _shift_real(logits, peak, real)
+        mine = (target >= start) & (target < start + real)
+        column = torch.where(mine, target - start, 0).unsqueeze(-1)
+        sums = peak.new_zeros((2, *target.shape))
+        sums[1] = torch.where(mine, shifted.gather(-1, column).squeeze(-1), 0.0)
+        exponentials = shifted.exp_()
+        sums[0] = exponentials.sum(dim=-1)
+        comm.all_reduce(sums)
+
+        counted = target != ignore_index
+        ctx.save_for_backward(exponentials, sums[0], column, mine, counted)
+        ctx.dtype = logits.dtype
+        return torch.where(counted, sums[0].log() - sums[1], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        exponentials, total, column, mine, counted = ctx.saved_tensors
+        scale = torch.where(counted, grads[0], 0.0)
+        result = exponentials * (scale / total).unsqueeze(-1)
+        result.scatter_add_(-1, column, torch.where(mine, -scale, 0.0).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def _shift_real(logits: Tensor, peak: Tensor, real: int) -> Tensor:
+    """Logits minus the maximum, with -inf (exp 0) in the padding columns."""
+    shifted = peak.new_full(logits.shape, -torch.inf)
+    torch.sub(logits[..., :real].to(peak.dtype), peak.unsqueeze(-1), out=shifted[..., :real])
+    return shifted

@@ -1,0 +1,53 @@
+"""Token embedding split by vocabulary (paper, section 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from commengine import Communicator
+from torch import Tensor, nn
+
+from .linear import DEFAULT_INIT
+from .placement import Constant, Normal, Placement, new_parameter, require_divisible
+from .regions import copy_to_tensor_parallel_region, reduce_own_from_tensor_parallel_region
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rank i holds rows i * v/p to (i+1) * v/p of the embedding table; g sums what each rank looked up.
+
+    num_embeddings: rows of the whole table; ``comm.size`` must divide it (else ValueError).
+
+    forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError
+    on the host for a token outside the table. `logits` uses the same table as the output layer: tied.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        comm: Communicator,
+        *,
+        init: Normal | Constant = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_divisible(comm.size, num_embeddings=num_embeddings)
+        self.comm = comm
+        self.num_embeddings = num_embeddings
+        rows = Placement((num_embeddings, embedding_dim), init, dim=0, index=comm.rank, count=comm.size)
+        self.weight = new_parameter(rows, dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_cpu and bool(((tokens < 0) | (tokens >= self.num_embeddings)).any()):
+            raise ValueError(f"a token lies outside 0 to {self.num_embeddings - 1}")
+        if self.comm.size == 1:
+            return F.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.comm.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_own_from_tensor_parallel_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.comm)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [..., embedding_dim], equal on all ranks -> this rank's logits [..., num_embeddings / comm.size]."""
+        return F.linear(copy_to_tensor_parallel_region(x, self.comm), self.weight)

@@ -1,0 +1,36 @@
+"""The feed-forward block: columns, GELU, rows (paper, section 3, Figure 3a)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from commengine import Communicator
+from torch import Tensor, nn
+
+from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
+from .placement import Normal
+
+
+class MLP(nn.Module):
+    """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
+
+    forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
+    GELU is the tanh form that GPT-2 and Megatron-LM use.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        comm: Communicator,
+        *,
+        init: Normal = DEFAULT_INIT,
+        output_init: Normal = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, comm, init=init, dtype=dtype)
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, init=output_init, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -1,0 +1,77 @@
+"""Layer normalisation, of a replicated and of a split hidden dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from commengine import Communicator
+from torch import Tensor, nn
+
+from .placement import Constant, Placement, new_parameter, require_divisible
+
+
+class LayerNorm(nn.Module):
+    """torch.nn.LayerNorm over the last dimension, with parameters that every rank holds whole."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0)), dtype)
+        self.bias = new_parameter(Placement((hidden_size,)), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class ParallelLayerNorm(nn.Module):
+    """Layer normalisation over a hidden dimension that is split over ``comm``.
+
+    hidden_size: of the whole; ``comm.size`` must divide it (else ValueError). Weight and bias are split alike.
+
+    forward: x [..., hidden_size / comm.size], this rank's features -> the same shape. One all-gather of each rank's
+    mean and squared deviation forward (merged as in Chan et al. 1979, so that no large sums cancel), one all-reduce
+    of two sums backward: two numbers a token each. Every rank must call it and run its backward.
+    """
+
+    def __init__(
+        self, hidden_size: int, comm: Communicator, eps: float = 1e-5, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        require_divisible(comm.size, hidden_size=hidden_size)
+        self.comm = comm
+        self.eps = eps
+        split = {"dim": 0, "index": comm.rank, "count": comm.size}
+        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0), **split), dtype)
+        self.bias = new_parameter(Placement((hidden_size,), **split), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised: Tensor = _Normalise.apply(x, self.comm, self.eps)  # type: ignore[no-untyped-call]
+        return torch.addcmul(self.bias, normalised, self.weight)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float) -> Tensor:
+        local_var, local_mean = torch.var_mean(x, dim=-1, correction=0)
+        mine = torch.stack((local_mean, local_var))
+        ranks = mine.new_empty((comm.size * 2, *local_mean.shape))
+        comm.all_gather(ranks, mine)
+        means, variances = ranks[0::2], ranks[1::2]
+        mean = means.mean(dim=0)
+        var = variances.mean(dim=0) + (means - mean).square().mean(dim=0)
+        scale = (var + eps).rsqrt().unsqueeze(-1)
+        normalised = (x - mean.unsqueeze(-1)) * scale
+        ctx.save_for_backward(normalised, scale)
+        ctx.comm = comm
+        return normalised
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        normalised, scale = ctx.saved_tensors
+        grad = grads[0]
+        sums = torch.stack((grad.sum(dim=-1), (grad * normalised).sum(dim=-1)))
+        ctx.comm.all_reduce(sums)
+        sums /= grad.shape[-1] * ctx.comm.size
+        return (grad - sums[0].unsqueeze(-1) - normalised * sums[1].unsqueeze(-1)) * scale, None, None

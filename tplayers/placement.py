@@ -1,0 +1,146 @@
+"""What slice of which global tensor a parameter holds.
+
+Initial values, the gradient norm, checkpoints and conversions all derive from this one record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .rng import generator
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from N(0, std^2)."""
+
+    std: float
+
+    def draw(self, shape: Sequence[int], seed: int, name: str) -> Tensor:
+        return torch.empty(tuple(shape)).normal_(0.0, self.std, generator=generator(seed, name))
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value everywhere."""
+
+    value: float
+
+    def draw(self, shape: Sequence[int], seed: int, name: str) -> Tensor:
+        return torch.full(tuple(shape), self.value)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter's part of a global tensor.
+
+    shape: of the global tensor.
+    init: how its initial values are drawn.
+    dim: which dimension of ``view`` is split; None for a parameter that every rank holds whole.
+    index, count: this rank holds part ``index`` of ``count`` equal ones.
+    view: a shape that the global tensor is seen as before it is split, where the parts are not contiguous blocks
+        of one of its own dimensions: (3, hidden, hidden) with dim 1 for a fused QKV weight [3 * hidden, hidden].
+    """
+
+    shape: tuple[int, ...]
+    init: Normal | Constant = field(default=Constant(0.0), compare=False)
+    dim: int | None = None
+    index: int = 0
+    count: int = 1
+    view: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.view:
+            object.__setattr__(self, "view", self.shape)
+        if math.prod(self.view) != math.prod(self.shape):
+            raise ValueError(f"a tensor of shape {self.shape} cannot be viewed as {self.view}")
+        if self.dim is not None and self.view[self.dim] % self.count:
+            raise ValueError(f"dimension {self.dim} of {self.view} does not divide into {self.count} equal parts")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks hold different parts."""
+        return self.dim is not None
+
+    @property
+    def part_view(self) -> tuple[int, ...]:
+        """The shape of this rank's part of ``view``."""
+        sizes = list(self.view)
+        if self.dim is not None:
+            sizes[self.dim] //= self.count
+        return tuple(sizes)
+
+    @property
+    def part_start(self) -> tuple[int, ...]:
+        """Where this rank's part begins in ``view``."""
+        starts = [0] * len(self.view)
+        if self.dim is not None:
+            starts[self.dim] = self.index * self.part_view[self.dim]
+        return tuple(starts)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter: that of the global tensor, its leading dimensions shrunk as the view's are."""
+        if self.dim is None:
+            return self.shape
+        if self.view == self.shape:
+            return self.part_view
+        return (self.shape[0] // self.count, *self.shape[1:])
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the global tensor ``whole``, in the parameter's shape."""
+        if tuple(whole.shape) != self.shape:
+            raise ValueError(f"expected a global tensor of shape {self.shape}, got {tuple(whole.shape)}")
+        if self.dim is None:
+            return whole
+        size = self.part_view[self.dim]
+        return whole.reshape(self.view).narrow(self.dim, self.index * size, size).reshape(self.local_shape)
+
+    def assemble(self, parts: Sequence[Tensor]) -> Tensor:
+        """The global tensor, from the ``count`` ranks' parts in rank order."""
+        if self.dim is None:
+            return parts[0]
+        return torch.cat([part.reshape(self.part_view) for part in parts], dim=self.dim).reshape(self.shape)
+
+
+def new_parameter(placement: Placement, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter of ``placement``. It holds NaN until `initialize` or a checkpoint fills it: forgetting is loud."""
+    parameter = nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype))
+    parameter.placement = placement  # type: ignore[attr-defined]
+    return parameter
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """The parameter's record; one that has none (of a module that is not ours) is replicated."""
+    found = getattr(parameter, "placement", None)
+    return found if isinstance(found, Placement) else Placement(tuple(parameter.shape))
+
+
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every placed parameter of ``module`` with its part of a global tensor drawn from (seed, global name).
+
+    The global tensor is drawn on the CPU in float32, so all TP sizes and devices start bit-identical. No
+    communication. The global name is the path in ``module``, so call it on the root.
+    """
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            placement = placement_of(parameter)
+            if hasattr(parameter, "placement"):
+                parameter.copy_(placement.part(placement.init.draw(placement.shape, seed, name)))
+
+
+def require_divisible(parallel_size: int, **values: int) -> None:
+    """Raise ValueError, naming the values and the TP sizes that would work, unless ``parallel_size`` divides all."""
+    if all(value % parallel_size == 0 for value in values.values()):
+        return
+    common = math.gcd(*values.values())
+    fitting = [n for n in range(1, common + 1) if common % n == 0]
+    named = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(
+        f"tensor-model-parallel size {parallel_size} does not divide all of {named}; sizes that would work: {fitting}"
+    )

@@ -1,0 +1,195 @@
+"""f, g and their sequence-parallel twins: where an activation enters and leaves a parallel region.
+
+Each is an autograd Function that is a collective in one direction and its conjugate in the other (Shoeybi et al.
+2019, section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel pair). None of them
+changes its input: autograd may share it with other branches.
+
+=================================================  ====================  =====================
+region                                             forward               backward
+=================================================  ====================  =====================
+copy_to_tensor_parallel_region (f)                 identity              all-reduce
+reduce_from_tensor_parallel_region (g)             all-reduce            identity
+scatter_to_tensor_parallel_region                  take my part          all-gather
+gather_from_tensor_parallel_region                 all-gather            take my part
+gather_from_sequence_parallel_region               all-gather            reduce-scatter
+reduce_scatter_to_sequence_parallel_region         reduce-scatter        all-gather
+=================================================  ====================  =====================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from commengine import Communicator
+from torch import Tensor
+
+
+def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
+    """The paper's f: identity forward, all-reduce of the gradient backward.
+
+    Stands where a replicated activation enters a column-parallel region, in which each rank computes only its own
+    part of dL/dx (Shoeybi et al. 2019, section 3, Figure 3).
+
+    x: any shape, equal on all ranks of ``comm``. Every rank of ``comm`` must run the backward.
+    """
+    return _apply(_CopyTo, x, comm)
+
+
+def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
+    """The paper's g: all-reduce (sum) forward, identity backward.
+
+    Stands where the partial sums of a row-parallel region become one replicated activation.
+
+    x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is left as it is.
+    """
+    return _apply(_ReduceFrom, x, comm)
+
+
+def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
+    """g in place, for a tensor that the caller made and hands over: it must not be used afterwards.
+
+    Autograd is told, so that a tensor which something else has saved for its backward raises an error there.
+    """
+    return _apply(_ReduceOwn, x, comm)
+
+
+def scatter_to_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
+    """Take this rank's part of replicated ``x`` along ``dim``; all-gather the gradient backward.
+
+    x: equal on all ranks; ``x.shape[dim]`` a multiple of ``comm.size`` (else ValueError).
+    """
+    _require_parts(x, comm, dim)
+    return _apply(_ScatterTo, x, comm, dim)
+
+
+def gather_from_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
+    """All-gather the parts along ``dim`` into a replicated tensor; take this rank's part of the gradient backward.
+
+    What follows must be replicated: every rank computes the same with the result. Every rank must call it.
+    """
+    return _apply(_GatherFrom, x, comm, dim)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
+    """All-gather the sequence parts along ``dim``; reduce-scatter the gradient backward.
+
+    Stands where f does when the activation before it is split along the sequence: what follows is tensor-parallel,
+    so the ranks' gradients are partial sums. Every rank must call it and run its backward.
+    """
+    return _apply(_GatherSequence, x, comm, dim)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
+    """Sum the partial results and keep this rank's sequence part along ``dim``; all-gather the gradient backward.
+
+    Stands where g does. ``x.shape[dim]`` must be a multiple of ``comm.size`` (else ValueError).
+    """
+    _require_parts(x, comm, dim)
+    return _apply(_ReduceScatterSequence, x, comm, dim)
+
+
+# The collectives, on any dimension and layout ---------------------------------------------------------------------
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
+    result = _fresh(x)
+    comm.all_reduce(result)
+    return result
+
+
+def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    size = x.shape[dim] // comm.size
+    return _fresh(x.narrow(dim, comm.rank * size, size))
+
+
+def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    whole = front.new_empty((comm.size * front.shape[0], *front.shape[1:]))
+    comm.all_gather(whole, front)
+    return whole.movedim(0, dim).contiguous()
+
+
+def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    part = front.new_empty((front.shape[0] // comm.size, *front.shape[1:]))
+    comm.reduce_scatter(part, front)
+    return part.movedim(0, dim).contiguous()
+
+
+# The autograd Functions -------------------------------------------------------------------------------------------
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, comm: Communicator, *more: int) -> Tensor:
+    if comm.size == 1:
+        return x
+    return function.apply(x, comm, *more)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _require_parts(x: Tensor, comm: Communicator, dim: int) -> None:
+    if x.shape[dim] % comm.size:
+        raise ValueError(f"dimension {dim} of {list(x.shape)} does not divide into {comm.size} equal parts")
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.comm), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        return _all_reduce(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _ReduceOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.mark_dirty(x)
+        comm.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _pair(
+    forward_collective: Callable[[Tensor, Communicator, int], Tensor],
+    backward_collective: Callable[[Tensor, Communicator, int], Tensor],
+) -> type[torch.autograd.Function]:
+    """The Function that is one collective along a dimension forward and another backward."""
+
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
+            ctx.comm, ctx.dim = comm, dim
+            return forward_collective(x, comm, dim)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+            return backward_collective(grads[0], ctx.comm, ctx.dim), None, None
+
+    return Region
+
+
+_ScatterTo = _pair(_my_part, _all_gather)
+_GatherFrom = _pair(_all_gather, _my_part)
+_GatherSequence = _pair(_all_gather, _reduce_scatter)
+_ReduceScatterSequence = _pair(_reduce_scatter, _all_gather)

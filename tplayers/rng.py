@@ -1,0 +1,103 @@
+"""Random numbers as a function of position, never of history.
+
+A dropout mask is a pure function of (seed, iteration, global sample, site, position), and inside attention of the
+global head: the same at every TP and DP size, replicated where the activation is, different where it is split
+(paper, appendix B.2), and drawn again by a recompute without any saved state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64
+
+
+def stable_hash(*parts: int | str) -> int:
+    """A 64-bit signed hash of ``parts``, the same in every process and release."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator for what is called ``name``."""
+    return torch.Generator().manual_seed(stable_hash(seed, name))
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What a forward pass needs to know to draw its dropout masks.
+
+    seed: of the run. iteration: of training. samples: the global number of each sample of the microbatch, in order.
+    """
+
+    seed: int
+    iteration: int
+    samples: tuple[int, ...]
+
+    def keys(self, site: str, heads: range | None = None) -> Tensor:
+        """One int64 key a sample [b], or a sample and global head [b, heads], for the dropout at ``site``."""
+        samples = [stable_hash(self.seed, self.iteration, sample, site) for sample in self.samples]
+        keys = torch.tensor(samples, dtype=torch.int64)
+        if heads is None:
+            return keys
+        numbers = torch.arange(heads.start, heads.stop, dtype=torch.int64)
+        return _mix64(keys[:, None] + numbers * _GOLDEN)
+
+
+def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
+    """Zero each element of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
+
+    x: [s, b, h] with ``keys`` [b], or [b, heads, s, k] with ``keys`` [b, heads].
+    first_row: the global position of row 0 of the s dimension, where the sequence is split.
+    """
+    rows, columns = (x.shape[0] if keys.dim() == 1 else x.shape[-2]), x.shape[-1]
+    counters = torch.arange(first_row * columns, (first_row + rows) * columns, device=x.device).to(torch.int32)
+    if keys.dim() == 1:
+        counters, keys = counters.view(rows, 1, columns), keys.view(1, -1, 1)
+    else:
+        counters, keys = counters.view(rows, columns), keys[:, :, None, None]
+    return _Dropout.apply(x, keep_mask(counters, keys.to(x.device), p), 1.0 / (1.0 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other.
+
+    Three multiply-xorshift rounds in int32 (the form of Murmur3's finaliser) with the key's two halves entering
+    between them: not cryptographic, and seven passes over memory, which a generator needs too.
+    """
+    low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
+    bits = counters ^ low
+    bits *= -1640531527
+    bits ^= bits >> 15
+    bits += high
+    bits *= -2048144789
+    bits ^= bits >> 13
+    bits *= -1028477379
+    bits ^= bits >> 16
+    return bits >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps one byte an element for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grads[0] * keep).mul_(ctx.scale), None, None
