@@ -1,0 +1,202 @@
+"""``python -m trainers.preprocess_data``: what it writes decodes to what it read; an error is one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainers.data import stdlib_text
+from trainers.data.indexed import IndexedDataset
+from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("COMMENGINE_TEST_DATA", "/work/shared/data"))
+GPT2 = ["--vocab-file", str(DATA / "gpt2-bpe/encoder.json"), "--merge-file", str(DATA / "gpt2-bpe/vocab.bpe")]
+needs_wikitext = pytest.mark.skipif(
+    not (DATA / "wikitext-2-raw").is_dir() or not (DATA / "gpt2-bpe").is_dir(),
+    reason=f"no WikiText-2 and GPT-2 vocabulary in {DATA}; set COMMENGINE_TEST_DATA",
+)
+TEXTS = ["The first document.\nTwo lines.\n", "A second: naïve 漢字 🙂 <|endoftext|>", " third \n\n\t"]
+BPE = ["--train-bpe", "300"]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainers.preprocess_data", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def read(prefix: Path) -> list[str]:
+    """The documents, decoded, an end of document spelt out."""
+    data, tokenizer = IndexedDataset(prefix), Tokenizer.from_file(f"{prefix}-tokenizer.json")
+    assert all(tokenizer.eod not in data.document(i)[:-1] for i in range(len(data)))
+    return [tokenizer.decode(data.document(i).tolist()) for i in range(len(data))]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder with the texts as three files, as JSON lines, and as paragraphs."""
+    for n, text in enumerate(TEXTS):
+        (tmp_path / f"{n}.txt").write_bytes(text.encode())
+    rows = [{"id": n, "text": text, "body": f"body {n}"} for n, text in enumerate(TEXTS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "paragraphs.txt").write_text("one\nstill one\n\n \ntwo\n\nthree")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": }\n')
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    return tmp_path
+
+
+@pytest.mark.parametrize("files", [["0.txt", "1.txt", "empty.txt", "2.txt"], ["rows.jsonl"]])
+def test_documents_come_back_in_order(inputs: Path, files: list[str]) -> None:
+    done = run(inputs, "--input", *files, *BPE, "--output-prefix", "out", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert read(inputs / "out") == [text + END_OF_DOCUMENT for text in TEXTS]
+    data = IndexedDataset(inputs / "out")
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert done.stdout.startswith(
+        f"out: 3 documents, {len(data.tokens)} tokens (uint16), {size} bytes of text, "
+    )
+    assert done.stdout.endswith(" tokens per second\n") and done.stdout.count("\n") == 1
+    assert done.stderr == ""  # no bar where there is no terminal
+
+
+def test_json_key_no_eod_and_a_second_run(inputs: Path) -> None:
+    assert run(inputs, "--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
+    tokenizer = ["--tokenizer-model", "out-tokenizer.json"]
+    options = ["--json-key", "body", "--no-append-eod", "--output-prefix", "out"]  # over the first output
+    done = run(inputs, "--input", "rows.jsonl", *tokenizer, *options)
+    assert done.returncode == 0, done.stderr
+    assert read(inputs / "out") == ["body 0", "body 1", "body 2"]
+
+
+def test_configuration_file(inputs: Path) -> None:
+    (inputs / "run.yaml").write_text(
+        "input: [paragraphs.txt]\nsplit-on-blank-lines: true\ntrain-bpe: 270\n"
+        "append-eod: false\noutput-prefix: a\n"
+    )
+    done = run(inputs, "--config", "run.yaml", "--output-prefix", "b")
+    assert done.returncode == 0, done.stderr
+    assert read(inputs / "b") == ["one\nstill one", "two", "three"]
+    assert not (inputs / "a.idx").exists()
+
+
+def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
+    (inputs / "long.txt").write_text("".join(f"Line {n} of a long text.\n" for n in range(20000)))
+    for workers in ("1", "3"):
+        arguments = ["--input", "long.txt", *BPE, "--output-prefix", f"w{workers}", "--workers", workers]
+        assert run(inputs, *arguments).returncode == 0
+    for suffix in (".bin", ".idx", "-tokenizer.json"):
+        assert (inputs / f"w1{suffix}").read_bytes() == (inputs / f"w3{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (BPE, "give --input FILE... or --from-stdlib"),
+        ([*BPE, "--input", "0.txt", "--from-stdlib"], "give --input FILE... or --from-stdlib"),
+        ([*BPE, "--input", "0.txt", "none.txt"], "--input: none.txt: not a file"),
+        ([*BPE, "--input", "."], "--input: .: not a file"),
+        ([*BPE, "--input", "empty.txt"], "--input: no text in empty.txt"),
+        ([*BPE, "--input", "0.txt", "bad.jsonl"], "--input: bad.jsonl: line 2: not JSON"),
+        (
+            [*BPE, "--input", "rows.jsonl", "--json-key", "txt"],
+            "line 1: no key 'txt'; the keys are 'id', 'text'",
+        ),
+        ([*BPE, "--input", "latin.txt"], "--input: latin.txt: not UTF-8"),
+        (["--input", "0.txt"], "--train-bpe N; got none"),
+        (["--input", "0.txt", *BPE, "--tokenizer-model", "x.json"], "got more than one"),
+        (["--input", "0.txt", "--vocab-file", "x"], "needs both"),
+        (
+            ["--input", "0.txt", "--vocab-file", "x", "--merge-file", "y"],
+            "--vocab-file, --merge-file: x: no such",
+        ),
+        (
+            ["--input", "0.txt", "--tokenizer-model", "0.txt"],
+            "--tokenizer-model: 0.txt: not a tokenizer.json",
+        ),
+        (["--input", "0.txt", "--tokenizer-model", "words.json"], "--append-eod: the tokenizer has no"),
+        (["--input", "0.txt", "--train-bpe", "256"], "--train-bpe: want at least 257 tokens, got 256"),
+        (["--input", "0.txt", "--train-bpe", "many"], "--train-bpe: invalid int value: 'many'"),
+        ([*BPE, "--input", "0.txt", "--workers", "0"], "--workers: want at least 1"),
+        ([*BPE, "--input", "0.txt", "--split"], "unrecognized arguments: --split"),
+        ([*BPE, "--input", "0.txt", "--config", "no.yaml"], "no.yaml"),
+        ([*BPE, "--input", "0.txt", "--config", "no-eod.yaml"], "no-append-eod: in a file, write append-eod"),
+        ([*BPE, "--input", "0.txt", "--config", "unknown.yaml"], "--learning-rate"),
+        ([*BPE, "--input", "0.txt", "--output-prefix", "none/out"], "--output-prefix: none: not a folder"),
+        ([*BPE, "--input", "0.txt", "--output-prefix", "0.txt/out"], "--output-prefix: 0.txt: not a folder"),
+        ([*BPE, "--input", "0.txt", "--output-prefix", "./"], "--output-prefix: './' ends in a folder"),
+        ([*BPE, "--input", "0.txt", "--output-prefix", "taken"], "--output-prefix: taken.bin is a folder"),
+        ([*BPE, "--input", "self.bin", "--output-prefix", "self"], "self.bin is an --input file"),
+    ],
+)
+def test_errors(inputs: Path, arguments: list[str], message: str) -> None:
+    (inputs / "no-eod.yaml").write_text("no-append-eod: true\n")
+    (inputs / "unknown.yaml").write_text("learning-rate: 3\n")
+    (inputs / "taken.bin").mkdir()
+    (inputs / "self.bin").write_text("text")
+    words = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"},
+    }
+    (inputs / "words.json").write_text(json.dumps(words))
+    before = sorted(path.name for path in inputs.iterdir())
+    if "--output-prefix" not in arguments:
+        arguments = [*arguments, "--output-prefix", "out"]
+    done = run(inputs, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+    assert sorted(path.name for path in inputs.iterdir()) == before
+
+
+def test_an_error_late_in_the_input_leaves_the_old_output(inputs: Path) -> None:
+    assert run(inputs, "--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
+    before = {path.name: path.read_bytes() for path in inputs.iterdir()}
+    done = run(
+        inputs,
+        "--input",
+        "1.txt",
+        "bad.jsonl",
+        "--tokenizer-model",
+        "out-tokenizer.json",
+        "--output-prefix",
+        "out",
+    )
+    assert done.returncode == 2 and "line 2" in done.stderr
+    assert {path.name: path.read_bytes() for path in inputs.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def stdlib_documents() -> list[str]:
+    return list(stdlib_text.documents())
+
+
+def test_stdlib_text(stdlib_documents: list[str]) -> None:
+    assert sum(map(len, stdlib_documents)) > 1_500_000
+    assert len(set(stdlib_documents)) == len(stdlib_documents) > 300
+    assert min(map(len, stdlib_documents)) >= 200
+    assert any("Parse the source into an AST node." in text for text in stdlib_documents)
+
+
+def test_from_stdlib(tmp_path: Path, stdlib_documents: list[str]) -> None:
+    done = run(tmp_path, "--from-stdlib", "--train-bpe", "1000", "--output-prefix", "std")
+    assert done.returncode == 0, done.stderr
+    found = [text.removesuffix(END_OF_DOCUMENT) for text in read(tmp_path / "std")]
+    assert sorted(found) == sorted(stdlib_documents)
+    # Shuffled: the help topics, which come first, reach the last tenth.
+    topics = set(stdlib_documents[:70])
+    assert 0 < len(topics.intersection(found[-len(found) // 10 :])) < 20
+
+
+@needs_wikitext
+def test_wikitext(tmp_path: Path) -> None:
+    source = DATA / "wikitext-2-raw/wiki.valid.raw"
+    done = run(tmp_path, "--input", str(source), *GPT2, "--output-prefix", "wiki", "--no-append-eod")
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "wiki") == [source.read_text()]
+    data, gpt2 = IndexedDataset(tmp_path / "wiki"), Tokenizer.from_gpt2(GPT2[1], GPT2[3])
+    assert data.tokens.tolist() == gpt2.encode(source.read_text())  # as if it had not been cut

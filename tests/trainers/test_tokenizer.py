@@ -1,0 +1,139 @@
+"""Tokenizer: known ids, text that survives the round trip, and nothing that other text can trigger."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+
+DATA = Path(os.environ.get("COMMENGINE_TEST_DATA", "/work/shared/data"))
+needs_gpt2 = pytest.mark.skipif(
+    not (DATA / "gpt2-bpe").is_dir(), reason=f"no {DATA}/gpt2-bpe; set COMMENGINE_TEST_DATA"
+)
+CORPUS = [
+    "the cat sat on the mat, the cat sat",
+    "a dog and a cat\n\nsat there 12 times",
+    "é漢字 \t mixed",
+] * 5
+AWKWARD = ["", " ", "\n\n x\t", "naïve 漢字 🙂\x00", "a <|endoftext|> b", "[CLS] [UNK]", "\r\n\u2028end "]
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return Tokenizer.train_bpe(CORPUS, 290)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    return Tokenizer.from_gpt2(DATA / "gpt2-bpe/encoder.json", DATA / "gpt2-bpe/vocab.bpe")
+
+
+@needs_gpt2
+def test_gpt2(gpt2: Tokenizer) -> None:
+    assert gpt2.encode("Hello world") == [15496, 995]
+    assert gpt2.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
+    assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)
+    assert gpt2.can_cut_text
+
+
+@needs_gpt2
+@pytest.mark.parametrize("text", AWKWARD)
+def test_gpt2_round_trip(gpt2: Tokenizer, text: str) -> None:
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_round_trip(small: Tokenizer, text: str) -> None:
+    ids = small.encode(text)
+    assert small.decode(ids) == text
+    assert small.eod not in ids
+
+
+def test_batch_is_one_by_one(small: Tokenizer) -> None:
+    assert small.encode_batch(AWKWARD + CORPUS) == [small.encode(text) for text in AWKWARD + CORPUS]
+    assert small.encode_batch([]) == []
+
+
+def test_trained_vocabulary(small: Tokenizer) -> None:
+    assert small.vocab_size == 290 and small.eod == 0
+    assert len(small.encode("the cat sat")) < len("the cat sat")
+    assert Tokenizer.train_bpe([], 400).vocab_size == 257
+
+
+def test_training_repeats_itself_in_another_process(small: Tokenizer, tmp_path: Path) -> None:
+    small.save(tmp_path / "here.json")
+    program = (
+        "import sys; from trainers.data.tokenizer import Tokenizer; import ast;"
+        "Tokenizer.train_bpe(ast.literal_eval(sys.argv[1]), 290).save(sys.argv[2])"
+    )
+    for hash_seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", program, repr(CORPUS), str(tmp_path / "there.json")]
+        subprocess.run(command, env=environment, check=True)
+        assert (tmp_path / "there.json").read_bytes() == (tmp_path / "here.json").read_bytes()
+
+
+def test_vocabulary_too_small() -> None:
+    with pytest.raises(ValueError, match=r"at least 257 .* got 256"):
+        Tokenizer.train_bpe(CORPUS, 256)
+
+
+def test_save_and_load(small: Tokenizer, tmp_path: Path) -> None:
+    small.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert again.encode_batch(CORPUS) == small.encode_batch(CORPUS)
+    assert (again.eod, again.vocab_size, again.can_cut_text) == (0, 290, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_save_that_fails_leaves_nothing(small: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        small.save(tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A foreign tokenizer.json that truncates, pads, frames and folds case, without an end of document."""
+    vocabulary = {"[PAD]": 0, "[CLS]": 1, "[UNK]": 2, "cat": 3, "dog": 7}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.normalizer = normalizers.Lowercase()
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A", None, [("[CLS]", 1)])
+    backend.enable_truncation(4)
+    backend.enable_padding(length=6)
+    backend.save(str(tmp_path / "words.json"))
+    return tmp_path / "words.json"
+
+
+def test_a_foreign_tokenizer_only_encodes(words: Path) -> None:
+    foreign = Tokenizer.from_file(words)
+    assert foreign.encode("Cat dog cat cat cat dog cat") == [3, 7, 3, 3, 3, 7, 3]
+    assert foreign.encode_batch(["cat", "dog dog"]) == [[3], [7, 7]]
+    assert foreign.vocab_size == 8  # ids 4 to 6 have no token, but an embedding needs their rows
+    assert not foreign.can_cut_text
+    with pytest.raises(ValueError, match=r"no <\|endoftext\|>"):
+        _ = foreign.eod
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        Tokenizer.from_file(tmp_path / "none.json")
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        Tokenizer.from_gpt2(tmp_path / "none.json", tmp_path / "none.bpe")
+
+
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({END_OF_DOCUMENT: 0}))
+    (tmp_path / "a.bpe").write_text("x y z w\n")
+    with pytest.raises(ValueError, match=r"a\.json"):
+        Tokenizer.from_file(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.bpe"):
+        Tokenizer.from_gpt2(tmp_path / "a.json", tmp_path / "a.bpe")

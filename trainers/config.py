@@ -1,0 +1,166 @@
+"""The settings of a training run, under Megatron-LM's flag names, from flags and a YAML file."""
+
+from __future__ import annotations
+
+import types
+import typing
+from argparse import BooleanOptionalAction
+from collections.abc import Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from commengine import UsageError
+from tplayers import GPTConfig
+
+from .arguments import Parser
+
+
+def option(default: Any, text: str, *, choices: Sequence[str] | None = None) -> Any:
+    """A field that is also a flag: its default, its help, and what it may be."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. A field is the flag of the same name, with dashes."""
+
+    # parallel layout
+    tensor_model_parallel_size: int = option(1, "ranks that one model is split over; the rest is data-parallel")
+    # model
+    num_layers: int = option(12, "transformer layers")
+    hidden_size: int = option(768, "width of the residual stream")
+    num_attention_heads: int = option(12, "attention heads")
+    ffn_hidden_size: int | None = option(None, "width of the feed-forward block (default 4 * hidden size)")
+    seq_length: int = option(1024, "tokens a sample")
+    max_position_embeddings: int | None = option(None, "positions the model knows (default seq-length)")
+    hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch")
+    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    make_vocab_size_divisible_by: int = option(1024, "pad the vocabulary to a multiple of this, at every TP size")
+    # batches and steps
+    micro_batch_size: int = option(1, "samples a rank takes through the model at once")
+    global_batch_size: int | None = option(None, "samples a step (default micro-batch-size * data-parallel size)")
+    train_iters: int = option(1000, "steps of the run")
+    exit_interval: int | None = option(None, "stop early after a step that this divides, having saved")
+    seed: int = option(1234, "of initial weights, order of samples and dropout")
+    # optimizer
+    lr: float = option(1.5e-4, "highest learning rate")
+    min_lr: float = option(1e-5, "learning rate at the end of the decay")
+    lr_decay_style: str = option("cosine", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
+    lr_decay_iters: int | None = option(None, "step at which min-lr is reached (default train-iters)")
+    lr_warmup_iters: int = option(0, "steps over which lr rises from 0")
+    weight_decay: float = option(0.01, "of AdamW; not on biases and norms")
+    adam_beta1: float = option(0.9, "decay of the gradient's mean")
+    adam_beta2: float = option(0.999, "decay of the gradient's square")
+    adam_eps: float = option(1e-8, "added to the root of the gradient's square")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    # gradient reduction
+    overlap_grad_reduce: bool | None = option(
+        None, "reduce a bucket while backward runs (default: on for devices, off on the host)"
+    )
+    ddp_bucket_size: int = option(4_000_000, "elements of a gradient bucket")
+    # data
+    data_path: str | None = option(None, "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them")
+    split: str = option("969,30,1", "weights of the training, validation and test documents")
+    mock_data: bool = option(False, "train on tokens drawn from a Zipf distribution, without files")
+    vocab_size: int | None = option(None, "tokens of the vocabulary (default: the tokenizer's)")
+    tokenizer_model: str | None = option(None, "a tokenizer.json (default PREFIX-tokenizer.json where it exists)")
+    # evaluation, saving, logging
+    eval_interval: int = option(1000, "steps between evaluations on the validation documents")
+    eval_iters: int = option(100, "global batches an evaluation, at most the whole split; 0 turns evaluation off")
+    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
+    load: str | None = option(None, "folder to resume from; one without a checkpoint starts a new run")
+    save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)")
+    log_interval: int = option(100, "steps between rows of metrics.jsonl")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard (default SAVE/tensorboard where installed)")
+    sample_tokens: int = option(64, "length of the text that the report's sample continues with")
+
+    @property
+    def positions(self) -> int:
+        """How many positions the model knows."""
+        return self.max_position_embeddings or self.seq_length
+
+    def model(self) -> GPTConfig:
+        """The model's shape. ``vocab_size`` must be known."""
+        assert self.vocab_size is not None
+        return GPTConfig(
+            self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size, self.positions,
+            self.ffn_hidden_size, self.hidden_dropout, self.attention_dropout, self.init_method_std,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, as JSON types."""
+        return asdict(self)
+
+
+def parse(argv: Sequence[str] | None, prog: str) -> TrainConfig:
+    """The settings that flags and ``--config FILE`` give; flags win. Raises UsageError, and SystemExit on --help."""
+    parser = Parser(prog=prog)
+    parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
+    hints = typing.get_type_hints(TrainConfig)
+    for item in fields(TrainConfig):
+        _add(parser, item, hints[item.name])
+    values = vars(parser.parse_args(argv))
+    values.pop("config")
+    return TrainConfig(**values)
+
+
+def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
+    """One field as a flag."""
+    flag = "--" + item.name.replace("_", "-")
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
+    text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
+    if kinds == [bool]:
+        parser.add_argument(flag, action=BooleanOptionalAction, default=item.default, help=text)
+    else:
+        choices = item.metadata["choices"]
+        parser.add_argument(flag, type=kinds[0], default=item.default, choices=choices, help=text.replace("%", "%%"))
+
+
+def validate(config: TrainConfig, world_size: int) -> None:
+    """Raise UsageError, naming the option and what would be valid, unless ``config`` can run on ``world_size`` ranks."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise UsageError(message)
+
+    def flag(name: str) -> str:
+        return f"--{name.replace('_', '-')} {getattr(config, name)}"
+
+    for name in (
+        "tensor_model_parallel_size", "num_layers", "hidden_size", "num_attention_heads", "seq_length",
+        "make_vocab_size_divisible_by", "micro_batch_size", "train_iters", "log_interval", "eval_interval",
+        "ddp_bucket_size", "ffn_hidden_size", "max_position_embeddings", "global_batch_size", "exit_interval",
+        "lr_decay_iters", "save_interval", "vocab_size",
+    ):  # fmt: skip
+        value = getattr(config, name)
+        require(value is None or value >= 1, f"{flag(name)}: must be at least 1")
+    for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens"):
+        require(getattr(config, name) >= 0, f"{flag(name)}: must not be negative")
+    for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
+        require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")
+    require(config.min_lr <= config.lr, f"{flag('min_lr')}: must not exceed --lr {config.lr}")
+    require(config.seq_length <= config.positions, f"{flag('seq_length')}: must not exceed {flag('max_position_embeddings')}")
+
+    tensor = config.tensor_model_parallel_size
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    require(world_size % tensor == 0, f"{flag('tensor_model_parallel_size')}: does not divide the {world_size} ranks; {sizes} do")
+    step = config.micro_batch_size * (world_size // tensor)
+    batch = config.global_batch_size or step
+    require(
+        batch % step == 0,
+        f"{flag('global_batch_size')}: must be a multiple of --micro-batch-size {config.micro_batch_size} times the "
+        f"data-parallel size {world_size // tensor}, such as {max(step, batch // step * step)}",
+    )
+    require(config.exit_interval is None or config.save is not None, "--exit-interval: needs --save DIR, or the run is lost")
+    require(config.save_interval is None or config.save is not None, "--save-interval: needs --save DIR")
+    if config.mock_data:
+        require(config.data_path is None, "--mock-data: cannot go with --data-path; leave one of them out")
+        require(config.vocab_size is not None, "--mock-data: needs --vocab-size V")
+    else:
+        require(config.data_path is not None, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
+        for suffix in (".bin", ".idx"):
+            path = f"{config.data_path}{suffix}"
+            require(Path(path).is_file(), f"--data-path {config.data_path}: {path} does not exist")

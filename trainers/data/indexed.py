@@ -1,0 +1,255 @@
+r"""Megatron-core's indexed data set: tokens back to back in ``.bin``, their boundaries in ``.idx``.
+
+Layout (megatron-core 0.16.1, ``megatron/core/datasets/indexed_dataset.py``), little endian: 9 bytes
+``MMIDIDX\0\0``; u64 version 1; u8 type code; u64 S sequences; u64 D documents + 1; i32[S] tokens of each
+sequence; i64[S] byte offsets of the sequences in ``.bin``; i64[D] first sequence of each document, the last
+entry being S. A document is one sequence, or several (sentences).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+
+# Codes 6 and 7 are float64 and float32: legal in the format, never token ids, and swapped by GPT-NeoX.
+_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_HEADER = struct.Struct("<9sQBQQ")
+_MAX_SEQUENCE = np.iinfo(np.int32).max
+
+TokenArray = npt.NDArray[np.integer[Any]]
+
+
+def best_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that Megatron-core stores such a vocabulary in: uint16 below 65,500 tokens, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """``PREFIX.bin``; a dot in the prefix is part of the name."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """``PREFIX.idx``; a dot in the prefix is part of the name."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+class IndexedDatasetWriter:
+    """Writes ``PREFIX.bin`` and ``PREFIX.idx``; the data set is complete or it is not there.
+
+    Tokens are streamed to ``PREFIX.bin.tmp``. `close` writes the index and renames both files, the index
+    last: while ``PREFIX.idx`` exists, it belongs to the ``PREFIX.bin`` beside it. Leaving a ``with`` block by
+    an exception, or `abort`, removes the temporary files and leaves an older data set alone.
+
+    dtype: an integer type of the format (uint8, int8, int16, int32, int64, uint16); see `best_dtype`.
+    Raises ValueError for another type, OSError where the files cannot be written.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            raise ValueError(f"{prefix}: cannot store token ids as {self.dtype}; valid: {_names()}")
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._bin_tmp, self._idx_tmp = Path(f"{self._bin}.tmp"), Path(f"{self._idx}.tmp")
+        # array, not list: 4 and 8 bytes an entry, for corpora of 10^8 documents.
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._range = np.iinfo(self.dtype)
+        self.num_tokens = 0
+        self._file = self._bin_tmp.open("wb")  # closed by close() or abort()
+
+    def __len__(self) -> int:
+        """Documents added so far."""
+        return len(self._documents) - 1
+
+    def add_document(self, tokens: npt.ArrayLike, sentence_lengths: Sequence[int] | None = None) -> None:
+        """Append one document.
+
+        tokens: [n] integers, n >= 1. sentence_lengths: tokens of each sentence, summing to n; None: the
+        document is one sequence. Raises ValueError, before anything is written, where the tokens are empty,
+        not integers, not one-dimensional or outside the type of the data set, or the lengths do not fit.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self._bin}: document {len(self)}: want one dimension of at least one integer, "
+                f"got shape {ids.shape} of {ids.dtype}"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < self._range.min or high > self._range.max:
+            bad = low if low < self._range.min else high
+            raise ValueError(f"{self._bin}: document {len(self)}: token {bad} does not fit {self.dtype}")
+        lengths = [ids.size] if sentence_lengths is None else [int(n) for n in sentence_lengths]
+        if min(lengths, default=0) < 1 or sum(lengths) != ids.size:
+            raise ValueError(
+                f"{self._bin}: document {len(self)}: sentence lengths must be positive and sum to "
+                f"{ids.size} tokens, they sum to {sum(lengths)}"
+            )
+        if max(lengths) > _MAX_SEQUENCE:
+            raise ValueError(
+                f"{self._bin}: document {len(self)}: {max(lengths)} tokens in one sequence; the format's "
+                f"limit is {_MAX_SEQUENCE}"
+            )
+        self._file.write(np.ascontiguousarray(ids, self.dtype).data)
+        self._lengths.extend(lengths)
+        self._documents.append(len(self._lengths))
+        self.num_tokens += ids.size
+
+    def close(self) -> None:
+        """Write the index and put both files in place. Further calls do nothing."""
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._write_index()
+            self._idx.unlink(missing_ok=True)  # an old index must never meet the new tokens
+            self._bin_tmp.replace(self._bin)
+            self._idx_tmp.replace(self._idx)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Drop everything that was added. After `close`, does nothing."""
+        self._file.close()
+        self._bin_tmp.unlink(missing_ok=True)
+        self._idx_tmp.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        offsets = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype="<i8", out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        documents = np.array(self._documents, dtype="<i8")
+        with self._idx_tmp.open("wb") as file:
+            file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(documents)))
+            file.writelines(part.data for part in (lengths, offsets, documents))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class IndexedDataset:
+    """A memory-mapped reader of ``PREFIX.bin`` and ``PREFIX.idx``.
+
+    tokens: [N] read-only memory map of all tokens, in the stored type.
+    document_offsets: int64 [D + 1]; document i is ``tokens[document_offsets[i]:document_offsets[i + 1]]``.
+    document_tokens: int64 [D], tokens in each document.
+    sequence_lengths: int32 [S]; document_sequences: int64 [D + 1], first sequence of each document.
+
+    Opening reads the whole index and checks it against ``.bin``. Raises FileNotFoundError for a missing file
+    and ValueError for one that is not a sound data set of token ids; both name the file.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path}: no such file; a data set is PREFIX.idx and PREFIX.bin, named by PREFIX alone"
+                )
+        self._read_index()
+        self.tokens: TokenArray = self._map_tokens()
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.document_tokens)
+
+    def document(self, i: int) -> TokenArray:
+        """Tokens of document i, 0 <= i < len: a view of the map. Raises IndexError."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
+        return self.tokens[self.document_offsets[i] : self.document_offsets[i + 1]]
+
+    def sentence_lengths(self, i: int) -> npt.NDArray[np.int32]:
+        """Tokens in each sequence of document i: int32 [sequences]. Raises IndexError."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
+        return self.sequence_lengths[self.document_sequences[i] : self.document_sequences[i + 1]]
+
+    def _read_index(self) -> None:
+        raw = (
+            np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")
+        )
+        if len(raw) < _HEADER.size:
+            raise ValueError(f"{self._idx}: truncated: {len(raw)} bytes, the header alone has {_HEADER.size}")
+        magic, version, code, sequences, documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+        if magic != MAGIC:
+            hint = " (the older TNTIDX format)" if magic.startswith(b"TNTIDX") else ""
+            raise ValueError(f"{self._idx}: not a Megatron-core index: it starts with {magic!r}{hint}")
+        if version != VERSION:
+            raise ValueError(f"{self._idx}: version {version}; this reader knows version {VERSION}")
+        if code not in _DTYPES:
+            raise ValueError(f"{self._idx}: type code {code} is not one of token ids; valid: {_names()}")
+        expected = _HEADER.size + 12 * sequences + 8 * documents
+        if len(raw) != expected:
+            kind = "truncated" if len(raw) < expected else "too long (a multimodal index?)"
+            raise ValueError(f"{self._idx}: {kind}: {len(raw)} bytes where its header asks for {expected}")
+        self.dtype = _DTYPES[code]
+
+        a, b = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+        lengths = raw[_HEADER.size : a].view("<i4")
+        offsets = raw[a:b].view("<i8")
+        starts = np.array(raw[b:].view("<i8"), dtype=np.int64)
+        if sequences and lengths.min() < 0:
+            raise ValueError(f"{self._idx}: damaged: a sequence of {lengths.min()} tokens")
+        ends = np.zeros(sequences + 1, dtype=np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=ends[1:])
+        # A document is read as one slice of .bin, so the sequences must lie there in order, without gaps.
+        if not np.array_equal(offsets, ends[:-1] * self.dtype.itemsize):
+            raise ValueError(f"{self._idx}: damaged: byte offsets do not follow from the sequence lengths")
+        if documents < 1 or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
+            raise ValueError(
+                f"{self._idx}: damaged: document starts must rise from 0 to {sequences} sequences"
+            )
+        self.sequence_lengths: npt.NDArray[np.int32] = np.array(lengths, dtype=np.int32)
+        self.document_sequences: npt.NDArray[np.int64] = starts
+        self.document_offsets: npt.NDArray[np.int64] = ends[starts]
+        self.document_tokens: npt.NDArray[np.int64] = np.diff(self.document_offsets)
+
+    def _map_tokens(self) -> TokenArray:
+        size, count = self._bin.stat().st_size, int(self.document_offsets[-1])
+        if size != count * self.dtype.itemsize:
+            raise ValueError(
+                f"{self._bin}: {size} bytes where {self._idx.name} asks for {count * self.dtype.itemsize} "
+                f"({count} tokens of {self.dtype}): truncated, or not written with it"
+            )
+        if count == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=self.dtype)
+        return np.memmap(self._bin, dtype=self.dtype, mode="r")
+
+
+def _names() -> str:
+    return ", ".join(f"{dtype.name} ({code})" for code, dtype in _DTYPES.items())

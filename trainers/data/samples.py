@@ -1,0 +1,219 @@
+"""Samples as a function of their number: cut from a data set, or drawn from a Zipf distribution.
+
+Nothing keeps a random state. Sample n of a run, on any rank and after any restart, follows from the seed and
+n alone. All random numbers are raw Philox output: NumPy keeps those streams, and SeedSequence, unchanged
+across versions, which it does not promise for ``Generator.permutation`` and the like.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.data.indexed import IndexedDataset
+
+Sample = npt.NDArray[np.int64]
+
+# What a stream of random numbers is for; keeps equal (seed, number) pairs of different uses apart.
+_ZIPF, _PERMUTATION = 1, 2
+# Tokens counted at a time: bincount makes an int64 copy, so this is 32 MB.
+_COUNT_CHUNK = 1 << 22
+
+
+def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
+    """Training, validation and test documents for Megatron's ``--split``, for example ``"969,30,1"``.
+
+    Up to three weights, separated by commas, of any scale; a missing one is 0. The ranges are contiguous, in
+    order, and cover every document exactly once; borders are rounded, half to even, so a small weight
+    may get none. Raises ValueError for anything else.
+    """
+    try:
+        weights = [Fraction(part.strip()) for part in split.split(",")]
+    except (ValueError, ZeroDivisionError):
+        weights = []
+    if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) == 0:
+        raise ValueError(
+            f"split {split!r}: want up to three weights, none negative and not all 0, "
+            "for training, validation and test, such as '969,30,1'"
+        )
+    weights += [Fraction(0)] * (3 - len(weights))
+    total = sum(weights)
+    first = round(num_documents * weights[0] / total)
+    second = round(num_documents * (weights[0] + weights[1]) / total)
+    return range(first), range(first, second), range(second, num_documents)
+
+
+class TokenSamples:
+    """A range of documents, concatenated in order and cut into samples of equal length.
+
+    Sample n is ``tokens[n * seq_length : (n + 1) * seq_length + 1]``, int64 [seq_length + 1]: the input is
+    all but its last token, the labels all but its first. Neighbours share one token, so that each token
+    but the first is predicted once; what is left at the end is dropped.
+
+    documents: a range of step 1 within the data set. Raises ValueError where that gives no sample.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int) -> None:
+        if documents.step != 1 or documents.start < 0 or max(documents, default=-1) >= len(dataset):
+            raise ValueError(f"{dataset.prefix}: {documents} is not a run of its {len(dataset)} documents")
+        if seq_length < 1:
+            raise ValueError(f"seq_length must be at least 1, got {seq_length}")
+        start = int(dataset.document_offsets[documents.start])
+        stop = int(dataset.document_offsets[documents.stop]) if documents else start
+        self.name = f"{dataset.prefix}, documents {documents.start} to {documents.stop}"
+        self.seq_length = seq_length
+        self.tokens = dataset.tokens[start:stop]
+        self._count = (len(self.tokens) - 1) // seq_length
+        if self._count < 1:
+            raise ValueError(
+                f"{self.name}: {len(self.tokens)} tokens make no sample; one of seq_length {seq_length} "
+                f"needs {seq_length + 1}. Use more data, another split or a smaller seq_length"
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, n: int) -> Sample:
+        """Sample n, 0 <= n < len: a new int64 array [seq_length + 1]. Raises IndexError."""
+        if not 0 <= n < self._count:
+            raise IndexError(f"{self.name}: sample {n} of {self._count}")
+        start = n * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+
+    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """How often each id occurs in the range: int64 [vocab_size]. Reads every token.
+
+        Raises ValueError for an id outside the vocabulary: the data belongs to another tokenizer.
+        """
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for start in range(0, len(self.tokens), _COUNT_CHUNK):
+            chunk = self.tokens[start : start + _COUNT_CHUNK].astype(np.int64)
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(
+                    f"{self.name}: token {bad} is outside the vocabulary of {vocab_size}; "
+                    "was the data made with another tokenizer?"
+                )
+            counts += np.bincount(chunk, minlength=vocab_size)
+        return counts
+
+
+class ZipfSamples:
+    """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1)**exponent.
+
+    Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: any number per
+    use of the same seed, such as 0 for training, 1 for validation and 2 for test data: their
+    samples are independent.
+
+    entropy: of one token, nats. No model can reach a lower loss; one that has learnt p reaches this one.
+    Raises ValueError for sizes below 1, or a seed, split or exponent that is negative or not finite.
+    """
+
+    def __init__(
+        self, vocab_size: int, seq_length: int, seed: int, count: int, exponent: float = 1.0, split: int = 0
+    ) -> None:
+        if min(vocab_size, seq_length, count) < 1 or min(seed, split) < 0 or not 0 <= exponent < np.inf:
+            raise ValueError(
+                f"vocab_size {vocab_size}, seq_length {seq_length} and count {count} must be at least 1, "
+                f"seed {seed}, split {split} and exponent {exponent} at least 0"
+            )
+        self.vocab_size, self.seq_length = vocab_size, seq_length
+        self._seed, self._split, self._count = seed, split, count
+        weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -exponent
+        self.probabilities = weights / weights.sum()
+        seen = self.probabilities[self.probabilities > 0]
+        self.entropy = float(-(seen * np.log(seen)).sum())
+        cumulative = np.cumsum(weights)
+        self._cumulative = cumulative / cumulative[-1]  # ends in exactly 1, above every draw
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, n: int) -> Sample:
+        """Sample n, 0 <= n < len: a new int64 array [seq_length + 1]. Raises IndexError."""
+        if not 0 <= n < self._count:
+            raise IndexError(f"sample {n} of {self._count}")
+        raw = _philox(self._seed, _ZIPF, self._split, n).random_raw(self.seq_length + 1)
+        uniform = (raw >> np.uint64(11)) * 2.0**-53
+        return np.searchsorted(self._cumulative, uniform, side="right").astype(np.int64)
+
+    def token_counts(self, vocab_size: int) -> npt.NDArray[np.float64]:
+        """Expected counts over all samples, float64 [vocab_size], 0 for ids above the mock vocabulary.
+
+        Raises ValueError where vocab_size is smaller than that.
+        """
+        if vocab_size < self.vocab_size:
+            raise ValueError(f"token {self.vocab_size - 1} is outside the vocabulary of {vocab_size}")
+        counts = np.zeros(vocab_size, dtype=np.float64)
+        counts[: self.vocab_size] = self.probabilities * (self._count * (self.seq_length + 1))
+        return counts
+
+
+class EpochPermutation:
+    """The sample index for global sample number n: every index once per epoch, each epoch in its own order.
+
+    Epoch ``e = n // size`` is permuted by (seed, e); with ``shuffle=False`` each epoch runs in order. A pure
+    function of n. It holds one epoch at a time (8 bytes a sample), so read numbers in rising order.
+
+    Raises ValueError where size is below 1 or seed is negative.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        if size < 1 or seed < 0:
+            raise ValueError(f"size must be at least 1 and seed at least 0, got {size} and {seed}")
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._epoch = -1
+        self._order: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+
+    def __getitem__(self, n: int) -> int:
+        """The index, 0 <= index < size, of global sample number n >= 0; n has no upper bound.
+
+        Raises IndexError where n is negative.
+        """
+        if n < 0:
+            raise IndexError(f"global sample number {n} is negative")
+        epoch, place = divmod(int(n), self.size)
+        if not self.shuffle:
+            return place
+        if epoch != self._epoch:
+            self._order, self._epoch = self._permutation(epoch), epoch
+        return int(self._order[place])
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.uint64]:
+        # Random high bits over the index in the low ones: no two keys are equal, so that any sort, of any
+        # version, gives the same order; and sorting values in place is several times as fast as argsort.
+        bits = np.uint64(self.size.bit_length())
+        keys: npt.NDArray[np.uint64] = _philox(self.seed, _PERMUTATION, epoch).random_raw(self.size)
+        keys >>= bits
+        keys <<= bits
+        keys |= np.arange(self.size, dtype=np.uint64)
+        keys.sort()
+        keys &= (np.uint64(1) << bits) - np.uint64(1)
+        return keys
+
+
+def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.ArrayLike) -> float:
+    """Nats per held-out token of a model that knows only how often each token occurs.
+
+    The loss to beat: a language model above it has learnt nothing but frequencies. The model is
+    ``p(k) = (train[k] + 1) / sum(train + 1)``, so that an unseen token has a finite loss.
+
+    Both: [vocab_size], not negative. Raises ValueError where shapes differ or nothing was held out.
+    """
+    train = np.asarray(train_counts, dtype=np.float64)
+    heldout = np.asarray(heldout_counts, dtype=np.float64)
+    if train.ndim != 1 or train.shape != heldout.shape or min(train.min(), heldout.min()) < 0:
+        raise ValueError(f"want two [vocab_size] arrays of counts, got {train.shape} and {heldout.shape}")
+    total = heldout.sum()
+    if total == 0:
+        raise ValueError("no held-out tokens to evaluate on")
+    log_p = np.log1p(train) - np.log((train + 1).sum())
+    return float(-(heldout * log_p).sum() / total)
+
+
+def _philox(seed: int, *position: int) -> np.random.Philox:
+    """A counter-based generator for one position under ``seed``: ``random_raw(n)`` gives uint64 [n]."""
+    return np.random.Philox(np.random.SeedSequence(entropy=seed, spawn_key=position))

@@ -1,0 +1,79 @@
+"""English that every machine with Python has: the documentation inside the standard library.
+
+About 2 MB for CPython 3.11: the language reference topics behind ``help("topic")`` and the
+docstrings of the modules. Enough to train a small model on real text where nothing can be downloaded.
+Licence: PSF. The text depends on the Python version, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+# Characters; a shorter document is mostly a line such as "Wrapper for X".
+_SHORTEST = 200
+_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def documents() -> Iterator[str]:
+    """One document per help topic, then one per module, each group in the order of its names.
+
+    A module's document is its docstrings, dedented, in the order of the source, separated by blank lines. A
+    text that was seen before is left out, so that no held-out document repeats a training one.
+    Modules are parsed, never imported. A document under 200 characters is skipped, and so is a module that
+    cannot be read or parsed.
+    """
+    seen: set[str] = set()
+    yield from _topics(seen)
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if _SKIPPED.isdisjoint(path.relative_to(root).parts):
+            text = "\n\n".join(_new_docstrings(path, seen))
+            if len(text) >= _SHORTEST:
+                yield text + "\n"
+
+
+def _topics(seen: set[str]) -> Iterator[str]:
+    try:
+        from pydoc_data.topics import topics  # a module of one dict; some distributions leave it out
+    except ImportError:
+        return
+    for name in sorted(topics):
+        text = topics[name].strip()
+        if len(text) >= _SHORTEST and text not in seen:
+            seen.add(text)
+            yield text + "\n"
+
+
+def _new_docstrings(path: Path, seen: set[str]) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in other people's strings
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found.sort(key=lambda node: getattr(node, "lineno", 0))
+    for node in found:
+        text = ast.get_docstring(node, clean=False)
+        text = inspect.cleandoc(text).strip() if text else ""
+        # A lone surrogate is legal in a Python string and is no text.
+        if text and text not in seen and _encodable(text):
+            seen.add(text)
+            yield text
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

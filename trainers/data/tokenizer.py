@@ -1,0 +1,147 @@
+"""Text to token ids and back, over Hugging Face ``tokenizers``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# The byte alphabet and the end-of-document token.
+SMALLEST_BPE = 257
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` set up for language-model data.
+
+    Text is only ever text: nothing is added around it, cut off or padded, and a ``<|endoftext|>`` that is
+    spelt out in a document is encoded as these characters, so that no document can end itself.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a ``tokenizer.json``. Raises FileNotFoundError, or ValueError where it is not one."""
+        try:
+            return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
+        except OSError:
+            raise
+        except Exception as error:  # the bindings raise nothing narrower
+            raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+
+    @classmethod
+    def from_gpt2(cls, encoder_json: str | os.PathLike[str], vocab_bpe: str | os.PathLike[str]) -> Self:
+        """GPT-2's byte-level BPE from its vocabulary and its merges.
+
+        Raises FileNotFoundError, or ValueError where the two are not such files.
+        """
+        vocab, merges = os.fspath(_existing(encoder_json)), os.fspath(_existing(vocab_bpe))
+        try:
+            backend = _byte_level(models.BPE.from_file(vocab, merges))
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{vocab}, {merges}: not a BPE vocabulary and its merges: {error}") from error
+        if backend.token_to_id(END_OF_DOCUMENT) is not None:
+            backend.add_special_tokens([END_OF_DOCUMENT])  # marks the entry; the vocabulary does not grow
+        return cls(backend)
+
+    @classmethod
+    def train_bpe(cls, iterator: Iterable[str], vocab_size: int) -> Self:
+        """Train a byte-level BPE. The same texts give the same tokenizer.
+
+        vocab_size: at most so many tokens, ``<|endoftext|>`` (id 0) and the 256 bytes included; a small
+        corpus may give fewer. Raises ValueError below 257.
+        """
+        if vocab_size < SMALLEST_BPE:
+            raise ValueError(
+                f"a byte-level BPE has at least {SMALLEST_BPE} tokens (256 bytes and {END_OF_DOCUMENT}), "
+                f"got {vocab_size}"
+            )
+        backend = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_DOCUMENT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(iterator, trainer)
+        return cls(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of an embedding that holds every id: the largest id plus one."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eod(self) -> int:
+        """Id of ``<|endoftext|>``. Raises ValueError where the vocabulary has none."""
+        token = self._backend.token_to_id(END_OF_DOCUMENT)
+        if token is None:
+            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token")
+        return int(token)
+
+    @property
+    def can_cut_text(self) -> bool:
+        """Whether `trainers.data.text_files.cut` may cut a document without changing its tokens.
+
+        True for byte-level BPE with GPT-2's pattern; other tokenizers are not examined and get whole
+        documents.
+        """
+        split = self._backend.pre_tokenizer
+        return (
+            isinstance(split, pre_tokenizers.ByteLevel)
+            and split.use_regex
+            and not split.add_prefix_space
+            and self._backend.normalizer is None
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on as many threads as ``RAYON_NUM_THREADS`` allows; releases the GIL."""
+        return list(self.iter_encode_batch(texts))
+
+    def iter_encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """As `encode_batch`, but with one text's list of ids alive at a time."""
+        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield encoding.ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens spelt out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a ``tokenizer.json``, complete or not at all. Raises OSError."""
+        target = Path(path)
+        partial = Path(f"{target}.tmp")
+        try:
+            partial.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{os.fspath(path)}: no such file")
+    return Path(path)

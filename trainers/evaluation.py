@@ -1,0 +1,27 @@
+"""The loss on held-out samples, each counted once whatever the data-parallel size."""
+
+from __future__ import annotations
+
+import torch
+from commengine import Communicator
+from tplayers import GPT
+
+from .batches import GlobalBatches
+
+
+def evaluate(model: GPT, batches: GlobalBatches, data: Communicator, *, iterations: int) -> tuple[float, int]:
+    """(Mean loss in nats per token, tokens) over the first ``iterations`` global batches, at most all samples.
+
+    Collective over ``data`` and the model's tensor group. Leaves the model in training mode.
+    """
+    needed = -(-len(batches.samples) // batches.size)
+    totals = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for k in range(min(iterations, needed)):
+            for batch in batches(k):
+                totals[0] += model(batch.tokens, batch.labels).sum(dtype=torch.float64)
+                totals[1] += batch.counted
+    model.train()
+    data.all_reduce(totals)
+    return float(totals[0] / totals[1]), int(totals[1])

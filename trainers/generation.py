@@ -1,0 +1,42 @@
+"""Text from a tensor-parallel model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tplayers import GPT
+
+
+def generate(
+    model: GPT, prompt: Sequence[int], count: int, *, seed: int, temperature: float = 0.8, top_k: int = 40
+) -> list[int]:
+    """Continue ``prompt`` (at least one token) by ``count`` sampled tokens; returns the continuation.
+
+    temperature 0 takes the most likely token. A prompt longer than the model's positions is read from its end.
+    Collective over the model's tensor group, with the same arguments; the draw is rank 0's, so the ranks agree.
+    """
+    comm, config = model.comm, model.config
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for _ in range(count):
+            window = torch.tensor([tokens[-config.max_position_embeddings :]])
+            mine = model(window)[0, -1].float()  # this rank's columns
+            logits = mine.new_empty(mine.numel() * comm.size)
+            comm.all_gather(logits, mine.contiguous())
+            choice = _draw(logits[: config.vocab_size], generator, temperature, top_k)
+            comm.broadcast(choice)
+            tokens.append(int(choice))
+    model.train(training)
+    return tokens[len(prompt) :]
+
+
+def _draw(logits: torch.Tensor, generator: torch.Generator, temperature: float, top_k: int) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax().reshape(1)
+    best = torch.topk(logits, min(top_k, logits.numel()))
+    place = torch.multinomial((best.values / temperature).softmax(dim=-1), 1, generator=generator)
+    return best.indices[place]

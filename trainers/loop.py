@@ -1,0 +1,266 @@
+"""The training loop: one GPT over a tensor x data grid."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from commengine import Communicator, ProcessGrid, UsageError, trace
+from tplayers import GPT, Randomness, initialize, placement_of
+
+from . import checkpoint
+from .arguments import on_rank_zero
+from .batches import GlobalBatches, Microbatch
+from .config import TrainConfig
+from .corpus import Corpus, open_corpus
+from .data.samples import EpochPermutation
+from .evaluation import evaluate
+from .generation import generate
+from .gradients import GradientBuckets, clip, gradient_norm
+from .metrics import Metrics
+from .optimizer import build_optimizer, set_learning_rate
+from .report import Report, communication_rows
+from .schedule import learning_rate
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step came to. loss: nats per token over the global batch. norm: of the gradient before clipping."""
+
+    loss: float
+    norm: float
+    rate: float
+
+
+class GPTTrainer:
+    """Everything that takes part in a step, as one object. Collective over ``world``, as are all its methods.
+
+    config: valid for ``world`` and with its vocabulary known (`config.validate`, `corpus.with_vocabulary`).
+    """
+
+    def __init__(self, config: TrainConfig, world: Communicator, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+        self.grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+        self.model = GPT(config.model(), self.grid.tensor)
+        initialize(self.model, config.seed)
+        self.optimizer = build_optimizer(
+            self.model, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+        )
+        self.gradients = GradientBuckets(
+            self.model, self.grid.data, overlap=bool(config.overlap_grad_reduce), bucket_size=config.ddp_bucket_size
+        )
+        size = config.global_batch_size or config.micro_batch_size * self.grid.data.size
+        self.batches = self._batches(corpus.training, size, EpochPermutation(len(corpus.training), config.seed))
+        self.held_out = None if corpus.held_out is None else self._batches(corpus.held_out, size, None)
+        self.iteration = 0
+
+    def _batches(self, samples: Any, size: int, order: EpochPermutation | None) -> GlobalBatches:
+        return GlobalBatches(samples, order, size=size, micro=self.config.micro_batch_size, data=self.grid.data)
+
+    def step(self) -> Step:
+        """Forward, backward, reduce, clip, update: iteration + 1."""
+        config, data = self.config, self.grid.data
+        microbatches = list(self.batches(self.iteration))
+        # Divided by what the whole global batch counts: not a mean of means, and a rank may have none.
+        tokens = torch.tensor([sum(batch.counted for batch in microbatches)])
+        data.all_reduce(tokens)
+        self.gradients.zero()
+        loss = torch.zeros(1, dtype=torch.float64)
+        for batch in microbatches[:-1]:
+            loss += self._backward(batch, int(tokens))
+        with self.gradients.last_microbatch():
+            loss += self._backward(microbatches[-1], int(tokens))
+        self.gradients.finish()
+        data.all_reduce(loss)
+        norm = gradient_norm(self.model, self.grid.tensor)
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"step {self.iteration + 1}: the loss is {loss.item()}, the gradient's norm {norm}: the run has diverged; "
+                "the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad may help)"
+            )
+        clip(self.gradients, norm, config.clip_grad)
+        rate = self._rate(self.iteration)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.iteration += 1
+        return Step(loss.item(), norm, rate)
+
+    def _backward(self, batch: Microbatch, tokens: int) -> float:
+        randomness = Randomness(self.config.seed, self.iteration, batch.numbers)
+        loss = self.model(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
+        loss.backward()
+        return loss.item()
+
+    def _rate(self, iteration: int) -> float:
+        config = self.config
+        return learning_rate(
+            iteration, lr=config.lr, min_lr=config.min_lr, style=config.lr_decay_style,
+            warmup_iters=config.lr_warmup_iters, decay_iters=config.lr_decay_iters or config.train_iters,
+        )  # fmt: skip
+
+    def evaluate(self) -> tuple[float, int] | None:
+        """(Held-out loss in nats per token, tokens), or None where evaluation is off."""
+        if self.config.eval_iters == 0 or self.held_out is None:
+            return None
+        return evaluate(self.model, self.held_out, self.grid.data, iterations=self.config.eval_iters)
+
+    def save(self) -> None:
+        """Write a checkpoint of this iteration into ``--save``."""
+        assert self.config.save is not None
+        folder, settings = Path(self.config.save), self.config.to_json()
+        checkpoint.save(folder, self.iteration, self.model, self.optimizer, settings, self.grid)
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint of ``--load``; False where there is none."""
+        if self.config.load is None:
+            return False
+        folder, settings = Path(self.config.load), self.config.to_json()
+
+        def find() -> list[Any]:
+            found = checkpoint.latest(folder)
+            return [None, 0] if found is None else [str(found), checkpoint.read_state(found, settings)]
+
+        found, iteration = on_rank_zero(self.grid.world, find)
+        if found is None:
+            return False
+        checkpoint.load(Path(found), iteration, self.model, self.optimizer)
+        self.iteration = iteration
+        return True
+
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(math.prod(placement_of(p).shape) for p in self.model.parameters())
+
+    def close(self) -> None:
+        """Free hooks and groups."""
+        self.gradients.remove()
+        self.grid.close()
+
+
+def train(config: TrainConfig, world: Communicator) -> Report:
+    """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective."""
+    trainer = GPTTrainer(config, world, _open(config, world))
+    resumed = trainer.resume()
+    first = world.rank == 0
+    folder = Path(config.save) if config.save else None
+    if folder is not None:
+        on_rank_zero(world, lambda: folder.mkdir(parents=True, exist_ok=True))
+    board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
+    metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
+    if config.load is not None:
+        where = f"iteration {trainer.iteration} of {config.load}" if resumed else f"a new run: no checkpoint in {config.load}"
+        metrics.say(f"starting from {where}")
+    try:
+        return _train(trainer, metrics, folder)
+    finally:
+        metrics.close()
+        trainer.close()
+
+
+def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report:
+    config, grid = trainer.config, trainer.grid
+    batch_tokens = trainer.batches.size * config.seq_length
+    step_times: list[float] = []
+    step: Step | None = None
+    evaluated: tuple[float, int] | None = None
+    saved = evaluated_at = trainer.iteration if trainer.iteration else -1
+    with trace(grid.tensor, grid.data) as log:
+        for iteration in _iterations(trainer):
+            began = time.perf_counter()
+            step = trainer.step()
+            step_times.append(time.perf_counter() - began)
+            log.settle()
+            speed = batch_tokens / step_times[-1]
+            metrics.progress(step.loss, speed)
+            if iteration % config.log_interval == 0 or iteration == config.train_iters:
+                metrics.log(
+                    {"iteration": iteration, "lm_loss": step.loss, "grad_norm": step.norm, "learning_rate": step.rate,
+                     "tokens_per_second": speed, "iteration_ms": 1e3 * step_times[-1]}
+                )  # fmt: skip
+            with log.paused():
+                if iteration % config.eval_interval == 0:
+                    evaluated, evaluated_at = _evaluate(trainer, metrics), iteration
+                if config.save_interval and iteration % config.save_interval == 0:
+                    trainer.save()
+                    saved = iteration
+    if evaluated_at != trainer.iteration or evaluated is None:
+        evaluated = _evaluate(trainer, metrics)
+    if folder is not None and saved != trainer.iteration:
+        trainer.save()
+    return _report(trainer, metrics, folder, step, evaluated, step_times, communication_rows(log.totals()))
+
+
+def _iterations(trainer: GPTTrainer) -> Iterator[int]:
+    """The numbers, from 1, of the steps to come; each must be done before the next is asked for."""
+    while trainer.iteration < trainer.config.train_iters:
+        yield trainer.iteration + 1
+        if trainer.config.exit_interval and trainer.iteration % trainer.config.exit_interval == 0:
+            return
+
+
+def _evaluate(trainer: GPTTrainer, metrics: Metrics) -> tuple[float, int] | None:
+    result = trainer.evaluate()
+    if result is not None:
+        metrics.log({"iteration": trainer.iteration, "validation_loss": result[0]})
+        metrics.say(f"iteration {trainer.iteration}: held-out loss {result[0]:.4f} nats/token")
+    return result
+
+
+def _report(
+    trainer: GPTTrainer, metrics: Metrics, folder: Path | None, step: Step | None,
+    evaluated: tuple[float, int] | None, step_times: list[float], communication: list[dict[str, Any]],
+) -> Report:  # fmt: skip
+    """The report, printed and written by rank 0."""
+    config, corpus = trainer.config, trainer.corpus
+    batch_tokens = trainer.batches.size * config.seq_length
+    source = corpus.training if corpus.held_out is None else corpus.held_out
+    prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
+    sample = generate(trainer.model, prompt, config.sample_tokens, seed=config.seed)
+    unigram = None
+    if evaluated is not None and trainer.grid.world.rank == 0:
+        assert config.vocab_size is not None
+        unigram = corpus.unigram_entropy(config.vocab_size, evaluated[1] // config.seq_length)
+    report = Report(
+        iteration=trainer.iteration,
+        parameters=trainer.parameters(),
+        tensor_model_parallel_size=trainer.grid.tensor.size,
+        data_parallel_size=trainer.grid.data.size,
+        train_loss=None if step is None else step.loss,
+        validation_loss=None if evaluated is None else evaluated[0],
+        unigram_entropy=unigram,
+        validation_tokens=0 if evaluated is None else evaluated[1],
+        tokens_per_second=batch_tokens / statistics.median(step_times) if step_times else 0.0,
+        sample_prompt=corpus.decode(prompt),
+        sample=corpus.decode(sample),
+        communication=communication,
+        step_seconds=sum(step_times),
+    )
+    if trainer.grid.world.rank == 0:
+        metrics.close()
+        print("\n" + report.text(), flush=True)
+        if folder is not None:
+            report.save(folder, metrics.rows)
+            print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
+    return report
+
+
+def _open(config: TrainConfig, world: Communicator) -> Corpus:
+    """The corpus on every rank; what is wrong with it is one error."""
+    problem = ""
+    try:
+        corpus = open_corpus(config)
+    except (UsageError, ValueError, OSError) as error:
+        problem = str(error)
+    failed = torch.tensor([bool(problem)])
+    world.all_reduce(failed, "max")
+    if failed.item():
+        raise UsageError(problem or "another rank could not open the data")
+    return corpus

@@ -1,0 +1,73 @@
+"""What a run writes down while it runs: metrics.jsonl, TensorBoard, the progress bar. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Metrics:
+    """Rows of ``SAVE/metrics.jsonl``, scalars for TensorBoard, and a progress bar on standard error.
+
+    folder: where the rows go; None writes none. start: the iteration the run begins at; rows of a later one, left by
+    a run that went further than its last checkpoint, are dropped. total: the iteration the run ends at.
+    active: false on all ranks but 0, where nothing is written.
+    """
+
+    def __init__(
+        self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._active = active
+        self._path = folder / "metrics.jsonl" if folder is not None and active else None
+        self._board = _summary_writer(tensorboard, start) if active and tensorboard is not None else None
+        self._bar = tqdm(
+            total=total, initial=start, unit="step", disable=not active, ncols=100, file=sys.stderr,
+            mininterval=1 if sys.stderr.isatty() else 15,  # a log file should not fill with bars
+        )  # fmt: skip
+        if self._path is not None:
+            if start and self._path.exists():
+                rows = [json.loads(line) for line in self._path.read_text().splitlines()]
+                self.rows = [row for row in rows if row["iteration"] <= start]
+            self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write one row; it has an ``iteration``."""
+        if not self._active:
+            return
+        self.rows.append(row)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "iteration":
+                    self._board.add_scalar(name, value, row["iteration"])
+
+    def progress(self, loss: float, tokens_per_second: float) -> None:
+        """One more step is done."""
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar."""
+        if self._active:
+            self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Finish the bar and the files."""
+        self._bar.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _summary_writer(folder: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # an extra that is not installed
+        return None
+    return SummaryWriter(str(folder), purge_step=start + 1)

@@ -1,0 +1,98 @@
+"""One safetensors file, written by a whole group at once through MPI-IO.
+
+The file holds global tensors, so whoever reads it needs to know nothing of the run that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from commengine import Communicator, CollectiveError
+from safetensors import safe_open
+from torch import Tensor
+from tplayers import Placement
+
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write(path: Path, tensors: Mapping[str, tuple[Tensor, Placement]], comm: Communicator) -> None:
+    """Write the global tensors of which each rank of ``comm`` holds the parts that their placements say.
+
+    Collective; the same names in the same order on every rank. The file is on disk when it returns; whoever calls
+    makes it visible under its final name.
+    """
+    from mpi4py import MPI
+
+    header, starts, total = _layout(tensors)
+    file = MPI.File.Open(comm.mpi, str(path), MPI.MODE_CREATE | MPI.MODE_WRONLY)
+    try:
+        file.Set_size(total)
+        if comm.rank == 0:
+            file.Write_at(0, header)
+        for name, (tensor, placement) in tensors.items():
+            _write_tensor(file, starts[name], tensor, placement, comm)
+        file.Sync()
+    except MPI.Exception as error:
+        raise CollectiveError(f"writing {path}: {error}") from error
+    finally:
+        file.Close()
+
+
+def read(path: Path, placements: Mapping[str, Placement], into: Mapping[str, Tensor]) -> None:
+    """Fill ``into`` with this rank's parts of the file's tensors. Raises ValueError where names or shapes differ."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        if names != set(into):
+            missing, extra = sorted(set(into) - names), sorted(names - set(into))
+            raise ValueError(f"{path}: lacks {_some(missing)}; has unknown {_some(extra)}")
+        for name, target in into.items():
+            whole = file.get_tensor(name)
+            if tuple(whole.shape) != placements[name].shape:
+                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {list(placements[name].shape)}")
+            with torch.no_grad():
+                target.copy_(placements[name].part(whole))
+
+
+def _layout(tensors: Mapping[str, tuple[Tensor, Placement]]) -> tuple[bytes, dict[str, int], int]:
+    """The header, each tensor's first byte in the file, and the file's size."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, (tensor, placement) in tensors.items():
+        end = offset + math.prod(placement.shape) * tensor.element_size()
+        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(placement.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format's alignment
+    header = len(text).to_bytes(8, "little") + text
+    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return header, starts, len(header) + offset
+
+
+def _write_tensor(file: Any, start: int, tensor: Tensor, placement: Placement, comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    tensor = tensor.detach().contiguous()
+    buffer = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    if not placement.sharded:
+        if comm.rank == 0:
+            file.Write_at(start, [buffer, MPI.BYTE])
+        return
+    element = MPI.BYTE.Create_contiguous(tensor.element_size()).Commit()
+    part = element.Create_subarray(placement.view, placement.part_view, placement.part_start).Commit()
+    file.Set_view(start, element, part)
+    file.Write_at_all(0, [buffer, tensor.numel(), element])
+    file.Set_view(0)
+    part.Free()
+    element.Free()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"

@@ -1,0 +1,264 @@
+"""Text to an indexed data set: ``python -m trainers.preprocess_data --input FILES --output-prefix PREFIX``.
+
+Writes ``PREFIX.bin``, ``PREFIX.idx`` (Megatron-core's format) and ``PREFIX-tokenizer.json``, all or none.
+Memory is bounded by a batch of text and the largest document, not by the input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import configargparse
+import numpy as np
+from tqdm import tqdm
+
+from trainers.data import stdlib_text, text_files
+from trainers.data.indexed import IndexedDatasetWriter, best_dtype, bin_path, idx_path
+from trainers.data.samples import EpochPermutation
+from trainers.data.text_files import Piece, TextFileError
+from trainers.data.tokenizer import SMALLEST_BPE, Tokenizer
+
+_JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
+# Characters handed to the tokenizer's threads at a time; their encodings take some 20 bytes a character.
+_BATCH = 1 << 22
+
+
+class _Parser(configargparse.ArgParser):
+    """An argument parser whose errors are one line, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"preprocess_data: error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+    def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
+        # ConfigArgParse takes the value of "no-append-eod" for that of "append-eod".
+        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith("no-"):
+            self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
+        arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
+        return arguments
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="preprocess_data",
+        description="Tokenise text into an indexed data set.",
+        config_file_parser_class=configargparse.YAMLConfigFileParser,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
+    add(
+        "--input", nargs="+", metavar="FILE", help=".jsonl or .json: a document a line; any other: UTF-8 text"
+    )
+    add(
+        "--from-stdlib",
+        action="store_true",
+        help="use the documentation in Python's standard library, about 2 MB",
+    )
+    add("--json-key", default="text", help="key of the text in a JSON line (default: %(default)s)")
+    add("--split-on-blank-lines", action="store_true", help="text files: a document a paragraph, not a file")
+    add("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and -tokenizer.json")
+    add("--tokenizer-model", metavar="FILE", help="a tokenizer.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2's encoder.json; needs --merge-file")
+    add("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe; needs --vocab-file")
+    add("--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
+    add(
+        "--append-eod",
+        action=BooleanOptionalAction,
+        default=True,
+        help="end each document with <|endoftext|>",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=_cores(),
+        help="tokenizer threads (default: all cores)",
+    )
+    return parser
+
+
+def _cores() -> int:
+    # What this process may use, which under srun is less than the machine has; macOS cannot tell.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(args: Namespace) -> None:
+    """Everything that can be refused before any work is done. Raises ValueError naming the option."""
+    if bool(args.input) == args.from_stdlib:
+        raise ValueError("give --input FILE... or --from-stdlib, one of the two")
+    for path in args.input or ():
+        if not Path(path).is_file() or not os.access(path, os.R_OK):
+            raise ValueError(
+                f"--input: {path}: not a file that can be read; valid: .jsonl, .json or UTF-8 text"
+            )
+    if args.workers < 1:
+        raise ValueError(f"--workers: want at least 1, got {args.workers}")
+
+    if (args.vocab_file is None) != (args.merge_file is None):
+        raise ValueError("--vocab-file and --merge-file: GPT-2's tokenizer needs both")
+    choices = [args.tokenizer_model is not None, args.vocab_file is not None, args.train_bpe is not None]
+    if sum(choices) != 1:
+        raise ValueError(
+            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE with --merge-file FILE, or "
+            f"--train-bpe N; got {'none' if not any(choices) else 'more than one'}"
+        )
+    if args.train_bpe is not None and args.train_bpe < SMALLEST_BPE:
+        raise ValueError(f"--train-bpe: want at least {SMALLEST_BPE} tokens, got {args.train_bpe}")
+
+    folder = bin_path(args.output_prefix).parent
+    if args.output_prefix.endswith(("/", os.sep)) or bin_path(args.output_prefix).name == ".bin":
+        raise ValueError(f"--output-prefix: {args.output_prefix!r} ends in a folder; valid: FOLDER/NAME")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-prefix: {folder}: not a folder that can be written to")
+    for path in _outputs(args.output_prefix):
+        if path.is_dir():
+            raise ValueError(f"--output-prefix: {path} is a folder")
+        if any(path.exists() and path.samefile(source) for source in args.input or ()):
+            raise ValueError(f"--output-prefix: {path} is an --input file")
+
+
+def _outputs(prefix: str) -> tuple[Path, Path, Path]:
+    return bin_path(prefix), idx_path(prefix), Path(f"{prefix}-tokenizer.json")
+
+
+class _Source:
+    """The documents of the command line, which can be read more than once. size: bytes, for progress."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._texts: list[str] = []
+        if args.from_stdlib:
+            texts = list(stdlib_text.documents())
+            if not texts:
+                raise ValueError("--from-stdlib: this Python has no sources of its standard library")
+            # Topics come first, then modules by name: shuffled, so that the last documents, which --split
+            # holds out, are like the others.
+            order = EpochPermutation(len(texts), seed=0)
+            self._texts = [texts[order[i]] for i in range(len(texts))]
+            self.size = sum(len(text.encode()) for text in texts)
+        else:
+            self.size = sum(Path(path).stat().st_size for path in args.input)
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents, in order. Raises TextFileError and OSError."""
+        for text in self._texts:
+            yield Piece(text, True, len(text.encode()))
+        for path in self._args.input or ():
+            if path.lower().endswith(_JSON_LINES):
+                yield from text_files.read_json_lines(path, self._args.json_key)
+            elif self._args.split_on_blank_lines:
+                yield from text_files.read_paragraphs(path)
+            else:
+                yield from text_files.read_text(path)
+
+    def progress(self, pieces: Iterator[Piece], title: str) -> Iterator[Piece]:
+        """The same pieces; draws a bar of the bytes read, where stderr is a terminal."""
+        with tqdm(total=self.size, desc=title, unit="B", unit_scale=True, disable=None) as bar:
+            for piece in pieces:
+                yield piece
+                bar.update(piece.size)
+
+
+def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
+    if args.train_bpe is not None:
+        pieces = source.progress(text_files.cut(source.pieces()), "train BPE")
+        return Tokenizer.train_bpe((piece.text for piece in pieces), args.train_bpe)
+    option = "--tokenizer-model" if args.tokenizer_model else "--vocab-file, --merge-file"
+    try:
+        if args.tokenizer_model:
+            return Tokenizer.from_file(args.tokenizer_model)
+        return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text) + 1  # a batch of empty documents ends, too
+        if characters >= _BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(
+    pieces: Iterator[Piece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter
+) -> int:
+    """Write every document that has a token; return the bytes of text."""
+    size = 0
+    document: list[np.ndarray[Any, np.dtype[Any]]] = []
+    end = [] if eod is None else [np.array([eod], writer.dtype)]
+    for batch in _batches(pieces):
+        encoded = tokenizer.iter_encode_batch([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            size += len(piece.text.encode())
+            if ids:
+                document.append(np.array(ids, writer.dtype))
+            if piece.last and document:
+                writer.add_document(np.concatenate(document + end))
+            if piece.last:
+                document = []
+    return size
+
+
+def preprocess(args: Namespace) -> str:
+    """Run the command; return its last line. Raises ValueError or OSError, having written nothing."""
+    _check(args)
+    # Read when the tokenizer first starts its threads, which nothing above has done.
+    os.environ["RAYON_NUM_THREADS"] = str(args.workers)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.workers > 1 else "false"
+    source = _Source(args)
+    if next(source.pieces(), None) is None:
+        raise ValueError(f"--input: no text in {', '.join(args.input)}")
+    tokenizer = _tokenizer(args, source)
+    eod = None
+    if args.append_eod:
+        try:
+            eod = tokenizer.eod
+        except ValueError as error:
+            raise ValueError(f"--append-eod: {error}; use --no-append-eod") from error
+
+    start = time.perf_counter()
+    pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
+    _, index, tokenizer_file = _outputs(args.output_prefix)
+    with IndexedDatasetWriter(args.output_prefix, best_dtype(tokenizer.vocab_size)) as writer:
+        size = _encode(source.progress(pieces, "tokenise"), tokenizer, eod, writer)
+        if not writer.num_tokens:
+            raise ValueError("--input: the tokenizer found no token in it")
+        index.unlink(missing_ok=True)  # an older data set must never meet the new tokenizer
+        tokenizer.save(tokenizer_file)
+    seconds = time.perf_counter() - start
+    return (
+        f"{args.output_prefix}: {len(writer)} documents, {writer.num_tokens} tokens ({writer.dtype.name}), "
+        f"{size} bytes of text, {writer.num_tokens / seconds:.0f} tokens per second"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command. Exits with code 2, one line on stderr and no output files, where something is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        line = preprocess(args)
+    except TextFileError as error:
+        parser.error(f"--input: {error}")
+    except OSError as error:
+        option = "--output-prefix" if (error.filename or "").startswith(args.output_prefix) else "--input"
+        parser.error(f"{option}: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Train a GPT: ``mpiexec -n 2 python -m trainers.pretrain_gpt --tensor-model-parallel-size 2 --data-path PREFIX ...``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commengine import Communicator, launch
+
+from . import config as settings
+from .arguments import on_rank_zero
+from .corpus import with_vocabulary
+from .loop import train
+
+
+def main(world: Communicator) -> None:
+    """One rank of the run. Rank 0 reads the flags and files; what is wrong with them is one error for all."""
+
+    def read() -> dict[str, Any]:
+        config = settings.parse(None, "pretrain_gpt")
+        settings.validate(config, world.size)
+        config = with_vocabulary(config)
+        config.model().require_parallel(config.tensor_model_parallel_size)
+        return config.to_json()
+
+    train(settings.TrainConfig(**on_rank_zero(world, read)), world)
+
+
+if __name__ == "__main__":
+    launch.run(main)

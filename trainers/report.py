@@ -1,0 +1,90 @@
+"""What a run ends with: a report for people, report.json for programs, and the loss curve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from commengine.trace import Total
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a run. Losses are in nats per token of the held-out (validation) split."""
+
+    iteration: int
+    parameters: int
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    train_loss: float | None
+    validation_loss: float | None
+    unigram_entropy: float | None
+    validation_tokens: int
+    tokens_per_second: float
+    sample_prompt: str
+    sample: str
+    communication: list[dict[str, Any]]
+    step_seconds: float
+
+    def text(self) -> str:
+        """The report for people."""
+        layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
+        lines = [f"{self.iteration} steps, {self.parameters / 1e6:.1f} M parameters, {layout}", ""]
+        if self.train_loss is not None:
+            lines.append(f"training loss             {self.train_loss:8.4f} nats/token (the last step)")
+        if self.validation_loss is not None and self.unigram_entropy is not None:
+            gain = self.unigram_entropy - self.validation_loss
+            lines += [
+                f"held-out loss             {self.validation_loss:8.4f} nats/token over {self.validation_tokens:,} tokens",
+                f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: the model is {gain:.4f} below",
+            ]
+        lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")
+        lines += ["", "communication of rank 0 in training steps", *self._communication(), ""]
+        if self.sample:
+            lines += ["sample", f"  [{self.sample_prompt}]{self.sample}", ""]
+        return "\n".join(lines)
+
+    def _communication(self) -> list[str]:
+        if not self.communication:
+            return ["  none: one rank"]
+        lines = [f"  {'group':<12}{'operation':<16}{'count':>9}{'MB':>11}{'seconds':>9}{'of steps':>10}{'hidden':>8}"]
+        for row in self.communication:
+            share = row["seconds"] / self.step_seconds if self.step_seconds else 0.0
+            hidden = row["hidden_seconds"] / row["seconds"] if row["seconds"] else 0.0
+            name = f"{row['group']} ({row['size']})"
+            lines.append(
+                f"  {name:<12}{row['operation']:<16}{row['count']:>9}{row['bytes'] / 1e6:>11.1f}"
+                f"{row['seconds']:>9.2f}{share:>10.1%}{hidden:>8.0%}"
+            )
+        return lines
+
+    def save(self, folder: Path, rows: list[dict[str, Any]]) -> None:
+        """Write report.json, report.txt and loss.png into ``folder``."""
+        (folder / "report.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / "report.txt").write_text(self.text())
+        _plot(folder / "loss.png", rows, self.unigram_entropy)
+
+
+def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
+    """The trace's totals of groups that communicate at all, as JSON types."""
+    return [asdict(total) for total in totals if total.size > 1]
+
+
+def _plot(path: Path, rows: list[dict[str, Any]], unigram_entropy: float | None) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="iteration", ylabel="nats per token")
+    for key, label, style in (("lm_loss", "training", "-"), ("validation_loss", "held-out", "o-")):
+        points = [(row["iteration"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, linestyle=":", color="grey", label="unigram model")
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=120)
