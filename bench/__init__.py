@@ -1,0 +1,1 @@
+"""Studies: what the collectives cost, alone and inside a training step."""

