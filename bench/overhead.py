@@ -1,0 +1,103 @@
+"""What the engine adds to MPI: all_reduce through a Communicator against mpi4py's own Allreduce, on the same buffer.
+
+    mpiexec -n 2 python -m bench.overhead --output bench/results/overhead.md
+
+The two alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
+"Added" is the median over the rounds of their difference, with its quartiles. A call is in place, fp32, sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from commengine import Communicator, launch
+
+from bench.machine import environment, heading
+
+SIZES = tuple(8 << shift for shift in range(0, 24, 2)) + (64 << 20,)
+
+
+def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
+    """Microseconds a call, the slowest rank's mean over ``count`` calls."""
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
+    world.all_reduce(mean, "max")
+    return mean.item() * 1e6
+
+
+def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict[str, float]:
+    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds."""
+    from mpi4py import MPI
+
+    tensor = torch.zeros(size // 4)
+    buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
+    calls = {
+        "commengine": lambda: world.all_reduce(tensor),
+        "mpi4py": lambda: world.mpi.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM),
+    }
+    first = max(timed(call, 3, world) for call in calls.values())
+    count = max(1, min(5000, int(seconds * 1e6 / first)))
+    if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
+        count, rounds = 1, max(rounds, 101)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(size)  # the same on every rank
+    for _ in range(rounds):
+        for name in order.sample(list(calls), 2):
+            times[name].append(timed(calls[name], count, world))
+    added = [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
+    row = {name: statistics.median(values) for name, values in times.items()}
+    low, middle, high = statistics.quantiles(added, n=4)
+    return {
+        "bytes": size, "rounds": rounds, "calls": count, **row, "added": middle, "added_low": low, "added_high": high
+    }  # fmt: skip
+
+
+def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
+    """The table for people."""
+    lines = [
+        *heading("What the engine adds to an all-reduce", result),
+        f"- {result['ranks']} ranks, alternating in random order; microseconds a call",
+        "",
+        "| bytes | rounds x calls | commengine | mpi4py | added: median [quartiles] | ratio |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        ratio = row["commengine"] / row["mpi4py"]
+        lines.append(
+            f"| {row['bytes']:,.0f} | {row['rounds']:.0f} x {row['calls']:.0f} | {row['commengine']:.2f} | {row['mpi4py']:.2f} "
+            f"| {row['added']:+.2f} [{row['added_low']:+.2f} to {row['added_high']:+.2f}] | {ratio:.3f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(world: Communicator) -> None:
+    """Measure; rank 0 prints and writes."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--seconds", type=float, default=0.05, help="of each measurement, about")
+    options.add_argument("--output", type=Path, help="write the table as markdown")
+    options.add_argument("--json", type=Path, help="write every number")
+    arguments = options.parse_args()
+    result = environment("bench.overhead") | {"ranks": world.size}
+    rows = [measure(world, size, arguments.rounds, arguments.seconds) for size in SIZES]
+    if world.rank == 0:
+        text = markdown(result, rows)
+        print(text)
+        if arguments.output:
+            arguments.output.write_text(text)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,196 @@
+"""Keep the ranks of an MPI test run in step, so that a failure on one is a failure on all and never a hang.
+
+After each phase of each test (setup, call, teardown) the ranks exchange how it went, on a communicator of
+their own. If one failed, all of them fail the phase, and rank 0's report, the only one shown, carries what
+the others said. So the ranks run the same tests in the same order, whatever happens.
+
+A rank that failed cannot know whether the others will come: they may be waiting inside a collective that it
+never joined. It waits ``GRACE_S`` for them, then prints its own failure and aborts the job. A rank that did
+not fail waits as long as the test's time limit (pytest-timeout's) allows; then every rank prints where it is.
+"""
+
+import faulthandler
+import io
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Generator
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+GRACE_S = 5.0  # a failed rank waits this long for the others before it ends the job
+COLLECTION_S = 60.0  # by this much may the ranks differ in collecting the tests
+STACKS_S = (
+    1.0  # at a time limit: from printing this rank's stacks to ending the job, so that all print theirs
+)
+EXIT_S = 30  # a rank that has not left MPI this long after its last test is killed
+
+PASSED, SKIPPED, FAILED = range(3)
+WORDS = ("passed", "skipped", "failed")
+
+
+class Lockstep:
+    """The plugin. Its communicator is a duplicate, so that a test's own traffic never meets it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._rank = self._comm.rank
+        self._stderr = os.dup(2)  # past pytest's capture
+        self._report = io.StringIO()  # what a rank other than 0 would have shown
+        self._report_is_news = self._rank > 0  # whether rank 0's report leaves it out
+        self._limit: float | None = None  # seconds for each phase of the current test
+        if self._rank > 0:
+            config.pluginmanager.unregister(name="terminalreporter")
+            config.pluginmanager.register(pytest.TerminalReporter(config, self._report), "terminalreporter")
+
+    def pytest_report_header(self) -> str:
+        vendor, version = MPI.get_vendor()
+        return f"mpi: {self._comm.size} ranks, {vendor} {'.'.join(map(str, version))}"
+
+    # Collection: the same tests everywhere, or none is run.
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        errors, names = session.testsfailed, [item.nodeid for item in session.items]
+        if self._arrived(errors, COLLECTION_S) is None:
+            self._abort("this rank has collected its tests, and another has not")
+        found = self._comm.allgather((errors, names))
+        if found[0][0] > 0:
+            self._report_is_news = False
+        for rank, (theirs, others) in enumerate(found):
+            if theirs and not errors:
+                self._report_is_news = False
+                pytest.exit(
+                    f"rank {rank} could not collect its tests", returncode=pytest.ExitCode.INTERRUPTED
+                )
+            if others != found[0][1] and not errors:
+                self._report_is_news = False
+                odd = sorted(set(others) ^ set(found[0][1])) or ["another order"]
+                reason = f"ranks 0 and {rank} collected different tests: {', '.join(odd[:4])}"
+                pytest.exit(reason, returncode=pytest.ExitCode.INTERRUPTED)
+        return (yield)
+
+    # Tests: how each phase went, everywhere.
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._phase(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._phase(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._phase(item, "teardown"))
+
+    def _phase(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
+        timer = threading.Timer(self._limit or threading.TIMEOUT_MAX, self._out_of_time, (item, phase))
+        timer.daemon = True
+        timer.start()
+        try:
+            try:
+                result = yield
+            except (KeyboardInterrupt, pytest.exit.Exception):
+                raise
+            except BaseException as error:  # pytest's own outcomes are no Exceptions
+                outcome = SKIPPED if isinstance(error, pytest.skip.Exception) else FAILED
+                text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
+                others = self._agree(item, phase, outcome, text)
+                if others and outcome == SKIPPED:
+                    pytest.fail(others, pytrace=False)
+                raise
+            others = self._agree(item, phase, PASSED, "")
+            if others:
+                pytest.fail(others, pytrace=False)
+            return result
+        finally:
+            timer.cancel()
+
+    def _agree(self, item: pytest.Item, phase: str, outcome: int, text: str) -> str:
+        """Exchange how the phase went; return what the other ranks said, unless all passed or all skipped."""
+        outcomes = self._arrived(outcome, GRACE_S if outcome == FAILED else None)
+        if outcomes is None:
+            self._abort(f"{text}\n{item.nodeid}: this rank failed in {phase}, and the others wait for it")
+        if len(set(outcomes)) == 1 and outcome != FAILED:
+            return ""
+        said: dict[str, list[int]] = {}
+        for rank, (theirs, words) in enumerate(zip(outcomes, self._comm.allgather(text), strict=True)):
+            if rank != self._rank:
+                same = theirs == outcome and _anywhere(words) == _anywhere(text)
+                message = f"{WORDS[theirs]} in {phase}" + (
+                    ", in the same way" if same else f"\n{words}".rstrip()
+                )
+                said.setdefault(message, []).append(rank)
+        others = "\n".join(f"[rank {', '.join(map(str, ranks))}] {words}" for words, ranks in said.items())
+        if outcome == FAILED:
+            item.add_report_section(phase, "word from the other ranks after", others)
+        return others
+
+    def _arrived(self, mine: int, seconds: float | None) -> list[int] | None:
+        """Every rank's number, or None if not all of them gave it in time."""
+        send, received = np.array([mine]), np.empty(self._comm.size, dtype=int)
+        request = self._comm.Iallgather(send, received)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        pause = 1e-5
+        while not request.Test():
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        return received.tolist()
+
+    # Time limits: pytest-timeout decides how long. Its own report would go where only rank 0's is seen, and
+    # it stops counting at the first failure, before a teardown that may hang.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool:
+        self._limit = settings.timeout
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_cancel_timer(self) -> bool:
+        return True
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._limit = None
+
+    def _out_of_time(self, item: pytest.Item, phase: str) -> None:
+        self._say(f"{item.nodeid}: more than {self._limit} s in {phase}; this rank is here:")
+        faulthandler.dump_traceback(self._stderr, all_threads=True)
+        time.sleep(STACKS_S)
+        os._exit(1)  # mpiexec ends the others
+
+    # The end.
+
+    def _abort(self, why: str) -> NoReturn:
+        self._say(why)
+        MPI.COMM_WORLD.Abort(1)
+        os._exit(1)
+
+    def _say(self, text: str) -> None:
+        lines = "".join(f"[rank {self._rank}] {line}\n" for line in text.strip().splitlines())
+        os.write(self._stderr, f"\n{lines}".encode(errors="replace"))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        in_order = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        self._report_is_news &= exitstatus not in in_order
+
+    def pytest_unconfigure(self) -> None:
+        if self._report_is_news:
+            self._say(self._report.getvalue())
+        signal.signal(
+            signal.SIGALRM, signal.SIG_DFL
+        )  # the kernel's: MPI_Finalize runs when no Python thread can
+        signal.alarm(int(GRACE_S) if self._report_is_news else EXIT_S)
+
+
+def _anywhere(report: str) -> str:
+    """A report without what differs between processes: the addresses of objects."""
+    return re.sub("0x[0-9a-f]+", "0x", report)

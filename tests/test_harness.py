@@ -1,0 +1,186 @@
+"""The test harness itself: a failure on one rank ends a run, in time, with that rank's words."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import mpirun
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """Run pytest on a test file of this text under mpiexec, with this directory's conftest."""
+    shutil.copy(HERE / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    mpi\n")
+
+    def job(text: str, n: int = 2, *args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+        head = "import time, pytest\npytestmark = pytest.mark.mpi\n\n"
+        (tmp_path / "test_it.py").write_text(head + text)
+        began = time.monotonic()
+        argv = ["-m", "pytest", "-m", "mpi", "--with-mpi", "--color=no", *args, str(tmp_path)]
+        done = mpirun.run(n, *argv, timeout=60, env={"PYTHONPATH": str(HERE)}, cwd=tmp_path)
+        return done, time.monotonic() - began
+
+    return job
+
+
+def test_passing_ranks_exit_0(job):
+    done, _ = job("def test_it(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n")
+    assert done.returncode == 0, done
+    assert done.stdout.count("1 passed") == 1, done.stdout  # one rank's report
+
+
+def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
+    done, seconds = job(
+        "def test_it(mpi_world):\n"
+        "    assert mpi_world.rank != 1, 'rank one gives up'\n"
+        "    mpi_world.Barrier()\n"
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+    assert "[rank 1] E       AssertionError: rank one gives up" in done.stderr
+    assert "test_it.py::test_it: this rank failed in call, and the others wait for it" in done.stderr
+
+
+def test_rank_0_that_fails_while_the_others_wait_ends_the_run(job):
+    done, seconds = job(
+        "def test_it(mpi_world):\n"
+        "    assert mpi_world.rank != 0, 'rank zero gives up'\n"
+        "    mpi_world.Barrier()\n",
+        3,
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+    assert "[rank 0] E       AssertionError: rank zero gives up" in done.stderr
+
+
+def test_failure_everywhere_is_reported_once_and_the_run_goes_on(job):
+    done, _ = job(
+        "def test_first(mpi_world):\n    assert mpi_world.size == 5, 'all of us'\n\n"
+        "def test_second(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n"
+    )
+    assert done.returncode != 0
+    assert "1 failed, 1 passed" in done.stdout
+    assert "[rank 1] failed in call, in the same way" in done.stdout
+    assert done.stdout.count("E       AssertionError: all of us") == 1, done.stdout
+
+
+def test_failure_of_another_rank_alone_is_in_the_report_and_the_run_goes_on(job):
+    done, _ = job(
+        "def test_first(mpi_world):\n    assert mpi_world.rank != 1, 'only one'\n\n"
+        "def test_second(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n"
+    )
+    assert done.returncode != 0
+    assert "1 failed, 1 passed" in done.stdout
+    assert "[rank 1] failed in call" in done.stdout
+    assert "E       AssertionError: only one" in done.stdout
+
+
+def test_failing_fixtures_keep_step(job):
+    done, _ = job(
+        "@pytest.fixture\ndef early(mpi_world):\n    assert mpi_world.rank != 1, 'setup of one'\n\n"
+        "@pytest.fixture\ndef late(mpi_world):\n    yield\n    assert mpi_world.rank != 1, 'teardown'\n\n"
+        "def test_first(early, mpi_world):\n    mpi_world.Barrier()\n\n"
+        "def test_second(late, mpi_world):\n    mpi_world.Barrier()\n\n"
+        "def test_third(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n"
+    )
+    assert done.returncode != 0
+    assert "2 passed, 2 errors" in done.stdout
+    assert "setup of one" in done.stdout
+    assert "AssertionError: teardown" in done.stdout
+
+
+def test_skips_are_collective(job):
+    done, _ = job("def test_it(mpi_world):\n    pytest.skip(f'all of us, here {mpi_world.rank}')\n")
+    assert done.returncode == 0
+    assert "1 skipped" in done.stdout
+    done, _ = job("def test_it(mpi_world):\n    if mpi_world.rank == 0:\n        pytest.skip('only me')\n")
+    assert done.returncode != 0
+    assert "1 failed" in done.stdout
+    assert "[rank 1] passed in call" in done.stdout
+
+
+def test_hang_ends_at_the_time_limit_and_shows_where_each_rank_is(job):
+    done, seconds = job(
+        "def test_it(mpi_world):\n"
+        "    if mpi_world.rank == 0:\n        mpi_world.Barrier()\n"
+        "    else:\n        time.sleep(1000)\n",
+        2,
+        "--timeout=3",
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+    for rank in (0, 1):
+        assert f"[rank {rank}] test_it.py::test_it: more than 3.0 s in call" in done.stderr
+    assert done.stderr.count("in test_it\n") == 2, done.stderr
+
+
+def test_time_limit_holds_for_a_teardown_after_a_failure(job):
+    done, seconds = job(
+        "@pytest.fixture\ndef stuck(mpi_world):\n"
+        "    yield\n    mpi_world.Barrier() if mpi_world.rank == 0 else time.sleep(1000)\n\n"
+        "def test_it(stuck):\n    raise ValueError\n",
+        2,
+        "--timeout=3",
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+    assert "more than 3.0 s in teardown" in done.stderr
+
+
+def test_ranks_that_collect_different_tests_run_none(job):
+    done, seconds = job(
+        "from mpi4py import MPI\n"
+        "@pytest.mark.parametrize('x', [MPI.COMM_WORLD.rank])\n"
+        "def test_it(x):\n    MPI.COMM_WORLD.Barrier()\n"
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+    assert "collected different tests: test_it.py::test_it[0], test_it.py::test_it[1]" in done.stdout
+
+
+def test_rank_that_cannot_import_its_tests_is_shown(job):
+    done, seconds = job("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'no import'\n")
+    assert done.returncode != 0
+    assert seconds < 15
+    assert "rank 1 could not collect its tests" in done.stdout
+    assert "[rank 1] E   AssertionError: no import" in done.stderr
+
+
+def test_rank_that_dies_ends_the_run(job):
+    done, seconds = job(
+        "import os, signal\ndef test_it(mpi_world):\n"
+        "    if mpi_world.rank == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    mpi_world.Barrier()\n"
+    )
+    assert done.returncode != 0
+    assert seconds < 15
+
+
+def test_timeout_leaves_no_process_behind(tmp_path: Path):
+    (tmp_path / "sleeper.py").write_text(
+        "import os, sys, time\nfrom mpi4py import MPI\n"
+        f"open(os.path.join({str(tmp_path)!r}, f'{{os.getpid()}}.pid'), 'w')\n"
+        "print('here', flush=True)\nMPI.COMM_WORLD.Barrier()\ntime.sleep(1000)\n"
+    )
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        mpirun.run(2, str(tmp_path / "sleeper.py"), timeout=5)
+    assert "here" in caught.value.output
+    pids = [path.stem for path in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5
+    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_environment_of_an_outer_job_is_not_passed_on(monkeypatch: pytest.MonkeyPatch):
+    for name in ("PMI_RANK", "PMI_SIZE", "PMI_FD", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"):
+        monkeypatch.setenv(name, "7")
+    done = mpirun.run(2, "-c", "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size, flush=True)")
+    assert done.stdout.split("\n").count("size 2") == 2, done
