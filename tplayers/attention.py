@@ -6,8 +6,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from commengine import Communicator
 from torch import Tensor, nn
+
+from commengine import Communicator
 
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal, require_divisible
@@ -60,7 +61,8 @@ class SelfAttention(nn.Module):
             context = self._with_dropout(q, k, v, randomness)
         else:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+        result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+        return result
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, randomness: Randomness | None) -> Tensor:
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(self.head_size))

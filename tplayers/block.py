@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from commengine import Communicator
 from torch import Tensor, nn
+
+from commengine import Communicator
 
 from .attention import SelfAttention, needed
 from .linear import DEFAULT_INIT

@@ -1,12 +1,17 @@
-"""Cross-entropy over logits whose vocabulary is split: O(b * s) elements communicated, not b * s * v (paper, section 3)."""
+"""Cross-entropy over logits whose vocabulary is split: O(b * s) elements communicated, not b * s * v.
+
+The paper, section 3.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from commengine import Communicator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine import Communicator
 
 
 def vocab_parallel_cross_entropy(
@@ -27,7 +32,8 @@ def vocab_parallel_cross_entropy(
     it. Raises ValueError on a shape that does not fit, or (on the host) a target outside the vocabulary.
     """
     if logits_shard.shape[:-1] != target.shape:
-        raise ValueError(f"logits {list(logits_shard.shape)} need a target {list(logits_shard.shape[:-1])}, not {list(target.shape)}")
+        fitting = list(logits_shard.shape[:-1])
+        raise ValueError(f"logits {list(logits_shard.shape)} need a target {fitting}, not {list(target.shape)}")
     padded = logits_shard.shape[-1] * comm.size
     vocab_size = padded if vocab_size is None else vocab_size
     if not 0 < vocab_size <= padded:
@@ -68,6 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counted, sums[0].log() - sums[1], 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         exponentials, total, column, mine, counted = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)

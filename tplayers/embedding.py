@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from commengine import Communicator
 from torch import Tensor, nn
 
-from .linear import DEFAULT_INIT
+from commengine import Communicator
+
+from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, new_parameter, require_divisible
-from .regions import copy_to_tensor_parallel_region, reduce_own_from_tensor_parallel_region
+from .regions import reduce_own_from_tensor_parallel_region
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -49,5 +50,5 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_own_from_tensor_parallel_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.comm)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [..., embedding_dim], equal on all ranks -> this rank's logits [..., num_embeddings / comm.size]."""
-        return F.linear(copy_to_tensor_parallel_region(x, self.comm), self.weight)
+        """Of x [..., embedding_dim], equal on all ranks: this rank's logits [..., num_embeddings / comm.size]."""
+        return column_parallel_linear(x, self.weight, None, self.comm)

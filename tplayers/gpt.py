@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from commengine import Communicator
 from torch import Tensor, nn
+
+from commengine import Communicator
 
 from .attention import needed
 from .block import TransformerBlock
@@ -78,7 +79,9 @@ class GPT(nn.Module):
         init = Normal(config.init_method_std)
         # The branches add up along the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
-        self.embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, comm, init=init, dtype=dtype)
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocab_size, config.hidden_size, comm, init=init, dtype=dtype
+        )
         positions = Placement((config.max_position_embeddings, config.hidden_size), init)
         self.position_embedding = new_parameter(positions, dtype)
         self.layers = nn.ModuleList(
@@ -92,16 +95,19 @@ class GPT(nn.Module):
         self.final_norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, dtype=dtype)
 
     def hidden_states(self, tokens: Tensor, randomness: Randomness | None = None) -> Tensor:
-        """tokens [b, s] -> the final norm's output [s, b, h], equal on all ranks."""
-        b, s = tokens.shape
+        """Of tokens [b, s]: the final norm's output [s, b, h], equal on all ranks."""
+        s = tokens.shape[1]
         if s > self.config.max_position_embeddings:
-            raise ValueError(f"a sequence of {s} tokens exceeds max_position_embeddings={self.config.max_position_embeddings}")
+            raise ValueError(
+                f"a sequence of {s} tokens exceeds max_position_embeddings={self.config.max_position_embeddings}"
+            )
         x = self.embedding(tokens.t()) + self.position_embedding[:s].unsqueeze(1)
         if self.training and self.config.hidden_dropout > 0:
             x = dropout(x, self.config.hidden_dropout, needed(randomness, "embedding").keys("embedding"))
         for layer in self.layers:
             x = layer(x, randomness)
-        return self.final_norm(x)
+        normed: Tensor = self.final_norm(x)
+        return normed
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, randomness: Randomness | None = None) -> Tensor:
         logits = self.embedding.logits(self.hidden_states(tokens, randomness))  # [s, b, v / p]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from commengine import Communicator
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from commengine import Communicator
 
 from .placement import Constant, Normal, Placement, new_parameter, require_divisible
 from .regions import (
-    copy_to_tensor_parallel_region,
     gather_from_tensor_parallel_region,
     reduce_own_from_tensor_parallel_region,
     scatter_to_tensor_parallel_region,
@@ -49,13 +52,13 @@ class ColumnParallelLinear(nn.Module):
         self.comm = comm
         self.gather_output = gather_output
         block = out_features // blocks
-        split = {"dim": 1, "index": comm.rank, "count": comm.size}
+        split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
         weight = Placement((out_features, in_features), init, view=(blocks, block, in_features), **split)
         self.weight = new_parameter(weight, dtype)
         self.bias = new_parameter(Placement((out_features,), view=(blocks, block), **split), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(copy_to_tensor_parallel_region(x, self.comm), self.weight, self.bias)
+        y = column_parallel_linear(x, self.weight, self.bias, self.comm)
         return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
 
 
@@ -93,4 +96,38 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
         y = reduce_own_from_tensor_parallel_region(F.linear(x, self.weight), self.comm)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+    """f, then x A_i^T + b_i, as one autograd Function: the gradient of x is reduced where the product left it.
+
+    x [..., in], equal on all ranks of ``comm``; weight [out / comm.size, in], bias [out / comm.size], this rank's
+    rows. One all-reduce of x's gradient backward, which every rank must run.
+    """
+    if comm.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnParallelLinear.apply(x, weight, bias, comm)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm = comm
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        if ctx.needs_input_grad[0]:
+            grad_x = (rows @ weight).view_as(x)
+            ctx.comm.all_reduce(grad_x)  # this product is ours alone: no copy, unlike f's
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(dim=0)
+        return grad_x, grad_weight, grad_bias, None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from commengine import Communicator
 from torch import Tensor, nn
+
+from commengine import Communicator
 
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal
@@ -33,4 +34,5 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, init=output_init, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return result

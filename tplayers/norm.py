@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from commengine import Communicator
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from commengine import Communicator
 
 from .placement import Constant, Placement, new_parameter, require_divisible
 
@@ -42,7 +44,7 @@ class ParallelLayerNorm(nn.Module):
         require_divisible(comm.size, hidden_size=hidden_size)
         self.comm = comm
         self.eps = eps
-        split = {"dim": 0, "index": comm.rank, "count": comm.size}
+        split: dict[str, Any] = {"dim": 0, "index": comm.rank, "count": comm.size}
         self.weight = new_parameter(Placement((hidden_size,), Constant(1.0), **split), dtype)
         self.bias = new_parameter(Placement((hidden_size,), **split), dtype)
 
@@ -52,26 +54,34 @@ class ParallelLayerNorm(nn.Module):
 
 
 class _Normalise(torch.autograd.Function):
+    """Computes halves in float32, as torch's layer_norm does."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float) -> Tensor:
-        local_var, local_mean = torch.var_mean(x, dim=-1, correction=0)
+        wide = _wide(x)
+        local_var, local_mean = torch.var_mean(wide, dim=-1, correction=0)
         mine = torch.stack((local_mean, local_var))
         ranks = mine.new_empty((comm.size * 2, *local_mean.shape))
         comm.all_gather(ranks, mine)
         means, variances = ranks[0::2], ranks[1::2]
         mean = means.mean(dim=0)
         var = variances.mean(dim=0) + (means - mean).square().mean(dim=0)
-        scale = (var + eps).rsqrt().unsqueeze(-1)
-        normalised = (x - mean.unsqueeze(-1)) * scale
-        ctx.save_for_backward(normalised, scale)
+        mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
+        ctx.save_for_backward(x, mean, scale)
         ctx.comm = comm
-        return normalised
+        return ((wide - mean) * scale).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        normalised, scale = ctx.saved_tensors
-        grad = grads[0]
+        x, mean, scale = ctx.saved_tensors
+        normalised, grad = (_wide(x) - mean) * scale, _wide(grads[0])
         sums = torch.stack((grad.sum(dim=-1), (grad * normalised).sum(dim=-1)))
         ctx.comm.all_reduce(sums)
         sums /= grad.shape[-1] * ctx.comm.size
-        return (grad - sums[0].unsqueeze(-1) - normalised * sums[1].unsqueeze(-1)) * scale, None, None
+        result = (grad - sums[0].unsqueeze(-1) - normalised * sums[1].unsqueeze(-1)) * scale
+        return result.to(x.dtype), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -61,6 +61,9 @@ class Placement:
             raise ValueError(f"a tensor of shape {self.shape} cannot be viewed as {self.view}")
         if self.dim is not None and self.view[self.dim] % self.count:
             raise ValueError(f"dimension {self.dim} of {self.view} does not divide into {self.count} equal parts")
+        if math.prod(self.local_shape) != math.prod(self.part_view):
+            split = f"one of {self.count} parts of dim {self.dim} of {self.view}"
+            raise ValueError(f"no shape like {self.shape} holds {split}")
 
     @property
     def sharded(self) -> bool:
@@ -85,12 +88,13 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter: that of the global tensor, its leading dimensions shrunk as the view's are."""
-        if self.dim is None:
-            return self.shape
-        if self.view == self.shape:
-            return self.part_view
-        return (self.shape[0] // self.count, *self.shape[1:])
+        """The shape of the parameter: that of the global tensor, the dimension that the view's lies in shrunk."""
+        sizes = list(self.shape)
+        if self.dim is not None:
+            end = math.prod(self.view[: self.dim]) * self.view[self.dim]
+            within = next(d for d in range(len(sizes)) if math.prod(sizes[: d + 1]) >= end)
+            sizes[within] //= self.count
+        return tuple(sizes)
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of the global tensor ``whole``, in the parameter's shape."""

@@ -2,7 +2,8 @@
 
 Each is an autograd Function that is a collective in one direction and its conjugate in the other (Shoeybi et al.
 2019, section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel pair). None of them
-changes its input: autograd may share it with other branches.
+changes its input: autograd may share it with other branches. Differentiating twice raises an error, for autograd does
+not see the collectives.
 
 =================================================  ====================  =====================
 region                                             forward               backward
@@ -22,8 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from commengine import Communicator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine import Communicator
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -48,7 +51,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
-    """g in place, for a tensor that the caller made and hands over: it must not be used afterwards.
+    """The region g in place, for a tensor that the caller made and hands over: it must not be used afterwards.
 
     Autograd is told, so that a tensor which something else has saved for its backward raises an error there.
     """
@@ -144,6 +147,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grads[0], ctx.comm), None
 
@@ -154,6 +158,7 @@ class _ReduceFrom(torch.autograd.Function):
         return _all_reduce(x, comm)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -166,6 +171,7 @@ class _ReduceOwn(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -183,6 +189,7 @@ def _pair(
             return forward_collective(x, comm, dim)
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
             return backward_collective(grads[0], ctx.comm, ctx.dim), None, None
 

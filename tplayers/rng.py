@@ -55,6 +55,10 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
     x: [s, b, h] with ``keys`` [b], or [b, heads, s, k] with ``keys`` [b, heads].
     first_row: the global position of row 0 of the s dimension, where the sequence is split.
     """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability {p} is not within 0 to 1")
+    if keys.shape != (x.shape[1:2] if keys.dim() == 1 else x.shape[:2]):
+        raise ValueError(f"{list(keys.shape)} dropout keys do not fit an input of shape {list(x.shape)}")
     rows, columns = (x.shape[0] if keys.dim() == 1 else x.shape[-2]), x.shape[-1]
     counters = torch.arange(first_row * columns, (first_row + rows) * columns, device=x.device).to(torch.int32)
     if keys.dim() == 1:
@@ -67,25 +71,29 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
 def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
     """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other.
 
-    Three multiply-xorshift rounds in int32 (the form of Murmur3's finaliser) with the key's two halves entering
-    between them: not cryptographic, and seven passes over memory, which a generator needs too.
+    Multiply-xorshift rounds in int32 (the form of Murmur3's finaliser) with the key's two halves entering between
+    them; its last xorshift changes no high bit, so a comparison does without. Not cryptographic.
     """
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     bits = counters ^ low
     bits *= -1640531527
-    bits ^= bits >> 15
+    bits ^= _shifted(bits, 15)
     bits += high
     bits *= -2048144789
-    bits ^= bits >> 13
+    bits ^= _shifted(bits, 13)
     bits *= -1028477379
-    bits ^= bits >> 16
     return bits >= min(int(p * 2**32) - 2**31, 2**31 - 1)
 
 
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Logical shift to the right: torch's own copies the sign, and x ^ (x >> n) would then always clear it."""
+    return (x >> by).bitwise_and_((1 << (x.dtype.itemsize * 8 - by)) - 1)
+
+
 def _mix64(x: Tensor) -> Tensor:
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685
+    return x ^ _shifted(x, 31)
 
 
 class _Dropout(torch.autograd.Function):

@@ -1,0 +1,196 @@
+"""vocab_parallel_cross_entropy against torch's on the whole logits, and where that would overflow."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import commengine
+import tplayers
+
+pytestmark = pytest.mark.mpi
+
+IGNORED = -100
+WIDTH = 3  # columns of each rank
+
+
+def reference(logits, target, ignore_index=IGNORED):
+    flat = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none", ignore_index=ignore_index
+    )
+    return flat.view(target.shape)
+
+
+class Case:
+    """Whole logits with padding columns, and what torch says about the real ones."""
+
+    def __init__(self, group, logits, target, padding=0, fill=0.0, ignore_index=IGNORED, weight=None):
+        self.group = group
+        leaf = logits.to(torch.float64, copy=True).requires_grad_()
+        self.losses = reference(leaf, target, ignore_index)
+        self.weight = torch.linspace(0.5, 1.5, target.numel()).double().view(target.shape)
+        self.grad = F.pad(torch.autograd.grad(self.losses, leaf, self.weight)[0], (0, padding))
+        self.losses = self.losses.detach()
+        padded = F.pad(logits, (0, padding), value=fill)
+        self.shard = group.mine(padded).requires_grad_()
+        before = self.shard.detach().clone()
+        vocab_size = logits.shape[-1] if padding else None
+        self.found = tplayers.vocab_parallel_cross_entropy(
+            self.shard, target, group.comm, vocab_size=vocab_size, ignore_index=ignore_index
+        )
+        self.found.backward(self.weight.to(self.found.dtype))
+        assert torch.equal(torch.nan_to_num(before), torch.nan_to_num(self.shard.detach())), "logits overwritten"
+        group.same(self.found)
+
+    def check(self, rtol=1e-9, atol=1e-12, grad_rtol=None, grad_atol=None):
+        torch.testing.assert_close(self.found.detach().double(), self.losses, rtol=rtol, atol=atol)
+        grad_rtol, grad_atol = grad_rtol or rtol, grad_atol or atol
+        mine = self.group.mine(self.grad)
+        assert self.shard.grad.dtype == self.shard.dtype
+        torch.testing.assert_close(self.shard.grad.double(), mine, rtol=grad_rtol, atol=grad_atol)
+
+
+def targets(*shape, vocab, seed=5):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 3), (0,), (4, 0)])
+def test_against_torch(group, random, shape):
+    vocab = WIDTH * group.size
+    case = Case(group, 3 * random(*shape, vocab), targets(*shape, vocab=vocab))
+    assert case.found.shape == shape
+    assert case.found.dtype == torch.float64
+    case.check()
+
+
+def test_every_target(group, random):
+    vocab = WIDTH * group.size
+    Case(group, random(vocab, vocab), torch.arange(vocab)).check()
+
+
+def test_numerically(group, random):
+    target = torch.tensor([0, IGNORED, WIDTH * group.size - 2, 1])
+
+    def function(logits):
+        shard = tplayers.scatter_to_tensor_parallel_region(logits, group.comm)
+        return tplayers.vocab_parallel_cross_entropy(shard, target, group.comm, vocab_size=WIDTH * group.size - 1)
+
+    assert torch.autograd.gradcheck(function, random(4, WIDTH * group.size).requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e4, 1e30])
+def test_huge_logits_in_float32_do_not_overflow(group, random, scale):
+    vocab = WIDTH * group.size
+    logits = (random(6, vocab) * scale).float()
+    logits[0] = scale  # all equal
+    case = Case(group, logits, targets(6, vocab=vocab))
+    assert case.found.isfinite().all()
+    assert case.shard.grad.isfinite().all()
+    case.check(rtol=1e-5, atol=1e-5)
+
+
+def test_large_common_offset(group, random):
+    """The maximum is subtracted before anything is rounded away: 1e4 more changes nothing beyond the input's ulp."""
+    vocab = WIDTH * group.size
+    Case(group, (random(6, vocab) + 1e4).float(), targets(6, vocab=vocab)).check(rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, ulp", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_halves_are_computed_in_float32(group, random, dtype, ulp):
+    vocab = WIDTH * group.size
+    case = Case(group, (3 * random(4, 5, vocab)).to(dtype), targets(4, 5, vocab=vocab))
+    assert case.found.dtype == torch.float32
+    case.check(rtol=1e-5, atol=1e-5, grad_rtol=1.01 * ulp, grad_atol=1e-6)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 2])
+def test_ignored_labels(group, random, ignore_index):
+    vocab = WIDTH * group.size
+    target = targets(4, 5, vocab=vocab)
+    target[0], target[2, 3] = ignore_index, ignore_index
+    case = Case(group, random(4, 5, vocab), target, ignore_index=ignore_index)
+    case.check()
+    assert (case.found[0] == 0).all()
+    assert (case.shard.grad[0] == 0).all()
+
+
+def test_all_labels_ignored(group, random):
+    case = Case(group, random(4, WIDTH * group.size), torch.full((4,), IGNORED))
+    assert torch.equal(case.found.detach(), torch.zeros(4).double())
+    assert torch.equal(case.shard.grad, torch.zeros_like(case.shard))
+
+
+@pytest.mark.parametrize("fill", [0.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan])
+def test_padding_neither_wins_nor_enters_the_sum(group, random, fill):
+    vocab = WIDTH * group.size - 1
+    Case(group, random(4, vocab).float(), targets(4, vocab=vocab), 1, fill).check(rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fill", [0.0, 1e30, torch.nan])
+def test_ranks_with_nothing_but_padding(group, random, fill):
+    vocab, padding = 2, WIDTH * group.size - 2
+    case = Case(group, random(4, vocab) - 1e3, targets(4, vocab=vocab), padding, fill)
+    case.check()
+    if group.rank:
+        assert torch.equal(case.shard.grad, torch.zeros_like(case.shard))
+
+
+def test_layouts_that_are_not_contiguous(group, random, close):
+    """What GPT.forward returns is a transposed view, and so are its labels."""
+    vocab = WIDTH * group.size
+    whole, target = random(4, 5, vocab), targets(4, 5, vocab=vocab)
+    target[1, 2] = IGNORED
+    leaf = whole.clone().requires_grad_()
+    losses = reference(leaf, target)
+    losses.sum().backward()
+    shard = group.mine(whole).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    found = tplayers.vocab_parallel_cross_entropy(shard, target.t().contiguous().t(), group.comm)
+    found.sum().backward()
+    close(found, losses)
+    close(shard.grad, group.mine(leaf.grad))
+
+    shard = group.mine(whole).movedim(-1, 0).contiguous().movedim(0, -1)
+    close(tplayers.vocab_parallel_cross_entropy(shard, target, group.comm), losses.detach())
+
+
+def test_backward_twice(group, random):
+    target = targets(4, vocab=WIDTH * group.size)
+    shard = group.mine(random(4, WIDTH * group.size)).requires_grad_()
+    loss = tplayers.vocab_parallel_cross_entropy(shard, target, group.comm).sum()
+    (first,) = torch.autograd.grad(loss, shard, retain_graph=True)
+    first = first.clone()
+    (second,) = torch.autograd.grad(loss, shard, retain_graph=True)
+    assert torch.equal(first, second)
+
+
+def test_differentiating_twice_raises(group):
+    shard = torch.zeros(4, WIDTH, requires_grad=True)
+    losses = tplayers.vocab_parallel_cross_entropy(shard, torch.zeros(4, dtype=torch.int64), group.comm)
+    (gradient,) = torch.autograd.grad(losses.square().sum(), shard, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("token", [-1, 7, 10**12])
+def test_target_outside_the_vocabulary(group, token):
+    logits = torch.zeros(2, 8 // group.size)
+    with pytest.raises(ValueError, match="outside 0 to 6"):
+        tplayers.vocab_parallel_cross_entropy(logits, torch.tensor([0, token]), group.comm, vocab_size=7)
+
+
+def test_shapes_that_do_not_fit(group):
+    target = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"need a target \[2\], not \[3\]"):
+        tplayers.vocab_parallel_cross_entropy(torch.zeros(2, 4), target, group.comm)
+    for vocab_size in (0, -1, 4 * group.size + 1):
+        with pytest.raises(ValueError, match="is not within"):
+            tplayers.vocab_parallel_cross_entropy(torch.zeros(3, 4), target, group.comm, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("width", [1, 50])
+def test_communication_does_not_depend_on_the_vocabulary(group, width):
+    shard = torch.zeros(2, 5, width, requires_grad=True)
+    with commengine.trace(group.comm) as log:
+        losses = tplayers.vocab_parallel_cross_entropy(shard, torch.zeros(2, 5, dtype=torch.int64), group.comm)
+        losses.sum().backward()
+    events = [(event.operation, event.redop, event.elements) for event in log.events]
+    assert events == [("all_reduce", "max", 2 * 5), ("all_reduce", "sum", 2 * 2 * 5)]
