@@ -18,7 +18,12 @@ RECORD_BYTES = 256
 
 
 def agree(
-    comm: Communicator, operation: str, tensor: Tensor | None, redop: str | None, root: int | None, stream: Stream | None
+    comm: Communicator,
+    operation: str,
+    tensor: Tensor | None,
+    redop: str | None,
+    root: int | None,
+    stream: Stream | None,
 ) -> None:
     """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when they differ.
 

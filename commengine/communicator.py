@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +14,7 @@ from torch import Tensor
 from .agreement import agree
 from .dtypes import DTYPES, reduction_error
 from .errors import CollectiveError
-from .host import HostTransport, load_mpi
+from .host import HostTransport, TransferError, load_mpi
 from .stream import Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 #: a torch tensor, or an array that speaks DLPack (NumPy, CuPy): its memory is used, not copied
 TensorLike: TypeAlias = Any
+
+#: the largest C int: what MPI takes for a colour and a key
+INT_MAX = 2**31 - 1
 
 
 class Communicator:
@@ -54,20 +58,22 @@ class Communicator:
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         self._own(mpi_comm.Dup(), checked, name)
 
-    def _own(self, comm: MPI.Intracomm, checked: bool, name: str) -> None:
+    def _own(self, comm: Any, checked: bool, name: str) -> None:
         """Take over ``comm``, which nobody else knows."""
-        self.mpi = comm
+        self.mpi: MPI.Intracomm = comm
+        # Inherited from the caller's: an error must not end the process before it can be told.
+        comm.Set_errhandler(load_mpi().ERRORS_RETURN)
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world_rank: int = load_mpi().COMM_WORLD.rank
         self.device = torch.device("cpu")
         self.checked = checked
         self.name = name
-        self._mpi_error: type[Exception] = load_mpi().Exception
+        self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
         self._host: Any = HostTransport(comm)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
-        self._group: list[tuple[str, tuple[Any, ...]]] | None = None
+        self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any]]] | None = None
         self._watched = checked
 
     def __repr__(self) -> str:
@@ -87,7 +93,7 @@ class Communicator:
         tensor = self._checked_tensor("reduce", tensor)
         if (problem := reduction_error(tensor.dtype, op)) is not None:
             raise self._error("reduce", problem)
-        self._check_rank("reduce", "root", root)
+        root = self._check_rank("reduce", "root", root)
         return self._run("reduce", (tensor, root, op), tensor, stream, redop=op, root=root)
 
     def reduce_scatter(
@@ -112,14 +118,14 @@ class Communicator:
     def broadcast(self, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
         """Copy ``root``'s tensor into everybody's."""
         tensor = self._checked_tensor("broadcast", tensor)
-        self._check_rank("broadcast", "root", root)
+        root = self._check_rank("broadcast", "root", root)
         return self._run("broadcast", (tensor, root), tensor, stream, root=root)
 
     def gather(
         self, output: TensorLike | None, input: TensorLike, root: int = 0, *, stream: Stream | None = None
     ) -> Work:
         """Concatenate every rank's ``input`` [d0, ...] into ``root``'s ``output`` [size * d0, ...] (None elsewhere)."""
-        self._check_rank("gather", "root", root)
+        root = self._check_rank("gather", "root", root)
         input = self._checked_tensor("gather", input, "input")
         output = self._root_tensor("gather", "output", output, input, root)
         whole = input.nbytes * self.size
@@ -128,8 +134,8 @@ class Communicator:
     def scatter(
         self, output: TensorLike, input: TensorLike | None, root: int = 0, *, stream: Stream | None = None
     ) -> Work:
-        """Rank r gets rows r * d0 ... of ``root``'s ``input`` [size * d0, ...] (None elsewhere) in ``output`` [d0, ...]."""
-        self._check_rank("scatter", "root", root)
+        """Rank r gets r * d0 ... of ``root``'s ``input`` [size * d0, ...] (None elsewhere) as ``output`` [d0, ...]."""
+        root = self._check_rank("scatter", "root", root)
         output = self._checked_tensor("scatter", output, "output")
         input = self._root_tensor("scatter", "input", input, output, root)
         whole = output.nbytes * self.size
@@ -155,15 +161,15 @@ class Communicator:
     # Point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
-        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until it does: see `sendrecv`."""
+        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until then: see `sendrecv`."""
         tensor = self._checked_tensor("send", tensor)
-        self._check_rank("send", "dst", dst)
+        dst = self._check_rank("send", "dst", dst)
         return self._run("send", (tensor, dst), tensor, stream, root=dst)
 
     def recv(self, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
         """Fill ``tensor`` with what rank ``src`` sends."""
         tensor = self._checked_tensor("recv", tensor)
-        self._check_rank("recv", "src", src)
+        src = self._check_rank("recv", "src", src)
         return self._run("recv", (tensor, src), tensor, stream, root=src)
 
     def sendrecv(
@@ -173,8 +179,8 @@ class Communicator:
         sent = self._checked_tensor("sendrecv", sendtensor, "sendtensor")
         received = self._checked_tensor("sendrecv", recvtensor, "recvtensor")
         self._check_disjoint("sendrecv", sent, received)
-        self._check_rank("sendrecv", "dst", dst)
-        self._check_rank("sendrecv", "src", src)
+        dst = self._check_rank("sendrecv", "dst", dst)
+        src = self._check_rank("sendrecv", "src", src)
         return self._run("sendrecv", (sent, dst, received, src), sent, stream, root=dst)
 
     @contextlib.contextmanager
@@ -195,19 +201,18 @@ class Communicator:
             self._watched = self.checked
         transfers: list[tuple[str, Tensor, int]] = []
         collectives = []
-        for name, args in group:
+        for name, args, tensor, about in group:
             if name == "sendrecv":
                 transfers += [("send", *args[:2]), ("recv", *args[2:])]
             elif name in ("send", "recv"):
                 transfers.append((name, *args))
             else:
-                collectives.append((name, args))
-        sizes = sum(tensor.nbytes for _, tensor, _ in transfers)
+                collectives.append((name, args, tensor, about))
+        sizes = sum(part.nbytes for _, part, _ in transfers)
         if transfers:
             self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes)
-        for name, args in collectives:
-            first = next((a for a in args if isinstance(a, Tensor)), None)
-            self._run(name, args, first, stream)
+        for name, args, tensor, about in collectives:
+            self._run(name, args, tensor, stream, **about)
 
     # Streams, groups, life ------------------------------------------------------------------------------------
 
@@ -227,8 +232,10 @@ class Communicator:
         Collective over this group. The caller closes the result.
         """
         mpi = load_mpi()
-        if color is not None and color < 0:
-            raise self._error("split", f"color={color} must be a non-negative integer or None")
+        if color is not None and not _is_c_int(color, 0):
+            raise self._error("split", f"color={color!r} must be None or an integer from 0 to {INT_MAX}")
+        if not _is_c_int(key, -INT_MAX):
+            raise self._error("split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
         part = self._live_mpi().Split(mpi.UNDEFINED if color is None else color, key)
         if part == mpi.COMM_NULL:
             return None
@@ -278,17 +285,18 @@ class Communicator:
     ) -> Work:
         """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
         if self._watched:
+            self._check_stream(name, stream)
             if self._group is not None:
                 if stream is not None:
                     raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
-                self._group.append((name, args))
+                self._group.append((name, args, tensor, {"redop": redop, "root": root, "nbytes": nbytes}))
                 return _DONE
             if name not in ("send", "recv", "sendrecv", "exchange"):
                 agree(self, name, tensor, redop, root, stream)
         if stream is None and not self._logs:
             try:
                 getattr(self._host, name)(*args)
-            except self._mpi_error as error:
+            except self._failures as error:
                 raise self._error(name, str(error)) from error
             return _DONE
         return self._run_observed(name, args, tensor, stream, redop, root, nbytes)
@@ -303,10 +311,7 @@ class Communicator:
         root: int | None,
         nbytes: int | None,
     ) -> Work:
-        if stream is not None and stream not in self._streams:
-            raise self._error(name, f"stream {stream.name} was not made by this communicator")
-        if isinstance(self._host, _Closed):
-            getattr(self._host, name)
+        self._check_stream(name, stream)
         transport = self._host if stream is None else stream.transport
         record: CollectiveEvent | None = None
         if self._logs:
@@ -320,7 +325,7 @@ class Communicator:
                 record.start = time.perf_counter()
             try:
                 getattr(transport, name)(*args)
-            except self._mpi_error as error:
+            except self._failures as error:
                 raise self._error(name, str(error)) from error
             finally:
                 if record is not None:
@@ -338,11 +343,11 @@ class Communicator:
 
     def _checked_tensor(self, operation: str, value: TensorLike, argument: str = "tensor") -> Tensor:
         tensor = value if isinstance(value, Tensor) else self._from_dlpack(operation, value, argument)
-        if tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in DTYPES:
+        if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPES:
             return tensor
         if not tensor.is_cpu:
             problem = f"lies on {tensor.device}, the communicator's device is {self.device}"
-        elif tensor.layout != torch.strided:
+        elif tensor.layout is not torch.strided:
             problem = f"has layout {tensor.layout}; collectives need a dense (strided) tensor"
         elif not tensor.is_contiguous():
             problem = f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not contiguous"
@@ -354,8 +359,16 @@ class Communicator:
     def _from_dlpack(self, operation: str, value: TensorLike, argument: str) -> Tensor:
         if not hasattr(value, "__dlpack__"):
             raise self._error(operation, f"{argument} is a {type(value).__name__}, not a tensor or DLPack array")
+        # What torch.from_dlpack does not refuse: it makes read-only memory writable, and ends the process
+        # at a negative stride.
+        array = getattr(value, "__array_interface__", {})
+        if array.get("data", (0, False))[1]:
+            raise self._error(operation, f"{argument} is a read-only array; copy it first")
+        if min(array.get("strides") or (0,)) < 0:
+            raise self._error(operation, f"{argument} of strides {array['strides']} bytes is not contiguous")
         try:
-            return torch.from_dlpack(value)
+            tensor: Tensor = torch.utils.dlpack.from_dlpack(value)
+            return tensor
         except (BufferError, TypeError, RuntimeError) as error:
             raise self._error(operation, f"{argument} cannot be used through DLPack: {error}") from error
 
@@ -388,8 +401,8 @@ class Communicator:
         return tensor
 
     def _check_whole(self, operation: str, big_name: str, big: Tensor, small_name: str, small: Tensor) -> None:
-        fits = small.dim() and big.dim() and big.shape[1:] == small.shape[1:] and big.shape[0] == small.shape[0] * self.size
-        if not fits:
+        rows = small.shape or (1,)  # a 0-d tensor is one row
+        if big.shape != (rows[0] * self.size, *rows[1:]):
             raise self._error(
                 operation,
                 f"{big_name} {list(big.shape)} must be {small_name} {list(small.shape)} with dim 0 "
@@ -406,9 +419,28 @@ class Communicator:
         if first < second + other.nbytes and second < first + one.nbytes:
             raise self._error(operation, "the tensors share memory")
 
-    def _check_rank(self, operation: str, argument: str, rank: int) -> None:
-        if not (isinstance(rank, int) and 0 <= rank < self.size):
+    def _check_rank(self, operation: str, argument: str, rank: int) -> int:
+        try:
+            number = operator.index(rank)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.size:
             raise self._error(operation, f"{argument}={rank!r} is not a rank of the group: 0 to {self.size - 1}")
+        return number
+
+    def _check_stream(self, operation: str, stream: Stream | None) -> None:
+        if isinstance(self._host, _Closed):
+            getattr(self._host, operation)
+        if stream is not None and stream not in self._streams:
+            name = getattr(stream, "name", repr(stream))
+            raise self._error(operation, f"stream {name} was not made by this communicator")
+
+
+def _is_c_int(number: Any, least: int) -> bool:
+    try:
+        return least <= operator.index(number) <= INT_MAX
+    except TypeError:
+        return False
 
 
 class _Closed:

@@ -49,7 +49,7 @@ class MpiTypes:
             torch.uint8: mpi.UINT8_T,
         }
         ops = {"sum": mpi.SUM, "prod": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
-        #: (dtype, reduction) -> (MPI datatype, MPI operation) where MPI itself reduces; ``avg`` is a sum, then a division
+        #: (dtype, reduction) -> (MPI datatype, MPI operation) where MPI itself reduces; ``avg``: a sum, then a division
         self.reduce: dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]] = {
             (dtype, name): (datatype, op) for dtype, datatype in native.items() for name, op in ops.items()
         }

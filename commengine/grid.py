@@ -70,8 +70,8 @@ class ProcessGrid:
         node.Free()
         if crossing and self.world.rank == 0:
             warnings.warn(
-                f"tensor groups cross nodes on {crossing} of {self.world.size} ranks (cyclic placement?): every layer's "
-                "collectives go over the network. Place adjacent ranks on one node (srun --distribution=block, "
+                f"tensor groups cross nodes on {crossing} of {self.world.size} ranks (cyclic placement?): every "
+                "layer's collectives go over the network. Place adjacent ranks on one node (srun --distribution=block, "
                 "mpirun --map-by slot) or use a smaller tensor size",
                 stacklevel=3,
             )

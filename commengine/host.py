@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .dtypes import HALF_TYPES, MpiTypes, reduce_halves
-from .errors import CollectiveError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +32,10 @@ def load_mpi() -> Any:
     from mpi4py import MPI
 
     return MPI
+
+
+class TransferError(Exception):
+    """A message had another length than the receiver expected; the Communicator makes a CollectiveError of it."""
 
 
 class PollingComm:
@@ -94,7 +97,7 @@ class HostTransport:
         buffer = (self._address(tensor.data_ptr(), tensor.nbytes), datatype)
         self._calls.Allreduce(self._in_place, buffer, mpi_op)
         if op == "avg":
-            tensor.div_(self.size)
+            _divide(tensor, self.size)
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
         if tensor.dtype in HALF_TYPES:
@@ -108,7 +111,7 @@ class HostTransport:
         if self.rank == root:
             self._calls.Reduce(self._in_place, data, mpi_op, root)
             if op == "avg":
-                tensor.div_(self.size)
+                _divide(tensor, self.size)
         else:
             self._calls.Reduce(data, None, mpi_op, root)
 
@@ -116,14 +119,14 @@ class HostTransport:
         if input.dtype in HALF_TYPES:
             parts = torch.empty_like(input)
             self._calls.Alltoall(self._moved(input), self._moved(parts))
-            output.copy_(reduce_halves(parts.view(self.size, *output.shape), op))
+            _fill(output, reduce_halves(parts.view(self.size, *output.shape), op))
             return
         datatype, mpi_op = self._types.reduce[input.dtype, op]
         source = (self._address(input.data_ptr(), input.nbytes), datatype)
         target = (self._address(output.data_ptr(), output.nbytes), datatype)
         self._calls.Reduce_scatter_block(source, target, mpi_op)
         if op == "avg":
-            output.div_(self.size)
+            _divide(output, self.size)
 
     def _all_reduce_halves(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
@@ -131,7 +134,7 @@ class HostTransport:
         if tensor.nbytes <= SMALL_HALVES:
             parts = tensor.new_empty((self.size, *tensor.shape))
             self._calls.Allgather(self._moved(tensor), self._moved(parts))
-            tensor.copy_(reduce_halves(parts, op))
+            _fill(tensor, reduce_halves(parts, op))
             return
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
@@ -195,7 +198,20 @@ class HostTransport:
         for (_, tensor, peer), status in zip(received, statuses, strict=False):
             count = status.Get_count(self._types.move[tensor.dtype])
             if count != tensor.numel():
-                raise CollectiveError(
-                    f"rank {self.rank}: recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} "
-                    f"got a message of {count}"
+                raise TransferError(
+                    f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
                 )
+
+
+# Torch's in-place operations ask autograd and the calling thread's modes; MPI, which writes to an address, does not.
+# Both must behave alike, on a leaf that requires gradients, on a tensor of a graph and on a worker thread.
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode():
+        tensor.copy_(values)
+
+
+def _divide(tensor: Tensor, divisor: int) -> None:
+    with torch.inference_mode():
+        tensor.div_(divisor)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .communicator import Communicator
@@ -20,6 +22,10 @@ from .host import load_mpi
 #: what launchers tell their tasks about the number of tasks. The first that is set speaks: an mpiexec inside a Slurm
 #: allocation sets its own and inherits Slurm's
 TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+#: a rank that ends with an error waits this long for the others to end too, before it ends them
+LEAVE_SECONDS = 5.0
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -43,7 +49,7 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     else:
         cause = (
             "the mpiexec on PATH belongs to another MPI than mpi4py's: use the one installed beside this Python "
-            f"({os.path.join(os.path.dirname(sys.executable), 'mpiexec')})"
+            f"({Path(sys.executable).parent / 'mpiexec'})"
         )
     raise LaunchError(f"{variable}={tasks}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
 
@@ -61,15 +67,36 @@ def run(main: Callable[[Communicator], int | None]) -> NoReturn:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         check_world_size(mpi.COMM_WORLD.size)
         world = Communicator(mpi.COMM_WORLD)
+        problem = None
         try:
             code = main(world) or 0
         except UsageError as error:
+            problem, code = f"error: {error}", 2
             if world.rank == 0:
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            code = 2
-        if code == 0:
-            world.close()
+                print(problem, file=sys.stderr, flush=True)
+        _leave(world, code, problem)
     sys.exit(code)
+
+
+def _leave(world: Communicator, code: int, problem: str | None) -> None:
+    """Wait for every rank, then close ``world``. A rank with an error does not wait long for the others.
+
+    They may be waiting for it, and so would MPI_Finalize.
+    """
+    request = world.mpi.Ibarrier()
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while not request.Test():
+        if code and time.monotonic() > deadline:
+            if problem and world.rank != 0:
+                print(f"[rank {world.rank}] {problem}", file=sys.stderr)
+            print(
+                f"[rank {world.rank}] ended with exit code {code}, but not every rank did: ending the others",
+                file=sys.stderr,
+            )
+            abort(code)
+        time.sleep(1e-3)
+    if code == 0:  # else its streams may hold collectives that not every rank enqueued
+        world.close()
 
 
 @contextlib.contextmanager
@@ -88,7 +115,8 @@ def abort_on_error() -> Iterator[None]:
         abort(stop.code if isinstance(stop.code, int) else 1)
     except LaunchError as error:
         # Each task is a world of its own here, so each would print: the first task speaks for all.
-        if os.environ.get("SLURM_PROCID", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == "0":
+        tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+        if next((task for task in tasks if task is not None), "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         abort(1)
     except BaseException as error:
@@ -99,8 +127,9 @@ def abort_on_error() -> Iterator[None]:
 
 def abort(code: int) -> NoReturn:
     """End every rank of MPI.COMM_WORLD now, with ``code``. Does not return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or a broken pipe: no reason to let the others hang
+            stream.flush()
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)

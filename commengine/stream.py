@@ -25,6 +25,7 @@ class Event:
 
     def __init__(self) -> None:
         self._finished = False
+        self._error: BaseException | None = None
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -33,10 +34,12 @@ class Event:
         return self._finished
 
     def wait(self) -> None:
-        """Block the calling thread until the point is reached."""
+        """Block the calling thread until the point is reached; raise if the stream failed before it."""
         if not self._finished:
             self._gate.acquire()
             self._gate.release()
+        if self._error is not None:
+            raise self._error
 
     def _finish(self) -> None:
         self._finished = True
@@ -50,20 +53,19 @@ class Work(Event):
         super().__init__()
         self._tensors = tensors
         self._record = record
-        self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Block until the collective is done; re-raise what failed there. May be called again, on any thread."""
         record = self._record
-        if record is not None and record.wait_start is None:
+        first = record is not None and record.wait_start is None
+        if record is not None and first:
             record.wait_start = time.perf_counter()
+        try:
             super().wait()
-            record.wait_end = time.perf_counter()
-        else:
-            super().wait()
-        self._tensors = ()
-        if self._error is not None:
-            raise self._error
+        finally:
+            if record is not None and first:
+                record.wait_end = time.perf_counter()
+            self._tensors = ()
 
 
 def finished_work() -> Work:
@@ -110,10 +112,11 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Let what is enqueued from now on start only when ``event``, of another stream say, is done."""
-        self._put(event.wait, Event())
+        # Event's wait, not Work's: this is not the caller who is done with the tensors.
+        self._put(lambda: Event.wait(event), Event())
 
     def synchronize(self) -> None:
-        """Block until the stream is empty."""
+        """Block until the stream is empty; raise if anything in it failed."""
         self.record().wait()
 
     def close(self) -> None:
@@ -130,6 +133,8 @@ class Stream:
             raise CollectiveError(f"stream {self.name} is closed")
         else:
             self._run(call, event)
+            if isinstance(event, Work) and event._record is not None:  # the caller waited for all of it
+                event._record.wait_start, event._record.wait_end = event._record.enqueue, time.perf_counter()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -138,14 +143,13 @@ class Stream:
 
     def _run(self, call: Callable[[], None], event: Event) -> None:
         try:
-            if isinstance(event, Work) and self._failure is not None:
+            if self._failure is not None:
                 # After a failure the ranks may no longer be in step: run nothing more.
                 raise CollectiveError(f"stream {self.name} stopped at an earlier failure: {self._failure}")
             call()
         except BaseException as error:  # handed to whoever waits
             self._failure = self._failure or error
-            if isinstance(event, Work):
-                event._error = error
+            event._error = error
         finally:
             event._finish()
 

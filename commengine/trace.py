@@ -47,8 +47,8 @@ class CollectiveEvent:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
-        return self.end - self.start
+        """From start to end; 0 while it runs, and for one that never did."""
+        return self.end - self.start if self.end else 0.0
 
     @property
     def hidden_seconds(self) -> float:
@@ -87,6 +87,24 @@ class Trace:
         self.rank = 0
         self.events: list[CollectiveEvent] = []
         self._settled: dict[tuple[str, int, str], Total] = {}
+        self._comms: tuple[Communicator, ...] = ()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Log nothing inside the block."""
+        self._detach()
+        try:
+            yield
+        finally:
+            self._attach()
+
+    def _attach(self) -> None:
+        for comm in self._comms:
+            comm._logs += (self,)
+
+    def _detach(self) -> None:
+        for comm in self._comms:
+            comm._logs = tuple(other for other in comm._logs if other is not self)
 
     def totals(self) -> list[Total]:
         """One row per group and operation, the largest first."""
@@ -151,21 +169,28 @@ def trace(*comms: Communicator) -> Iterator[Trace]:
     log = Trace()
     if comms:
         log.rank = comms[0].world_rank
-    for comm in comms:
-        comm._logs += (log,)
+    log._comms = tuple(dict.fromkeys(comms))
+    log._attach()
     try:
         yield log
     finally:
-        for comm in comms:
-            comm._logs = tuple(other for other in comm._logs if other is not log)
+        log._detach()
 
 
 def begin(
-    operation: str, tensor: Any, comm: Communicator, stream: str | None, redop: str | None, root: int | None, nbytes: int
+    operation: str,
+    tensor: Any,
+    comm: Communicator,
+    stream: str | None,
+    redop: str | None,
+    root: int | None,
+    nbytes: int,
 ) -> CollectiveEvent:
     """The record of a collective that is about to be enqueued."""
     now = time.perf_counter()
-    shape, dtype, elements = ((), "none", 0) if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.numel())
+    shape, dtype, elements = (
+        ((), "none", 0) if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.numel())
+    )
     name = dtype.removeprefix("torch.")
     return CollectiveEvent(
         operation, redop, root, name, shape, elements, nbytes, comm.name, comm.size, stream, now, now

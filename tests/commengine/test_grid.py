@@ -1,0 +1,138 @@
+"""ProcessGrid: who is in a group with whom."""
+
+import warnings
+
+import pytest
+import torch
+
+import mpirun
+from commengine import CollectiveError, GridLayout, ProcessGrid
+from commengine.grid import divisors
+
+
+def test_the_papers_figure_8():
+    """512 GPUs, 8 to a model: the data group of GPU 1 is 1, 9, 17, ..., 505 (the paper counts from 1)."""
+    layout = GridLayout(512, 8)
+    assert layout.data == 64
+    assert [rank + 1 for rank in layout.data_group(0)] == list(range(1, 506, 8))
+    assert [rank + 1 for rank in layout.data_group(7)] == list(range(8, 513, 8))
+    assert list(layout.tensor_group(0)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(layout.tensor_group(511)) == list(range(504, 512))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6, 8, 12, 512])
+def test_groups_partition_the_world(world_size):
+    for tensor in divisors(world_size):
+        layout = GridLayout(world_size, tensor)
+        everybody = set(range(world_size))
+        tensor_groups = {layout.tensor_group(rank) for rank in everybody}
+        data_groups = {layout.data_group(rank) for rank in everybody}
+        assert len(tensor_groups) == layout.data and len(data_groups) == tensor
+        assert sorted(rank for group in tensor_groups for rank in group) == sorted(everybody)
+        assert sorted(rank for group in data_groups for rank in group) == sorted(everybody)
+        for rank in everybody:
+            assert set(layout.tensor_group(rank)) & set(layout.data_group(rank)) == {rank}
+
+
+@pytest.mark.parametrize("world_size, tensor", [(6, 4), (2, 3), (4, 0), (4, -2), (1, 2)])
+def test_a_size_that_does_not_divide(world_size, tensor):
+    with pytest.raises(CollectiveError) as caught:
+        GridLayout(world_size, tensor)
+    assert f"tensor={tensor} does not divide the world of {world_size} ranks" in str(caught.value)
+    assert str(divisors(world_size)) in str(caught.value)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_communicators_of_a_grid(world):
+    for tensor in divisors(world.size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # one machine: no group crosses nodes
+            grid = ProcessGrid(world, tensor=tensor)
+        with grid:
+            for comm, group in (
+                (grid.tensor, grid.layout.tensor_group(world.rank)),
+                (grid.data, grid.layout.data_group(world.rank)),
+            ):
+                members = torch.zeros(comm.size, dtype=torch.int64)
+                comm.all_gather(members, torch.tensor([world.rank]))
+                assert members.tolist() == list(group)
+                assert comm.rank == list(group).index(world.rank)
+                assert comm.world_rank == world.rank
+            assert (grid.tensor.name, grid.data.name) == ("tensor", "data")
+            total = torch.tensor([1.0])
+            grid.tensor.all_reduce(total)
+            grid.data.all_reduce(total)
+            assert total.item() == world.size
+        with pytest.raises(CollectiveError, match="closed"):
+            grid.tensor.barrier()
+        world.barrier()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_grid_that_cannot_be_makes_nothing(world):
+    with pytest.raises(CollectiveError, match="does not divide"):
+        ProcessGrid(world, tensor=world.size + 1)
+    world.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_two_grids_in_one_process(world):
+    with ProcessGrid(world, tensor=1) as one, ProcessGrid(world, tensor=world.size) as other:
+        assert (one.tensor.size, other.tensor.size) == (1, world.size)
+        tensor = torch.ones(1)
+        one.data.all_reduce(tensor, stream=one.data.new_stream()).wait()
+        other.tensor.all_reduce(tensor, stream=other.tensor.new_stream()).wait()
+        assert tensor.item() == world.size**2
+
+
+class AloneOnItsNode:
+    """An MPI communicator that says that every rank has a node of its own."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def Split_type(self, kind):  # noqa: N802 (mpi4py's name)
+        return self.comm.Split(self.comm.rank)
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_tensor_groups_that_cross_nodes_are_warned_of(world, monkeypatch):
+    import commengine.grid
+
+    split = commengine.grid._split
+
+    def split_over_nodes(*args):
+        part = split(*args)
+        part.mpi = AloneOnItsNode(part.mpi)
+        return part
+
+    monkeypatch.setattr(commengine.grid, "_split", split_over_nodes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ProcessGrid(world, tensor=world.size).close()
+        ProcessGrid(world, tensor=1).close()  # groups of one cannot cross
+    told = [str(warning.message) for warning in caught]
+    if world.rank == 0:
+        assert len(told) == 1
+        assert f"tensor groups cross nodes on {world.size} of {world.size} ranks" in told[0]
+        assert caught[0].filename == __file__
+    else:
+        assert told == []
+
+
+def test_warning_on_nodes_that_mpich_makes_up():
+    """MPIR_CVAR_NOLOCAL: each rank believes that it is alone on its node."""
+    program = (
+        "import sys; from mpi4py import MPI\n"
+        "if 'MPICH' not in MPI.Get_library_version(): print('no MPICH', flush=True); sys.exit()\n"
+        "from commengine import Communicator, ProcessGrid\n"
+        "world = Communicator(MPI.COMM_WORLD); ProcessGrid(world, tensor=2).close(); world.close()\n"
+    )
+    done = mpirun.run(2, "-c", program, env={"MPIR_CVAR_NOLOCAL": "1"})
+    if "no MPICH" in done.stdout:
+        pytest.skip("needs MPICH")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tensor groups cross nodes on 2 of 2 ranks") == 1, done.stderr

@@ -1,0 +1,378 @@
+"""Starting and ending: real jobs under mpiexec, in which one rank fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import mpirun
+from commengine.errors import LaunchError
+from commengine.launch import check_world_size
+
+GONE_S = 10.0  # how long a job may live after one rank failed, its start included
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Run ``body`` as ``main(world)`` of a job: (the finished process, the seconds it took)."""
+
+    def job(body, n=2, env=None, program="launch.run(main)"):
+        path = tmp_path / "program.py"
+        path.write_text(
+            "import os, signal, sys, time\n"
+            "import torch\n"
+            "from commengine import CollectiveError, Communicator, UsageError, launch\n"
+            "def main(world):\n"
+            "    print(f'<{world.rank} of {world.size}>\\n', end='', flush=True)\n"
+            + textwrap.indent(textwrap.dedent(body), "    ")
+            + f"\n{program}\n"
+        )
+        began = time.monotonic()
+        done = mpirun.run(n, str(path), env=env, timeout=40)
+        return done, time.monotonic() - began
+
+    return job
+
+
+def assert_ended(done, seconds, code):
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert seconds < GONE_S
+
+
+# A rank that fails
+
+
+def test_uncaught_exception_ends_every_rank(job):
+    done, seconds = job(
+        """
+        if world.rank == 1:
+            raise ValueError("rank one gives up")
+        world.barrier()
+        """
+    )
+    assert_ended(done, seconds, 1)
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert "[rank 1] Traceback" in done.stderr
+    assert done.stderr.count("ValueError: rank one gives up") == 1
+    assert 'raise ValueError("rank one gives up")' in done.stderr
+
+
+def test_uncaught_exception_ends_ranks_that_wait_on_a_stream(job):
+    done, seconds = job(
+        """
+        stream = world.new_stream()
+        if world.rank == 0:
+            raise ValueError("rank zero gives up")
+        world.all_reduce(torch.ones(3), stream=stream).wait()
+        """
+    )
+    assert_ended(done, seconds, 1)
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert "[rank 0] Traceback" in done.stderr
+
+
+def test_chained_exceptions_are_shown_whole(job):
+    done, seconds = job(
+        """
+        if world.rank == 0:
+            try:
+                1 / 0
+            except ZeroDivisionError as error:
+                raise ValueError("worse") from error
+        world.barrier()
+        """
+    )
+    assert_ended(done, seconds, 1)
+    assert "ZeroDivisionError" in done.stderr and "ValueError: worse" in done.stderr
+
+
+def test_sys_exit_with_a_number(job):
+    done, seconds = job("if world.rank == 1: sys.exit(7)\nworld.barrier()")
+    assert_ended(done, seconds, 7)
+    assert "Traceback" not in done.stderr
+
+
+def test_sys_exit_with_text(job):
+    done, seconds = job("if world.rank == 1: sys.exit('no such file')\nworld.barrier()")
+    assert_ended(done, seconds, 1)
+    assert "[rank 1] no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", ["sys.exit()", "sys.exit(0)", "return 0"])
+def test_good_ends(job, how):
+    done, _ = job(f"world.barrier()\n{how}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_returned_code_of_all_ranks(job):
+    done, seconds = job("return 5")
+    assert_ended(done, seconds, 5)
+    assert done.stderr == ""
+
+
+def test_returned_code_of_one_rank_that_the_others_wait_for(job):
+    done, seconds = job("if world.rank == 1: return 5\nworld.barrier()")
+    assert_ended(done, seconds, 5)
+    assert "[rank 1] ended with exit code 5, but not every rank did" in done.stderr
+
+
+def test_ctrl_c_on_one_rank(job):
+    done, seconds = job(
+        """
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        world.barrier()
+        """
+    )
+    assert_ended(done, seconds, 130)
+    assert done.stderr.count("KeyboardInterrupt") >= 1 and done.stderr.count("Traceback") == 1
+
+
+def test_killed_rank(job):
+    done, seconds = job("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nworld.barrier()")
+    assert done.returncode != 0 and seconds < GONE_S
+
+
+def test_mismatch_that_nobody_catches(job):
+    done, seconds = job(
+        """
+        comm = Communicator(world.mpi, checked=True)
+        comm.all_reduce(torch.ones(world.rank + 1))
+        """
+    )
+    assert_ended(done, seconds, 1)
+    assert "the ranks disagree: rank 0 asked for all_reduce(float32 [1], op=sum); rank 1" in done.stderr
+
+
+def test_failure_on_a_stream_ends_the_job(job):
+    done, seconds = job(
+        """
+        stream = world.new_stream()
+        if world.rank == 0:
+            world.recv(torch.ones(2), 1, stream=stream).wait()
+        else:
+            world.send(torch.ones(4), 0, stream=stream).wait()
+        world.barrier()
+        """
+    )
+    assert_ended(done, seconds, 1)
+    assert "[rank 0] Traceback" in done.stderr and "rank 0 of group 'world' (size 2): recv" in done.stderr
+
+
+def test_standard_output_that_is_closed_does_not_keep_the_others_waiting(job):
+    done, seconds = job(
+        """
+        if world.rank == 1:
+            sys.stdout.close()
+            raise ValueError("rank one gives up")
+        world.barrier()
+        """
+    )
+    assert_ended(done, seconds, 1)
+
+
+def test_abort_on_error_in_a_program_that_is_not_ours(job):
+    done, seconds = job(
+        "if world.rank == 1: raise ValueError('mine')\nworld.barrier()",
+        program="from mpi4py import MPI\nwith launch.abort_on_error():\n    main(Communicator(MPI.COMM_WORLD))",
+    )
+    assert_ended(done, seconds, 1)
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+
+
+# Wrong use, which every rank sees
+
+
+def test_usage_error_is_said_once(job):
+    done, seconds = job("raise UsageError('--tensor-model-parallel-size 3 does not divide 2')", n=2)
+    assert_ended(done, seconds, 2)
+    assert done.stderr == "error: --tensor-model-parallel-size 3 does not divide 2\n"
+
+
+def test_usage_error_of_one_rank_alone_is_said_and_ends_the_job(job):
+    done, seconds = job("if world.rank == 1: raise UsageError('only here')\nworld.barrier()")
+    assert_ended(done, seconds, 2)
+    assert "[rank 1] error: only here" in done.stderr
+
+
+# The launcher and MPI disagree
+
+
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_launcher_of_four_tasks_with_a_world_of_one(tmp_path, variable):
+    program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
+    done = mpirun.command([sys.executable, "-c", program], timeout=40, env={variable: "4"})
+    assert done.returncode != 0 and "ran" not in done.stdout
+    assert f"error: {variable}=4, but MPI's world has 1 rank. Likely cause: " in done.stderr
+    assert ("srun" if variable.startswith("SLURM") else "mpiexec on PATH belongs to another MPI") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_launcher_mismatch_is_said_by_the_first_task_alone():
+    program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
+    env = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+    done = mpirun.command([sys.executable, "-c", program], timeout=40, env=env)
+    assert done.returncode != 0 and "SLURM_NTASKS" not in done.stderr and "ran" not in done.stdout
+
+
+def test_mpiexec_inside_a_slurm_allocation(job):
+    """Slurm counts its own tasks; mpiexec's count, which comes first, is the one that matters."""
+    done, _ = job("return 0", env={"SLURM_NTASKS": "16"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
+def test_check_world_size(variable):
+    check_world_size(1, {})
+    check_world_size(4, {variable: "4"})
+    with pytest.raises(LaunchError, match=rf"^{variable}=4, but MPI's world has 1 rank\. Likely cause: "):
+        check_world_size(1, {variable: "4"})
+    with pytest.raises(LaunchError, match=rf"^{variable}=1, but MPI's world has 4 ranks\. "):
+        check_world_size(4, {variable: "1"})
+
+
+def test_check_world_size_believes_the_innermost_launcher():
+    check_world_size(2, {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "2"})
+    check_world_size(2, {"SLURM_NTASKS": "16", "PMI_SIZE": "2"})
+    with pytest.raises(LaunchError, match="PMI_SIZE"):
+        check_world_size(2, {"SLURM_NTASKS": "2", "PMI_SIZE": "16"})
+
+
+# Programs that are not ours
+
+
+IMPORT = """
+import sys, os, signal, threading
+import mpi4py
+before = {name: getattr(mpi4py.rc, name) for name in dir(mpi4py.rc)}
+hook, environ, threads = sys.excepthook, dict(os.environ), threading.active_count()
+import torch
+signals = [signal.getsignal(number) for number in range(1, 32)]
+grad, dtype, n = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+import commengine, tplayers
+assert 'mpi4py.MPI' not in sys.modules, 'MPI was imported'
+after = {name: getattr(mpi4py.rc, name) for name in dir(mpi4py.rc)}
+assert {k: v for k, v in after.items() if not callable(v)} == {k: v for k, v in before.items() if not callable(v)}
+assert before.keys() == after.keys()
+assert sys.excepthook is hook and threading.excepthook is threading.__excepthook__
+assert dict(os.environ) == environ and threading.active_count() == threads
+assert [signal.getsignal(number) for number in range(1, 32)] == signals
+assert (grad, dtype, n) == (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads())
+assert 'cupy' not in sys.modules
+"""
+
+
+def test_import_changes_nothing_and_says_nothing():
+    done = mpirun.command([sys.executable, "-W", "error", "-c", IMPORT], timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_program_that_turned_off_mpi4pys_start(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import mpi4py\nmpi4py.rc.initialize = False\n"
+        "import torch\nfrom commengine import CollectiveError, launch\n"
+        "def main(world):\n"
+        "    tensor = torch.ones(2)\n"
+        "    world.all_reduce(tensor, stream=world.new_stream()).wait()\n"
+        "    assert tensor.tolist() == [world.size] * 2\n"
+        "    try:\n"
+        "        world.sendrecv(torch.ones(4), world.rank, torch.ones(2), world.rank)\n"
+        "    except CollectiveError:\n"
+        "        print('told\\n', end='', flush=True)\n"
+        "launch.run(main)\n"
+    )
+    done = mpirun.run(2, str(path))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.split() == ["told", "told"]
+
+
+def test_communicator_before_mpi_is_started_is_refused():
+    program = (
+        "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI\nfrom commengine import Communicator\n"
+        "try:\n    Communicator(MPI.COMM_WORLD)\nexcept RuntimeError as error:\n    print(error)\n"
+    )
+    done = mpirun.command([sys.executable, "-c", program], timeout=40)
+    assert done.stdout.startswith("MPI is not running"), done
+
+
+SOLVER = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+import torch
+from commengine import Communicator, ProcessGrid
+
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+world = MPI.COMM_WORLD
+theirs = world.Split(world.rank % 2, world.rank)
+handlers = world.Get_errhandler(), theirs.Get_errhandler()
+for mpi_comm in (world, theirs):
+    for ending in range(2):
+        with Communicator(mpi_comm) as comm, ProcessGrid(comm, tensor=comm.size) as grid:
+            tensor = torch.ones(3)
+            grid.tensor.all_reduce(tensor, stream=grid.tensor.new_stream()).wait()
+            assert tensor.tolist() == [mpi_comm.size] * 3
+            comm.close()
+        assert MPI.Is_initialized() and not MPI.Is_finalized()
+        assert mpi_comm.allreduce(1) == mpi_comm.size and world.allreduce(1) == world.size
+assert (world.Get_errhandler(), theirs.Get_errhandler()) == handlers
+late = Communicator(theirs)
+stream = late.new_stream()
+theirs.Free()
+tensor = torch.ones(1)
+late.all_reduce(tensor, stream=stream).wait()  # it has a duplicate
+MPI.Finalize()
+late.close()  # too late to free anything, and no harm done
+assert MPI.Is_finalized()
+try:
+    Communicator(MPI.COMM_WORLD)
+except RuntimeError as error:
+    print(f"{error}\\n", end="", flush=True)
+"""
+
+
+def test_program_that_owns_mpi_and_lends_a_communicator(tmp_path):
+    (tmp_path / "solver.py").write_text(SOLVER)
+    done = mpirun.run(2, str(tmp_path / "solver.py"))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.count("MPI is not running") == 2
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "busy stream"])
+def test_program_that_ends_without_close(tmp_path, busy):
+    """No hang and no crash, although a worker is waiting or in the middle of something."""
+    (tmp_path / "careless.py").write_text(
+        "from mpi4py import MPI\nimport torch\nfrom commengine import Communicator\n"
+        "comm = Communicator(MPI.COMM_WORLD)\nstream = comm.new_stream()\n"
+        f"for _ in range({20 * busy}):\n    comm.all_reduce(torch.ones(100_000), stream=stream)\n"
+    )
+    began = time.monotonic()
+    done = mpirun.run(2, str(tmp_path / "careless.py"), timeout=40)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert time.monotonic() - began < GONE_S
+
+
+def test_ctrl_c_at_the_terminal_ends_the_job(tmp_path):
+    """The launcher gets the signal, as it does from a terminal, and passes it on."""
+    (tmp_path / "program.py").write_text(
+        "import time\nfrom commengine import launch\n"
+        "def main(world):\n    print('here', flush=True)\n    time.sleep(60)\n"
+        "launch.run(main)\n"
+    )
+    argv = [mpirun.mpiexec(), "-n", "2", sys.executable, str(tmp_path / "program.py")]
+    process = mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline().startswith("here")
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=GONE_S)
+        assert process.returncode != 0 and time.monotonic() - began < GONE_S
+    finally:
+        mpirun.stop(process)
