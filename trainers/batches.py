@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from commengine import Communicator
 from torch import Tensor
+
+from commengine import Communicator
 
 from .data.samples import EpochPermutation
 
@@ -37,6 +38,11 @@ class Microbatch:
     def counted(self) -> int:
         """Labels that the loss counts."""
         return int((self.labels != IGNORED).sum())
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
+        real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
+        return bool(((real >= 0) & (real < vocab_size)).all())
 
 
 class GlobalBatches:

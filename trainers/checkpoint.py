@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commengine import ProcessGrid, UsageError
+from safetensors import SafetensorError
 from torch import Tensor, nn
+
+from commengine import ProcessGrid, UsageError
 from tplayers import Placement, placement_of
 
 from . import parallel_safetensors
-from .arguments import on_rank_zero
+from .arguments import on_every_rank, on_rank_zero
 from .optimizer import moments, prepare_moments
 
 FORMAT = 1
@@ -36,7 +38,12 @@ MODEL_SETTINGS = (
 
 
 def save(
-    folder: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], grid: ProcessGrid
+    folder: Path,
+    iteration: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    grid: ProcessGrid,
 ) -> None:
     """Write the state after ``iteration`` steps. Collective over the grid's world."""
     name = f"iter_{iteration:07d}"
@@ -54,11 +61,13 @@ def save(
         described = {key: _describe(placement_of(p)) for key, p in model.named_parameters()}
         written = {"format": FORMAT, "iteration": iteration, "settings": dict(settings), "parameters": described}
         _write_synced(beside / "state.json", json.dumps(written, indent=1))
-        final = folder / name
-        if final.exists():  # of an earlier run into the same folder
-            shutil.rmtree(final)
+        final, old = folder / name, folder / f"{name}.old"
         _sync_folder(beside)
+        if final.exists():  # of an earlier run into the same folder: whole until the new one is there
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
         beside.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         _write_synced(folder / "latest.tmp", name + "\n")
         (folder / "latest.tmp").rename(folder / "latest")
         _sync_folder(folder)
@@ -72,6 +81,9 @@ def latest(folder: Path) -> Path | None:
     if not pointer.exists():
         return None
     found = folder / pointer.read_text().strip()
+    aside = found.with_name(f"{found.name}.old")  # while another of the same name takes its place
+    if not found.exists() and (aside / "state.json").is_file():
+        return aside
     if not (found / "state.json").is_file():
         raise UsageError(f"--load {folder}: {pointer} names {found.name}, which is not a complete checkpoint")
     return found
@@ -79,26 +91,49 @@ def latest(folder: Path) -> Path | None:
 
 def read_state(found: Path, settings: Mapping[str, Any]) -> int:
     """The iteration of the checkpoint. Raises UsageError where it is of another model or format."""
-    state = json.loads((found / "state.json").read_text())
+    try:
+        state = json.loads((found / "state.json").read_text())
+        iteration, saved = int(state["iteration"]), state["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
     if state.get("format") != FORMAT:
         raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {FORMAT}")
     for name in MODEL_SETTINGS:
-        theirs = state["settings"].get(name)
+        theirs = saved.get(name)
         if theirs != settings[name]:
-            raise UsageError(f"--{name.replace('_', '-')} {settings[name]}: the checkpoint {found} was saved with {theirs}")
-    return int(state["iteration"])
+            flag = f"--{name.replace('_', '-')} {settings[name]}"
+            raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
+    positions, theirs = (s.get("max_position_embeddings") or s.get("seq_length") for s in (settings, saved))
+    if positions != theirs:
+        flag = f"--max-position-embeddings {positions} (default --seq-length)"
+        raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
+    return iteration
 
 
-def load(found: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer with the state saved after ``iteration`` steps. Every rank reads its own parts."""
+def load(found: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, grid: ProcessGrid) -> None:
+    """Fill model and optimizer with the state saved after ``iteration`` steps. Every rank reads its own parts.
+
+    Collective over the grid's world. Raises UsageError, on all ranks, where a file is damaged or of another model.
+    """
+    on_every_rank(grid.world, lambda: _read(found, iteration, model, optimizer))
+
+
+def _read(found: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     placements = {name: placement_of(p) for name, p in model.named_parameters()}
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    parallel_safetensors.read(found / "model.safetensors", placements, weights)
+    _read_file(found / "model.safetensors", placements, weights)
     prepare_moments(optimizer, model, iteration)
     state = moments(optimizer, model)
     targets = {name: tensor for name, (tensor, _) in state.items()}
     of_moments = {name: placement_of(p) for name, (_, p) in state.items()}
-    parallel_safetensors.read(found / "optimizer.safetensors", of_moments, targets)
+    _read_file(found / "optimizer.safetensors", of_moments, targets)
+
+
+def _read_file(path: Path, placements: Mapping[str, Placement], into: Mapping[str, Tensor]) -> None:
+    try:
+        parallel_safetensors.read(path, placements, into)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UsageError(f"--load: {path} cannot be read: {error}") from error
 
 
 def _describe(placement: Placement) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class TrainConfig:
 def parse(argv: Sequence[str] | None, prog: str) -> TrainConfig:
     """The settings that flags and ``--config FILE`` give; flags win. Raises UsageError, and SystemExit on --help."""
     parser = Parser(prog=prog)
-    parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
+    parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these; flags win")
     hints = typing.get_type_hints(TrainConfig)
     for item in fields(TrainConfig):
         _add(parser, item, hints[item.name])
@@ -120,7 +120,7 @@ def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
 
 
 def validate(config: TrainConfig, world_size: int) -> None:
-    """Raise UsageError, naming the option and what would be valid, unless ``config`` can run on ``world_size`` ranks."""
+    """Raise UsageError, naming the option and what is valid, unless ``config`` can run on ``world_size`` ranks."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -137,16 +137,19 @@ def validate(config: TrainConfig, world_size: int) -> None:
     ):  # fmt: skip
         value = getattr(config, name)
         require(value is None or value >= 1, f"{flag(name)}: must be at least 1")
-    for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens"):
+    for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens",
+                 "init_method_std", "adam_eps"):  # fmt: skip
         require(getattr(config, name) >= 0, f"{flag(name)}: must not be negative")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")
     require(config.min_lr <= config.lr, f"{flag('min_lr')}: must not exceed --lr {config.lr}")
-    require(config.seq_length <= config.positions, f"{flag('seq_length')}: must not exceed {flag('max_position_embeddings')}")
+    longest = flag("max_position_embeddings")
+    require(config.seq_length <= config.positions, f"{flag('seq_length')}: must not exceed {longest}")
 
     tensor = config.tensor_model_parallel_size
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    require(world_size % tensor == 0, f"{flag('tensor_model_parallel_size')}: does not divide the {world_size} ranks; {sizes} do")
+    split = flag("tensor_model_parallel_size")
+    require(world_size % tensor == 0, f"{split}: does not divide the {world_size} ranks; {sizes} do")
     step = config.micro_batch_size * (world_size // tensor)
     batch = config.global_batch_size or step
     require(
@@ -154,13 +157,15 @@ def validate(config: TrainConfig, world_size: int) -> None:
         f"{flag('global_batch_size')}: must be a multiple of --micro-batch-size {config.micro_batch_size} times the "
         f"data-parallel size {world_size // tensor}, such as {max(step, batch // step * step)}",
     )
-    require(config.exit_interval is None or config.save is not None, "--exit-interval: needs --save DIR, or the run is lost")
-    require(config.save_interval is None or config.save is not None, "--save-interval: needs --save DIR")
+    saved = config.save is not None
+    require(config.exit_interval is None or saved, "--exit-interval: needs --save DIR, or the run is lost")
+    require(config.save_interval is None or saved, "--save-interval: needs --save DIR")
     if config.mock_data:
         require(config.data_path is None, "--mock-data: cannot go with --data-path; leave one of them out")
         require(config.vocab_size is not None, "--mock-data: needs --vocab-size V")
     else:
-        require(config.data_path is not None, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
+        named = config.data_path is not None
+        require(named, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
         for suffix in (".bin", ".idx"):
             path = f"{config.data_path}{suffix}"
             require(Path(path).is_file(), f"--data-path {config.data_path}: {path} does not exist")

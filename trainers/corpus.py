@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
 from commengine import UsageError
 
 from .batches import Samples
@@ -50,7 +51,10 @@ def with_vocabulary(config: TrainConfig) -> TrainConfig:
         if config.vocab_size is None:
             raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
         return config
-    size = Tokenizer.from_file(path).vocab_size
+    try:
+        size = Tokenizer.from_file(path).vocab_size
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokenizer-model: {error}") from error
     if config.vocab_size is not None and config.vocab_size < size:
         raise UsageError(f"--vocab-size {config.vocab_size}: the tokenizer {path} has {size} tokens")
     return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)

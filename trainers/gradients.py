@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from commengine import Communicator, Stream, Work
 from torch import Tensor, nn
+
+from commengine import Communicator, Stream, Work
 from tplayers import placement_of
 
 
@@ -16,7 +17,7 @@ from tplayers import placement_of
 class _Bucket:
     """Parameters whose gradients are views of one flat tensor."""
 
-    flat: Tensor
+    flat: Tensor | None
     names: dict[nn.Parameter, str]
     waiting: set[nn.Parameter] = field(default_factory=set)
     work: Work | None = None
@@ -29,6 +30,9 @@ class GradientBuckets:
     overlap: reduce a bucket on a stream of its own as soon as its last gradient is there, while backward goes on.
     bucket_size: elements, at most, unless one parameter is larger.
 
+    In a data group of one rank there is nothing to send, and the gradients stay where autograd puts them: filling
+    and adding into a buffer would cost two passes over memory.
+
     A step is: `zero`; for each microbatch a backward, the last one inside `last_microbatch`; `finish`. The loss is
     already divided by the global number of tokens, so the sum over the group is the gradient. Buckets follow the
     parameters backwards, and are launched by index, so in one order on every rank; nothing is sent before the last
@@ -37,19 +41,24 @@ class GradientBuckets:
 
     def __init__(self, module: nn.Module, data: Communicator, *, overlap: bool, bucket_size: int) -> None:
         self.data = data
-        self.buckets = [_bucket(part) for part in _parts(reversed(list(module.named_parameters())), bucket_size)]
+        parts = _parts(reversed(list(module.named_parameters())), bucket_size)
+        self.buckets = [_bucket(part, flat=data.size > 1) for part in parts]
         self._stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False
         self._launched = 0
         bucket_of = {p: bucket for bucket in self.buckets for p in bucket.names}
         self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[misc]
+            p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
             for p, bucket in bucket_of.items()
         ]
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
         for bucket in self.buckets:
+            if bucket.flat is None:
+                for p in bucket.names:
+                    p.grad = None
+                continue
             bucket.flat.zero_()
             bucket.work = None
             offset = 0
@@ -76,13 +85,11 @@ class GradientBuckets:
         missing = [bucket.names[p] for bucket in self.buckets for p in bucket.waiting]
         if missing:
             raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
-        if self.data.size == 1:
-            return
         for bucket in self.buckets:
-            if bucket.work is None:
-                self.data.all_reduce(bucket.flat)
-            else:
+            if bucket.work is not None:
                 bucket.work.wait()
+            elif bucket.flat is not None:
+                self.data.all_reduce(bucket.flat)
 
     def remove(self) -> None:
         """Take the hooks off the module."""
@@ -119,11 +126,10 @@ def gradient_norm(module: nn.Module, tensor: Communicator) -> float:
     return float(squares.sum().sqrt())
 
 
-def clip(buckets: GradientBuckets, norm: float, largest: float) -> None:
-    """Scale all gradients by ``largest / norm`` where ``norm`` is larger; 0 turns it off."""
+def clip(module: nn.Module, norm: float, largest: float) -> None:
+    """Scale all gradients of ``module`` by ``largest / norm`` where ``norm`` is larger; 0 turns it off."""
     if largest > 0 and norm > largest:
-        for bucket in buckets.buckets:
-            bucket.flat.mul_(largest / (norm + 1e-6))
+        torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], largest / (norm + 1e-6))
 
 
 def _parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -141,7 +147,11 @@ def _parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterato
         yield part
 
 
-def _bucket(part: list[tuple[str, nn.Parameter]]) -> _Bucket:
-    total = sum(parameter.numel() for _, parameter in part)
-    flat = torch.zeros(total, dtype=part[0][1].dtype, device=part[0][1].device)
-    return _Bucket(flat, {parameter: name for name, parameter in part})
+def _bucket(part: list[tuple[str, nn.Parameter]], *, flat: bool) -> _Bucket:
+    names = {parameter: name for name, parameter in part}
+    if not flat:
+        return _Bucket(None, names)
+    total = sum(parameter.numel() for parameter in names)
+    first = part[0][1]
+    buffer = torch.zeros(total, dtype=first.dtype, device=first.device)
+    return _Bucket(buffer, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from commengine import Communicator, ProcessGrid, UsageError, trace
 from tplayers import GPT, Randomness, initialize, placement_of
 
 from . import checkpoint
-from .arguments import on_rank_zero
+from .arguments import on_every_rank, on_rank_zero
 from .batches import GlobalBatches, Microbatch
 from .config import TrainConfig
 from .corpus import Corpus, open_corpus
@@ -52,7 +54,10 @@ class GPTTrainer:
         self.model = GPT(config.model(), self.grid.tensor)
         initialize(self.model, config.seed)
         self.optimizer = build_optimizer(
-            self.model, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+            self.model,
+            weight_decay=config.weight_decay,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
         )
         self.gradients = GradientBuckets(
             self.model, self.grid.data, overlap=bool(config.overlap_grad_reduce), bucket_size=config.ddp_bucket_size
@@ -70,23 +75,31 @@ class GPTTrainer:
         config, data = self.config, self.grid.data
         microbatches = list(self.batches(self.iteration))
         # Divided by what the whole global batch counts: not a mean of means, and a rank may have none.
-        tokens = torch.tensor([sum(batch.counted for batch in microbatches)])
-        data.all_reduce(tokens)
+        outside = not all(batch.fits(self.model.config.vocab_size) for batch in microbatches)
+        counts = torch.tensor([sum(batch.counted for batch in microbatches), outside])
+        data.all_reduce(counts)
+        if counts[1]:
+            raise UsageError(
+                f"step {self.iteration + 1}: a token lies outside the vocabulary of {config.vocab_size}: was "
+                f"--data-path {config.data_path} made with another tokenizer, or is --vocab-size too small?"
+            )
+        tokens = int(counts[0])
         self.gradients.zero()
         loss = torch.zeros(1, dtype=torch.float64)
         for batch in microbatches[:-1]:
-            loss += self._backward(batch, int(tokens))
+            loss += self._backward(batch, tokens)
         with self.gradients.last_microbatch():
-            loss += self._backward(microbatches[-1], int(tokens))
+            loss += self._backward(microbatches[-1], tokens)
         self.gradients.finish()
         data.all_reduce(loss)
         norm = gradient_norm(self.model, self.grid.tensor)
         if not math.isfinite(norm):
             raise RuntimeError(
-                f"step {self.iteration + 1}: the loss is {loss.item()}, the gradient's norm {norm}: the run has diverged; "
-                "the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad may help)"
+                f"step {self.iteration + 1}: the loss is {loss.item()}, the gradient's norm {norm}: the run has "
+                "diverged; the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad "
+                "may help)"
             )
-        clip(self.gradients, norm, config.clip_grad)
+        clip(self.model, norm, config.clip_grad)
         rate = self._rate(self.iteration)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -97,7 +110,7 @@ class GPTTrainer:
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers)
         loss = self.model(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     def _rate(self, iteration: int) -> float:
         config = self.config
@@ -131,7 +144,7 @@ class GPTTrainer:
         found, iteration = on_rank_zero(self.grid.world, find)
         if found is None:
             return False
-        checkpoint.load(Path(found), iteration, self.model, self.optimizer)
+        checkpoint.load(Path(found), iteration, self.model, self.optimizer, self.grid)
         self.iteration = iteration
         return True
 
@@ -147,22 +160,25 @@ class GPTTrainer:
 
 def train(config: TrainConfig, world: Communicator) -> Report:
     """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective."""
-    trainer = GPTTrainer(config, world, _open(config, world))
+    trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     resumed = trainer.resume()
     first = world.rank == 0
     folder = Path(config.save) if config.save else None
     if folder is not None:
-        on_rank_zero(world, lambda: folder.mkdir(parents=True, exist_ok=True))
+        on_rank_zero(world, lambda: _writable_folder("--save", folder))
+    if config.tensorboard_dir:
+        on_rank_zero(world, lambda: _writable_folder("--tensorboard-dir", Path(config.tensorboard_dir or "")))
     board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
     metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
     if config.load is not None:
-        where = f"iteration {trainer.iteration} of {config.load}" if resumed else f"a new run: no checkpoint in {config.load}"
-        metrics.say(f"starting from {where}")
+        where = f"iteration {trainer.iteration} of" if resumed else "a new run: no checkpoint in"
+        metrics.say(f"starting from {where} {config.load}")
     try:
-        return _train(trainer, metrics, folder)
+        report = _train(trainer, metrics, folder)
     finally:
         metrics.close()
-        trainer.close()
+    trainer.close()  # not after an exception: it is collective, and the other ranks may be elsewhere
+    return report
 
 
 def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report:
@@ -225,9 +241,9 @@ def _report(
     prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
     sample = generate(trainer.model, prompt, config.sample_tokens, seed=config.seed)
     unigram = None
-    if evaluated is not None and trainer.grid.world.rank == 0:
-        assert config.vocab_size is not None
-        unigram = corpus.unigram_entropy(config.vocab_size, evaluated[1] // config.seq_length)
+    if evaluated is not None:
+        vocab_size, samples = trainer.model.config.vocab_size, evaluated[1] // config.seq_length
+        unigram = on_rank_zero(trainer.grid.world, lambda: corpus.unigram_entropy(vocab_size, samples))
     report = Report(
         iteration=trainer.iteration,
         parameters=trainer.parameters(),
@@ -252,15 +268,10 @@ def _report(
     return report
 
 
-def _open(config: TrainConfig, world: Communicator) -> Corpus:
-    """The corpus on every rank; what is wrong with it is one error."""
-    problem = ""
+def _writable_folder(option: str, folder: Path) -> None:
     try:
-        corpus = open_corpus(config)
-    except (UsageError, ValueError, OSError) as error:
-        problem = str(error)
-    failed = torch.tensor([bool(problem)])
-    world.all_reduce(failed, "max")
-    if failed.item():
-        raise UsageError(problem or "another rank could not open the data")
-    return corpus
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {folder}: {error.strerror}; give a folder that can be made") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {folder}: cannot be written to")

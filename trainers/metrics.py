@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,7 @@ class Metrics:
         )  # fmt: skip
         if self._path is not None:
             if start and self._path.exists():
-                rows = [json.loads(line) for line in self._path.read_text().splitlines()]
-                self.rows = [row for row in rows if row["iteration"] <= start]
+                self.rows = [row for row in _rows(self._path) if row["iteration"] <= start]
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def log(self, row: dict[str, Any]) -> None:
@@ -63,6 +64,13 @@ class Metrics:
         self._bar.close()
         if self._board is not None:
             self._board.close()
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole rows of a file whose last one a crash may have cut."""
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def _summary_writer(folder: Path, start: int) -> Any:

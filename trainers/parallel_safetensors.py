@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commengine import Communicator, CollectiveError
 from safetensors import safe_open
 from torch import Tensor
+
+from commengine import CollectiveError, Communicator
 from tplayers import Placement
 
 _CODES = {
@@ -56,7 +57,8 @@ def read(path: Path, placements: Mapping[str, Placement], into: Mapping[str, Ten
         for name, target in into.items():
             whole = file.get_tensor(name)
             if tuple(whole.shape) != placements[name].shape:
-                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {list(placements[name].shape)}")
+                shape = list(placements[name].shape)
+                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {shape}")
             with torch.no_grad():
                 target.copy_(placements[name].part(whole))
 

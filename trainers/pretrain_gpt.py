@@ -1,4 +1,4 @@
-"""Train a GPT: ``mpiexec -n 2 python -m trainers.pretrain_gpt --tensor-model-parallel-size 2 --data-path PREFIX ...``."""
+"""Train a GPT: ``mpiexec -n 2 python -m trainers.pretrain_gpt --tensor-model-parallel-size 2 --data-path PREFIX``."""
 
 from __future__ import annotations
 

@@ -36,8 +36,9 @@ class Report:
             lines.append(f"training loss             {self.train_loss:8.4f} nats/token (the last step)")
         if self.validation_loss is not None and self.unigram_entropy is not None:
             gain = self.unigram_entropy - self.validation_loss
+            tokens = f"{self.validation_tokens:,} tokens"
             lines += [
-                f"held-out loss             {self.validation_loss:8.4f} nats/token over {self.validation_tokens:,} tokens",
+                f"held-out loss             {self.validation_loss:8.4f} nats/token over {tokens}",
                 f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: the model is {gain:.4f} below",
             ]
         lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")

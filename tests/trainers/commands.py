@@ -1,0 +1,62 @@
+"""Run command lines of pretrain_gpt one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
+
+A start of an MPI job costs seconds, most of them for importing torch; a run of a tiny model does not. Each command
+is given a communicator over the first ranks of the job, and ends as `launch.run` would end it; a crash ends the
+whole job, as it should. RUNS: a list of [ranks, arguments]. OUTCOMES: for each, what each of its ranks ended with:
+exit code, standard output and standard error.
+"""
+
+import io
+import json
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from mpi4py import MPI
+
+from commengine import Communicator, UsageError, launch
+from trainers.pretrain_gpt import main
+
+
+class Tee(io.StringIO):
+    """Keeps what is written, and shows it at once: of a job that is aborted, nothing else is seen."""
+
+    def write(self, text: str) -> int:
+        sys.__stderr__.write(text)
+        return super().write(text)
+
+
+def run(comm: MPI.Intracomm, arguments: list[str]) -> dict[str, object]:
+    sys.argv = ["pretrain_gpt", *arguments]
+    out, err = io.StringIO(), Tee()
+    with redirect_stdout(out), redirect_stderr(err), launch.abort_on_error():
+        try:
+            with Communicator(comm) as world:
+                code: object = main(world) or 0
+        except UsageError as error:
+            code = 2
+            if comm.rank == 0:
+                print(f"error: {error}", file=sys.stderr)
+        except SystemExit as stop:
+            code = stop.code or 0
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+if __name__ == "__main__":
+    runs, outcomes = map(Path, sys.argv[1:])
+    world, mine = MPI.COMM_WORLD, []
+    for ranks, arguments in json.loads(runs.read_text()):
+        part = world.Split(0 if world.rank < ranks else 1)
+        if world.rank < ranks:
+            mine.append(run(part, arguments))
+        else:
+            mine.append(None)
+        done = world.Ibarrier()
+        while not done.Test():  # not Barrier: it would keep a core busy
+            time.sleep(0.002)
+        part.Free()
+    every = world.gather(mine)
+    if every is not None:
+        ended = [[one for one in ranks if one is not None] for ranks in zip(*every, strict=True)]
+        outcomes.write_text(json.dumps(ended))

@@ -1,0 +1,91 @@
+"""What the tests of whole runs share: many commands in one MPI job, and a grid for those inside one."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpirun
+
+HERE = Path(__file__).resolve().parent
+
+#: a model that takes milliseconds a step, on any number of ranks up to 4
+TINY = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+    "--make-vocab-size-divisible-by", "128", "--micro-batch-size", "4", "--global-batch-size", "8",
+    "--log-interval", "1", "--sample-tokens", "0", "--eval-iters", "0",
+]  # fmt: skip
+MOCK = ["--mock-data", "--vocab-size", "100"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one command ended: on each rank, the exit code, standard output and standard error."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+
+
+@pytest.fixture(scope="session")
+def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
+    """Run pretrain_gpt as each of several (ranks, arguments), in one job."""
+    numbers = itertools.count()
+
+    def pretrain(*runs: tuple[int, Sequence[str | Path]], timeout: float = 110) -> list[Outcome]:
+        folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
+        (folder / "runs.json").write_text(json.dumps([[n, [str(word) for word in words]] for n, words in runs]))
+        words = [str(HERE / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
+        done = mpirun.run(max(n for n, _ in runs), *words, timeout=timeout)
+        assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"
+        found: list[list[dict[str, Any]]] = json.loads((folder / "outcomes.json").read_text())
+        return [Outcome(*([rank[key] for rank in ranks] for key in ("code", "out", "err"))) for ranks in found]
+
+    return pretrain
+
+
+@pytest.fixture(scope="session")
+def tiny() -> list[str]:
+    """Arguments of a run of a tiny model."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def mock() -> list[str]:
+    """The same, on mock data."""
+    return TINY + MOCK
+
+
+@pytest.fixture(scope="session")
+def rows() -> Callable[..., list[dict[str, Any]]]:
+    """``rows(folder, key)``: the rows of its metrics.jsonl that have ``key``."""
+
+    def rows(folder: Path, key: str = "lm_loss") -> list[dict[str, Any]]:
+        every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in every if key in row]
+
+    return rows
+
+
+@pytest.fixture
+def world(mpi_world: Any) -> Iterator[Any]:
+    """All ranks of the job, as a Communicator."""
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        yield world
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A group of this rank only: what an independent truth is computed in."""
+    from mpi4py import MPI
+
+    from commengine import Communicator
+
+    with Communicator(MPI.COMM_SELF, name="alone") as alone:
+        yield alone

@@ -1,0 +1,374 @@
+"""The command: what it refuses and how, what it reports, that it learns, and that a dead rank ends it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpirun
+from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+
+COMMAND = ["-m", "trainers.pretrain_gpt"]
+
+
+def text() -> str:
+    """Documents whose words follow from the words before: far more to learn than how often each occurs."""
+    animals, verbs, places = (
+        ["cat", "dog", "owl", "fox"],
+        ["sleeps", "runs", "hides", "sings"],
+        ["barn", "wood", "hill"],
+    )
+    lines = []
+    for n in range(600):
+        animal, verb, place = animals[n % 4], verbs[(n // 4) % 4], places[(n // 2) % 3]
+        lines.append(f"The {animal} {verb} near the old {place}, and then the {animal} {verb} again in the {place}.")
+    return "\n\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The prefix of a data set of that text, as preprocess_data makes it, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(text())
+    words = ["--input", str(folder / "text.txt"), "--split-on-blank-lines", "--train-bpe", "290"]
+    argv = [sys.executable, "-m", "trainers.preprocess_data", *words, "--output-prefix", str(folder / "tokens")]
+    done = subprocess.run(argv, env=mpirun.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "tokens"
+
+
+def dataset(prefix: Path, documents: list[list[int]]) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for tokens in documents:
+            writer.add_document(np.array(tokens))
+    return str(prefix)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------
+
+# Arguments (placeholders: {dir}, a folder; {data}, the data set), and what the one line must say, as patterns.
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "TP does not divide the world": (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", r"\[1"]),
+    "TP 0": (["--tensor-model-parallel-size", "0"], ["--tensor-model-parallel-size 0", "at least 1"]),
+    "heads do not divide hidden": (["--num-attention-heads", "5"], ["num.attention.heads.5", "hidden.size.32"]),
+    "global batch": (["--micro-batch-size", "3"], ["--global-batch-size 8", "--micro-batch-size 3", "such as 6"]),
+    "no layers": (["--num-layers", "0"], ["--num-layers 0", "at least 1"]),
+    "negative seed": (["--seed=-1"], ["--seed -1", "negative"]),
+    "dropout of 1": (["--hidden-dropout", "1"], ["--hidden-dropout 1.0", "below 1"]),
+    "min-lr above lr": (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr 0.2", "--lr 0.1"]),
+    "lr not a number": (["--lr", "nan"], ["--lr nan"]),
+    "negative init": (["--init-method-std=-1"], ["--init-method-std -1.0", "negative"]),
+    "negative eps": (["--adam-eps=-1"], ["--adam-eps -1.0", "negative"]),
+    "sequence above positions": (
+        ["--max-position-embeddings", "8"],
+        ["--seq-length 16", "--max-position-embeddings 8"],
+    ),
+    "unknown flag": (["--frobnicate", "3"], ["--frobnicate"]),
+    "abbreviated flag": (["--num-lay", "3"], ["--num-lay"]),
+    "wrong type": (["--num-layers", "two"], ["--num-layers", "two"]),
+    "not a choice": (["--lr-decay-style", "square"], ["--lr-decay-style", "square", "cosine"]),
+    "missing value": (["--num-layers"], ["--num-layers"]),
+    "no configuration file": (["--config", "{dir}/none.yaml"], ["none.yaml"]),
+    "configuration is a folder": (["--config", "{dir}"], ["{dir}"]),
+    "configuration of unknown keys": (["--config", "{dir}/unknown.yaml"], ["frobnicate"]),
+    "configuration of a wrong type": (["--config", "{dir}/type.yaml"], ["--clip-grad", "two"]),
+    "configuration is a list": (["--config", "{dir}/list.yaml"], ["list.yaml"]),
+    "configuration is not YAML": (["--config", "{dir}/broken.yaml"], ["broken.yaml"]),
+    "mock data and a data set": (["--data-path", "{data}"], ["--mock-data", "--data-path"]),
+    "mock data without vocabulary": (["{plain}", "--mock-data"], ["--vocab-size"]),
+    "no data at all": (["{plain}"], ["--data-path", "--mock-data"]),
+    "data set is not there": (["{plain}", "--data-path", "{dir}/none"], ["--data-path", "none.bin"]),
+    "data set without vocabulary": (["{plain}", "--data-path", "{dir}/bare"], ["--vocab-size"]),
+    "data set is damaged": (["{plain}", "--vocab-size", "9", "--data-path", "{dir}/cut"], ["cut.idx", "truncated"]),
+    "data set is empty": (["{plain}", "--vocab-size", "9", "--data-path", "{dir}/empty"], ["empty"]),
+    "vocabulary below the tokenizer's": (
+        ["{plain}", "--data-path", "{data}", "--vocab-size", "200"],
+        ["--vocab-size 200"],
+    ),
+    "no tokenizer there": (
+        ["{plain}", "--data-path", "{data}", "--tokenizer-model", "{dir}/no"],
+        ["--tokenizer-model", "no"],
+    ),
+    "not a tokenizer": (
+        ["{plain}", "--data-path", "{data}", "--tokenizer-model", "{dir}/list.yaml"],
+        ["--tokenizer-model", "list.yaml"],
+    ),
+    "split of no weights": (["{plain}", "--data-path", "{data}", "--split", "a,b"], ["split 'a,b'", "weights"]),
+    "split without validation": (
+        ["{plain}", "--data-path", "{data}", "--split", "1,0,0", "--eval-iters", "1"],
+        ["--split 1,0,0", "--eval-iters 0"],
+    ),
+    "sequence longer than the data": (
+        ["{plain}", "--data-path", "{dir}/bare", "--vocab-size", "9", "--seq-length", "100"],
+        ["seq.length 100", "20 tokens"],
+    ),
+    "token outside the vocabulary": (
+        ["{plain}", "--data-path", "{dir}/outside", "--vocab-size", "50"],
+        ["step 1", "vocabulary of 50", "--vocab-size"],
+    ),
+    "one rank's token outside": (
+        ["{plain}", "--data-path", "{dir}/once", "--vocab-size", "50", "--train-iters", "9"],
+        ["vocabulary of 50"],
+    ),
+    "held-out token outside": (
+        ["{plain}", "--data-path", "{dir}/held", "--vocab-size", "50", "--eval-iters", "9", "--split", "80,20"],
+        ["held-out", "vocabulary of 50"],
+    ),
+    "save below a file": (["--save", "{dir}/file/run"], ["--save {dir}/file/run"]),
+    "save is a file": (["--save", "{dir}/file"], ["--save {dir}/file"]),
+    "tensorboard below a file": (["--tensorboard-dir", "{dir}/file/run"], ["--tensorboard-dir {dir}/file/run"]),
+    "exit without save": (["--exit-interval", "2"], ["--exit-interval", "--save"]),
+    "save interval without save": (["--save-interval", "2"], ["--save-interval", "--save"]),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory, data, tiny, mock, pretrain):
+    """(ranks, case) -> (outcome, what the line must say)."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, content in (
+        ("unknown.yaml", "frobnicate: 3\n"), ("type.yaml", "clip-grad: two\n"), ("list.yaml", "- num-layers\n- 2\n"),
+        ("broken.yaml", "num-layers: [2\n"), ("file", "x"),
+    ):  # fmt: skip
+        (folder / name).write_text(content)
+    dataset(folder / "bare", [[1, 2, 3, 4, 5]] * 4)
+    dataset(folder / "cut", [[1, 2, 3]])
+    (folder / "cut.idx").write_bytes((folder / "cut.idx").read_bytes()[:40])
+    dataset(folder / "empty", [])
+    dataset(folder / "outside", [[1, 2, 60] * 50] * 4)
+    dataset(folder / "once", [[1, 2, 3] * 50] * 4 + [[1, 2, 3] * 20 + [60] + [1, 2, 3] * 20])
+    dataset(folder / "held", [[1, 2, 3] * 50] * 4 + [[1, 2, 60] * 50])
+    places = {"{dir}": str(folder), "{data}": str(data)}
+
+    def filled(word: str) -> str:
+        for place, value in places.items():
+            word = word.replace(place, value)
+        return word
+
+    commands, keys = [], []
+    for n in (1, 2):
+        for name, (words, _) in REFUSED.items():
+            base = tiny if words[0] == "{plain}" else mock
+            arguments = [filled(word) for word in words if word != "{plain}"]
+            commands.append((n, [*base, "--train-iters", "2", *arguments]))
+            keys.append((n, name))
+    outcomes = pretrain(*commands)
+    says = {name: [filled(words) for words in patterns] for name, (_, patterns) in REFUSED.items()}
+    return {key: (outcome, says[key[1]]) for key, outcome in zip(keys, outcomes, strict=True)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("n", [1, 2])
+def test_bad_input_is_one_line_and_exit_code_2_on_all_ranks(refused, n, name):
+    outcome, says = refused[n, name]
+    assert outcome.codes == [2] * n, outcome.err
+    assert all(err == "" for err in outcome.err[1:])
+    assert "Traceback" not in outcome.err[0]
+    (line,) = [line for line in outcome.err[0].splitlines() if line.startswith("error: ")]
+    assert outcome.err[0].count("error:") == 1
+    for pattern in says:
+        assert re.search(pattern, line), line
+    assert all(out == "" for out in outcome.out)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (
+            ["--mock-data", "--vocab-size", "100", "--tensor-model-parallel-size", "3"],
+            "error: --tensor-model-parallel-size 3",
+        ),
+        (["--help"], ""),
+    ],
+)
+def test_under_mpiexec(words, says):
+    """The exit code, one line, one help text: as a shell sees them."""
+    began = time.monotonic()
+    done = mpirun.run(2, *COMMAND, *words)
+    assert time.monotonic() - began < 30
+    if says:
+        assert done.returncode == 2
+        assert done.stdout == ""
+        lines = done.stderr.splitlines()
+        assert [line for line in lines if "error:" in line] == [line for line in lines if line.startswith(says)]
+        assert sum(line.startswith(says) for line in lines) == 1 and "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0
+        assert done.stdout.startswith("usage: pretrain_gpt") and done.stdout.count("usage:") == 1
+        assert "--tensor-model-parallel-size" in done.stdout
+
+
+# Runs that end well ---------------------------------------------------------------------------------------------
+
+YAML = """
+num-layers: 2
+hidden-size: 32
+num-attention-heads: 4
+seq-length: 32
+micro-batch-size: 8
+global-batch-size: 16
+train-iters: 999
+lr: 1.0e-2
+lr-warmup-iters: 5
+hidden-dropout: 0
+attention-dropout: 0
+log-interval: 20
+eval-interval: 50
+eval-iters: 100
+sample-tokens: 12
+make-vocab-size-divisible-by: 128
+split: "80,15,5"
+overlap-grad-reduce: true
+"""
+
+# What importing TensorBoard meets on a machine without it.
+NO_TENSORBOARD = """
+import sys
+sys.modules["tensorboard"] = None
+"""
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory, data):
+    """A run on the text, by file and flags, on two data-parallel ranks; its folder and its output."""
+    folder = tmp_path_factory.mktemp("learned")
+    (folder / "run.yaml").write_text(YAML)
+    words = ["--config", str(folder / "run.yaml"), "--train-iters", "120", "--data-path", str(data)]
+    done = mpirun.run(2, *COMMAND, *words, "--save", str(folder / "run"), timeout=90)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done
+
+
+@pytest.fixture(scope="module")
+def report(learned):
+    return json.loads((learned[0] / "report.json").read_text())
+
+
+def test_flags_win_over_the_file(learned, report):
+    state = json.loads((learned[0] / "iter_0000120" / "state.json").read_text())
+    assert report["iteration"] == state["settings"]["train_iters"] == 120
+    assert state["settings"]["num_layers"] == 2 and state["settings"]["overlap_grad_reduce"] is True
+    assert state["settings"]["min_lr"] == 1e-5  # in neither
+
+
+def test_rows_are_those_asked_for(learned, report, rows):
+    found = rows(learned[0])
+    assert [row["iteration"] for row in found] == [20, 40, 60, 80, 100, 120]
+    assert all(row["tokens_per_second"] > 0 and row["iteration_ms"] > 0 for row in found)
+    assert found[-1]["lm_loss"] == report["train_loss"]
+    evaluations = rows(learned[0], "validation_loss")
+    assert [row["iteration"] for row in evaluations] == [50, 100, 120]
+    assert evaluations[-1]["validation_loss"] == report["validation_loss"]
+    assert evaluations[0]["validation_loss"] > evaluations[-1]["validation_loss"]
+
+
+def test_it_learns_more_than_how_often_tokens_occur(report):
+    assert report["validation_loss"] < report["unigram_entropy"] - 1.5
+    assert report["validation_loss"] > 0.05  # and the text has choices that nobody can foresee
+
+
+def test_unigram_entropy_is_that_of_the_data(data, report):
+    """Counted here from the tokens alone: add-one smoothed training counts, on the held-out labels."""
+    found = IndexedDataset(data)
+    documents = [found.document(i).tolist() for i in range(len(found))]
+    assert len(documents) == 600
+    training = Counter(token for document in documents[:480] for token in document)
+    held_out = [token for document in documents[480:570] for token in document]
+    labels = held_out[1 : (len(held_out) - 1) // 32 * 32 + 1]
+    assert report["validation_tokens"] == len(labels)
+    size = 290
+    total = sum(training.values()) + size
+    entropy = -sum(math.log((training[token] + 1) / total) for token in labels) / len(labels)
+    assert report["unigram_entropy"] == pytest.approx(entropy, rel=1e-12)
+
+
+def test_report_for_people_and_pictures(learned, report):
+    folder, done = learned
+    image = (folder / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n") and image.endswith(b"IEND\xaeB`\x82")
+    assert (folder / "report.txt").read_text() in done.stdout
+    assert done.stdout.count("held-out loss") == 1  # one rank speaks
+    assert "[The " in done.stdout or "[" + report["sample_prompt"] in done.stdout
+    assert len(report["sample"]) > 0 and report["sample"] in done.stdout
+    assert report["tensor_model_parallel_size"] == 1 and report["data_parallel_size"] == 2
+    # embedding 384 x 32, positions, 2 layers, the last norm: counted by hand
+    layer = 4 * 32 * 32 + 4 * 32 + 2 * 4 * 32 * 32 + 5 * 32 + 4 * 32
+    assert report["parameters"] == 384 * 32 + 32 * 32 + 2 * layer + 2 * 32
+
+
+def test_report_counts_the_bytes_of_gradients(report):
+    """Data-parallel, without TP: every step sums every gradient once, and two scalars."""
+    (row,) = [row for row in report["communication"] if row["operation"] == "all_reduce"]
+    assert row["group"] == "data" and row["size"] == 2
+    assert 0 <= row["bytes"] - 120 * 4 * report["parameters"] <= 120 * 64
+
+
+def test_other_ways_to_run(tmp_path, data, tiny, mock, pretrain, rows):
+    """No evaluation; a split without validation documents then; more TP; no --save at all."""
+    plain = [*tiny, "--data-path", data, "--train-iters", "3", "--sample-tokens", "4", "--split", "1,0,0"]
+    evaluated = ["--eval-iters", "3", "--eval-interval", "2", "--sample-tokens", "3"]
+    outcomes = pretrain(
+        (1, [*plain, "--save", tmp_path / "off"]),
+        (2, [*mock, *evaluated, "--train-iters", "3", "--tensor-model-parallel-size", "2", "--save", tmp_path / "on"]),
+        (1, [*mock, "--train-iters", "1"]),
+        (1, [*mock, "--train-iters", "3", "--load", tmp_path / "on"]),  # nothing left to do
+    )
+    assert [outcome.codes for outcome in outcomes] == [[0], [0, 0], [0], [0]], [outcome.err for outcome in outcomes]
+    off, on = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("off", "on"))
+    assert off["validation_loss"] is None and off["unigram_entropy"] is None and off["validation_tokens"] == 0
+    assert rows(tmp_path / "off", "validation_loss") == [] and "held-out" not in outcomes[0].out[0]
+    assert on["validation_tokens"] == 3 * 8 * 16
+    assert [row["iteration"] for row in rows(tmp_path / "on", "validation_loss")] == [2, 3]
+    assert len(on["sample"].split()) == 3 and outcomes[1].out[1] == ""
+    assert all(row["group"] == "tensor" for row in on["communication"])
+    assert "1 steps" in outcomes[2].out[0] and "written to" not in outcomes[2].out[0]
+    assert "starting from iteration 3" in outcomes[3].err[0] and "3 steps" in outcomes[3].out[0]
+
+
+# Ranks that die -------------------------------------------------------------------------------------------------
+
+# In the third step one rank is gone, while the others run into a collective that it never joins.
+DIE = (
+    NO_TENSORBOARD
+    + """
+import os, signal
+from commengine import launch
+from trainers import loop, pretrain_gpt
+plain = loop.GPTTrainer.step
+def step(self):
+    if self.iteration == 3 and self.grid.world.rank == 1:
+        if os.environ["HOW"] == "raise":
+            raise KeyError("rank one has had enough")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self)
+loop.GPTTrainer.step = step
+launch.run(pretrain_gpt.main)
+"""
+)
+
+
+@pytest.mark.parametrize("how, tensor", [("raise", 1), ("raise", 2), ("kill", 2)])
+def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, tensor):
+    """On a machine without TensorBoard, too."""
+    words = [*mock, "--train-iters", "100000", "--tensor-model-parallel-size", str(tensor), "--overlap-grad-reduce"]
+    began = time.monotonic()
+    done = mpirun.run(2, "-c", DIE, *words, "--save", str(tmp_path), env={"HOW": how}, timeout=60)
+    ended = time.monotonic()
+    assert done.returncode != 0
+    assert ended - began < 30
+    last = (tmp_path / "metrics.jsonl").stat().st_mtime
+    assert time.time() - (time.monotonic() - ended) - last < 10  # since the last step that was done
+    assert len(rows(tmp_path)) == 3
+    assert not (tmp_path / "tensorboard").exists()  # there is none to write it
+    if how == "raise":
+        assert done.stderr.count("Traceback (most recent call last)") == 1
+        assert "[rank 1] Traceback" in done.stderr and "rank one has had enough" in done.stderr
+    else:
+        assert "Traceback" not in done.stderr
