@@ -106,8 +106,7 @@ class Running:
                 group = {"WORLD_SIZE": str(contestant.ranks), "MASTER_ADDR": "127.0.0.1"}
                 group["MASTER_PORT"] = str(_free_port())
                 environments = [
-                    {**shared, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    for rank in range(contestant.ranks)
+                    {**shared, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(contestant.ranks)
                 ]
             for environment in environments:
                 self._processes.append(
@@ -232,9 +231,7 @@ def started(contestants: Sequence[Contestant]) -> Iterator[list[Running]]:
         yield running
 
 
-def rounds(
-    running: Sequence[Running], rounds: int, steps_per_round: int, seed: int = 0
-) -> dict[str, list[float]]:
+def rounds(running: Sequence[Running], rounds: int, steps_per_round: int, seed: int = 0) -> dict[str, list[float]]:
     """Seconds per step of every contestant in every round; a new random order in each round."""
     order = list(running)
     shuffle = random.Random(seed).shuffle

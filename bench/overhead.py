@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from commengine import Communicator, launch
 
 from bench.machine import environment, heading
+from commengine import Communicator, launch
 
-SIZES = tuple(8 << shift for shift in range(0, 24, 2)) + (64 << 20,)
+SIZES = (*(8 << shift for shift in range(0, 24, 2)), 64 << 20)
 
 
 def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
@@ -73,9 +73,10 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
     ]
     for row in rows:
         ratio = row["commengine"] / row["mpi4py"]
+        added = f"{row['added']:+.2f} [{row['added_low']:+.2f} to {row['added_high']:+.2f}]"
         lines.append(
-            f"| {row['bytes']:,.0f} | {row['rounds']:.0f} x {row['calls']:.0f} | {row['commengine']:.2f} | {row['mpi4py']:.2f} "
-            f"| {row['added']:+.2f} [{row['added_low']:+.2f} to {row['added_high']:+.2f}] | {ratio:.3f} |"
+            f"| {row['bytes']:,.0f} | {row['rounds']:.0f} x {row['calls']:.0f} | {row['commengine']:.2f} "
+            f"| {row['mpi4py']:.2f} | {added} | {ratio:.3f} |"
         )
     return "\n".join([*lines, ""])
 

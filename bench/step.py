@@ -43,9 +43,7 @@ ALLOCATOR = {
 def contestants(task_file: str) -> list[Contestant]:
     """Everyone who can be measured; two processes with one thread each, unless the name says otherwise."""
 
-    def one(
-        name: str, ranks: int, module: str, *options: str, threads: int = 1, mpi: bool = False
-    ) -> Contestant:
+    def one(name: str, ranks: int, module: str, *options: str, threads: int = 1, mpi: bool = False) -> Contestant:
         argv = ("-m", module, "--task", task_file, *options)
         return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **ALLOCATOR}, mpi)
 
@@ -78,9 +76,7 @@ def disagreement(running: Sequence[Running]) -> float:
     return largest
 
 
-def report(
-    task: Task, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
-) -> dict[str, Any]:
+def report(task: Task, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str) -> dict[str, Any]:
     """Everything measured, as it goes into --json, without environment()."""
     rows: list[dict[str, Any]] = []
     tokens = task.global_batch_size * task.seq_length
@@ -104,9 +100,7 @@ def report(
     difference = disagreement(running)
     errors = []
     if not difference <= TOLERANCE:
-        errors.append(
-            f"losses of the first {COMPARED_STEPS} steps differ by {difference:.2e} > {TOLERANCE:g}"
-        )
+        errors.append(f"losses of the first {COMPARED_STEPS} steps differ by {difference:.2e} > {TOLERANCE:g}")
     errors += [
         f"{row['name']} used {row['idle_core_share']:.1%} of a core while others were running"
         for row in rows

@@ -27,6 +27,9 @@ TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLUR
 #: a rank that ends with an error waits this long for the others to end too, before it ends them
 LEAVE_SECONDS = 5.0
 
+#: how long a rank that aborts leaves the launcher to forward its last words: MPICH's kills at once, words and all
+FORWARD_SECONDS = 0.2
+
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raise `LaunchError` when the launcher started another number of tasks than MPI sees.
@@ -130,6 +133,7 @@ def abort(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe: no reason to let the others hang
             stream.flush()
+    time.sleep(FORWARD_SECONDS)
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)

@@ -22,9 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         rank = MPI.COMM_WORLD.rank
         config.pluginmanager.register(Lockstep(config), "lockstep")
-    tally = os.environ.pop(
-        "TESTS_TALLY", None
-    )  # taken away, so that a test's own pytest does not write there
+    tally = os.environ.pop("TESTS_TALLY", None)  # taken away, so that a test's own pytest does not write there
     if tally and rank == 0:
         from tally import Tally
 

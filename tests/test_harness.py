@@ -37,9 +37,7 @@ def test_passing_ranks_exit_0(job):
 
 def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
     done, seconds = job(
-        "def test_it(mpi_world):\n"
-        "    assert mpi_world.rank != 1, 'rank one gives up'\n"
-        "    mpi_world.Barrier()\n"
+        "def test_it(mpi_world):\n    assert mpi_world.rank != 1, 'rank one gives up'\n    mpi_world.Barrier()\n"
     )
     assert done.returncode != 0
     assert seconds < 15
@@ -49,9 +47,7 @@ def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
 
 def test_rank_0_that_fails_while_the_others_wait_ends_the_run(job):
     done, seconds = job(
-        "def test_it(mpi_world):\n"
-        "    assert mpi_world.rank != 0, 'rank zero gives up'\n"
-        "    mpi_world.Barrier()\n",
+        "def test_it(mpi_world):\n    assert mpi_world.rank != 0, 'rank zero gives up'\n    mpi_world.Barrier()\n",
         3,
     )
     assert done.returncode != 0

@@ -49,9 +49,7 @@ def names(tree: ast.AST, package: str = "") -> Iterator[tuple[int, str]]:
             if called in IMPORTERS and isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield node.lineno, first.value
             elif called == "getattr" and (name := dotted(first, aliases)):
-                yield from (
-                    (node.lineno, f"{name}.{a.value}") for a in node.args[1:2] if isinstance(a, ast.Constant)
-                )
+                yield from ((node.lineno, f"{name}.{a.value}") for a in node.args[1:2] if isinstance(a, ast.Constant))
 
 
 def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
@@ -84,11 +82,7 @@ def faults(path: str, source: str) -> list[str]:
             fault(line, f"{package} imports {name.split('.')[0]}, which stands above it")
         if package == "commengine" and within(name, "torch.nn"):
             fault(line, "commengine knows no torch.nn")
-        if (
-            within(name, "cupy", "cupy_backends")
-            and path != "commengine/device.py"
-            and not path.startswith(PEERS)
-        ):
+        if within(name, "cupy", "cupy_backends") and path != "commengine/device.py" and not path.startswith(PEERS):
             fault(line, "only commengine/device.py imports cupy")
         if (name.startswith(DISTRIBUTED)) and not path.startswith(PEERS):
             fault(line, name)
@@ -204,8 +198,6 @@ def test_import_starts_no_mpi(package: str):
         "mpi = sys.modules.get('mpi4py.MPI')\n"
         "print('started' if mpi and mpi.Is_initialized() else 'not started')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "not started\n"

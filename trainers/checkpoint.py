@@ -26,14 +26,15 @@ from commengine import ProcessGrid, UsageError
 from tplayers import Placement, placement_of
 
 from . import parallel_safetensors
-from .arguments import on_every_rank, on_rank_zero
 from .optimizer import moments, prepare_moments
+from .rank_zero import on_every_rank, on_rank_zero
 
 FORMAT = 1
 
-#: settings that must be those of the checkpoint
-MODEL_SETTINGS = (
+#: settings that must be those of the checkpoint: the model, and what decides which samples come next
+FIXED_SETTINGS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
+    "global_batch_size", "seed",
 )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def read_state(found: Path, settings: Mapping[str, Any]) -> int:
         raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
     if state.get("format") != FORMAT:
         raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {FORMAT}")
-    for name in MODEL_SETTINGS:
+    for name in FIXED_SETTINGS:
         theirs = saved.get(name)
         if theirs != settings[name]:
             flag = f"--{name.replace('_', '-')} {settings[name]}"

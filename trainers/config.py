@@ -13,7 +13,7 @@ from typing import Any
 from commengine import UsageError
 from tplayers import GPTConfig
 
-from .arguments import Parser
+from .options import Parser
 
 
 def option(default: Any, text: str, *, choices: Sequence[str] | None = None) -> Any:
@@ -96,9 +96,8 @@ class TrainConfig:
 
 
 def parse(argv: Sequence[str] | None, prog: str) -> TrainConfig:
-    """The settings that flags and ``--config FILE`` give; flags win. Raises UsageError, and SystemExit on --help."""
+    """The settings that flags and ``--config FILE`` give; flags win. Raises OptionError, and SystemExit on --help."""
     parser = Parser(prog=prog)
-    parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these; flags win")
     hints = typing.get_type_hints(TrainConfig)
     for item in fields(TrainConfig):
         _add(parser, item, hints[item.name])

@@ -17,7 +17,6 @@ from commengine import Communicator, ProcessGrid, UsageError, trace
 from tplayers import GPT, Randomness, initialize, placement_of
 
 from . import checkpoint
-from .arguments import on_every_rank, on_rank_zero
 from .batches import GlobalBatches, Microbatch
 from .config import TrainConfig
 from .corpus import Corpus, open_corpus
@@ -27,6 +26,7 @@ from .generation import generate
 from .gradients import GradientBuckets, clip, gradient_norm
 from .metrics import Metrics
 from .optimizer import build_optimizer, set_learning_rate
+from .rank_zero import on_every_rank, on_rank_zero
 from .report import Report, communication_rows
 from .schedule import learning_rate
 
@@ -128,14 +128,14 @@ class GPTTrainer:
     def save(self) -> None:
         """Write a checkpoint of this iteration into ``--save``."""
         assert self.config.save is not None
-        folder, settings = Path(self.config.save), self.config.to_json()
+        folder, settings = Path(self.config.save), self._settings()
         checkpoint.save(folder, self.iteration, self.model, self.optimizer, settings, self.grid)
 
     def resume(self) -> bool:
         """Load the newest checkpoint of ``--load``; False where there is none."""
         if self.config.load is None:
             return False
-        folder, settings = Path(self.config.load), self.config.to_json()
+        folder, settings = Path(self.config.load), self._settings()
 
         def find() -> list[Any]:
             found = checkpoint.latest(folder)
@@ -147,6 +147,10 @@ class GPTTrainer:
         checkpoint.load(Path(found), iteration, self.model, self.optimizer, self.grid)
         self.iteration = iteration
         return True
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings, and what follows from the number of ranks where it was left open."""
+        return self.config.to_json() | {"global_batch_size": self.batches.size}
 
     def parameters(self) -> int:
         """Parameters of the whole model."""

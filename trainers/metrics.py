@@ -20,9 +20,7 @@ class Metrics:
     active: false on all ranks but 0, where nothing is written.
     """
 
-    def __init__(
-        self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool
-    ) -> None:
+    def __init__(self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool) -> None:
         self.rows: list[dict[str, Any]] = []
         self._active = active
         self._path = folder / "metrics.jsonl" if folder is not None and active else None

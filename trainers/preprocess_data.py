@@ -12,9 +12,8 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import configargparse
 import numpy as np
 from tqdm import tqdm
 
@@ -23,39 +22,17 @@ from trainers.data.indexed import IndexedDatasetWriter, best_dtype, bin_path, id
 from trainers.data.samples import EpochPermutation
 from trainers.data.text_files import Piece, TextFileError
 from trainers.data.tokenizer import SMALLEST_BPE, Tokenizer
+from trainers.options import OptionError, Parser
 
 _JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 # Characters handed to the tokenizer's threads at a time; their encodings take some 20 bytes a character.
 _BATCH = 1 << 22
 
 
-class _Parser(configargparse.ArgParser):
-    """An argument parser whose errors are one line, and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"preprocess_data: error: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
-
-    def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
-        # ConfigArgParse takes the value of "no-append-eod" for that of "append-eod".
-        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith("no-"):
-            self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
-        arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
-        return arguments
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="preprocess_data",
-        description="Tokenise text into an indexed data set.",
-        config_file_parser_class=configargparse.YAMLConfigFileParser,
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="preprocess_data", description="Tokenise text into an indexed data set.")
     add = parser.add_argument
-    add("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
-    add(
-        "--input", nargs="+", metavar="FILE", help=".jsonl or .json: a document a line; any other: UTF-8 text"
-    )
+    add("--input", nargs="+", metavar="FILE", help=".jsonl or .json: a document a line; any other: UTF-8 text")
     add(
         "--from-stdlib",
         action="store_true",
@@ -94,9 +71,7 @@ def _check(args: Namespace) -> None:
         raise ValueError("give --input FILE... or --from-stdlib, one of the two")
     for path in args.input or ():
         if not Path(path).is_file() or not os.access(path, os.R_OK):
-            raise ValueError(
-                f"--input: {path}: not a file that can be read; valid: .jsonl, .json or UTF-8 text"
-            )
+            raise ValueError(f"--input: {path}: not a file that can be read; valid: .jsonl, .json or UTF-8 text")
     if args.workers < 1:
         raise ValueError(f"--workers: want at least 1, got {args.workers}")
 
@@ -191,9 +166,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encode(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter
-) -> int:
+def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter) -> int:
     """Write every document that has a token; return the bytes of text."""
     size = 0
     document: list[np.ndarray[Any, np.dtype[Any]]] = []
@@ -246,18 +219,27 @@ def preprocess(args: Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command. Exits with code 2, one line on stderr and no output files, where something is wrong."""
-    parser = _parser()
-    args = parser.parse_args(argv)
     try:
-        line = preprocess(args)
+        args = _parser().parse_args(argv)
+        line = _run(args)
+    except OptionError as error:
+        print(f"preprocess_data: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(line)
+
+
+def _run(args: Namespace) -> str:
+    """`preprocess`, with what is wrong as an OptionError that names the option."""
+    try:
+        return preprocess(args)
     except TextFileError as error:
-        parser.error(f"--input: {error}")
+        problem = f"--input: {error}"
     except OSError as error:
         option = "--output-prefix" if (error.filename or "").startswith(args.output_prefix) else "--input"
-        parser.error(f"{option}: {error}")
+        problem = f"{option}: {error}"
     except ValueError as error:
-        parser.error(str(error))
-    print(line)
+        problem = str(error)
+    raise OptionError(" ".join(problem.split()))
 
 
 if __name__ == "__main__":

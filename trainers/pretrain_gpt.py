@@ -7,9 +7,9 @@ from typing import Any
 from commengine import Communicator, launch
 
 from . import config as settings
-from .arguments import on_rank_zero
 from .corpus import with_vocabulary
 from .loop import train
+from .rank_zero import on_rank_zero
 
 
 def main(world: Communicator) -> None:

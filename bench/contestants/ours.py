@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 
 import torch
-from commengine import Communicator, ProcessGrid, launch
 from safetensors.torch import load_file
-from tplayers import GPT, GPTConfig, placement_of
-from trainers.gradients import GradientBuckets, clip, gradient_norm
 
 from bench.task import Task
 from bench.worker import serve
+from commengine import Communicator, ProcessGrid, launch
+from tplayers import GPT, GPTConfig, placement_of
+from trainers.gradients import GradientBuckets, clip, gradient_norm
 
 #: parts of the reference state's names -> ours
 NAMES = {
@@ -53,9 +53,7 @@ def main(world: Communicator) -> None:
     model = GPT(config, grid.tensor)
     load(model, task.weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True)
-    gradients = GradientBuckets(
-        model, grid.data, overlap=arguments.overlap_grad_reduce, bucket_size=4_000_000
-    )
+    gradients = GradientBuckets(model, grid.data, overlap=arguments.overlap_grad_reduce, bucket_size=4_000_000)
     mine = task.global_batch_size // grid.data.size
     rows = torch.from_numpy(task.tokens())[grid.data.rank * mine : (grid.data.rank + 1) * mine]
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -38,9 +38,7 @@ def shard(model: GPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
         block = f"h.{layer}"
         # One conversion of the attention's input, not one in each of q, k and v: their three partial input
         # gradients are then added before they are all-reduced, once instead of three times.
-        plan[f"{block}.attn"] = PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-        )
+        plan[f"{block}.attn"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
         for part in "qkv":
             plan[f"{block}.attn.{part}"] = ColwiseParallel()
         plan[f"{block}.attn.c_proj"] = RowwiseParallel()

@@ -160,9 +160,7 @@ def batch(task: Task, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def adamw(
-    task: Task, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
-) -> torch.optim.AdamW:
+def adamw(task: Task, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
     """The optimizer of all peers."""
     return torch.optim.AdamW(groups, lr=task.lr, weight_decay=task.weight_decay, fused=True)
 
@@ -202,9 +200,7 @@ def void(_: object) -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options every peer has."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--task", type=Path, help="JSON file of a bench.task.Task; default: its default")
     return options
 

@@ -57,9 +57,7 @@ def test_documents_come_back_in_order(inputs: Path, files: list[str]) -> None:
     assert read(inputs / "out") == [text + END_OF_DOCUMENT for text in TEXTS]
     data = IndexedDataset(inputs / "out")
     size = sum(len(text.encode()) for text in TEXTS)
-    assert done.stdout.startswith(
-        f"out: 3 documents, {len(data.tokens)} tokens (uint16), {size} bytes of text, "
-    )
+    assert done.stdout.startswith(f"out: 3 documents, {len(data.tokens)} tokens (uint16), {size} bytes of text, ")
     assert done.stdout.endswith(" tokens per second\n") and done.stdout.count("\n") == 1
     assert done.stderr == ""  # no bar where there is no terminal
 
@@ -75,8 +73,7 @@ def test_json_key_no_eod_and_a_second_run(inputs: Path) -> None:
 
 def test_configuration_file(inputs: Path) -> None:
     (inputs / "run.yaml").write_text(
-        "input: [paragraphs.txt]\nsplit-on-blank-lines: true\ntrain-bpe: 270\n"
-        "append-eod: false\noutput-prefix: a\n"
+        "input: [paragraphs.txt]\nsplit-on-blank-lines: true\ntrain-bpe: 270\nappend-eod: false\noutput-prefix: a\n"
     )
     done = run(inputs, "--config", "run.yaml", "--output-prefix", "b")
     assert done.returncode == 0, done.stderr

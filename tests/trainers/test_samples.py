@@ -55,9 +55,7 @@ def test_split_covers_every_document_once(documents: int, split: str) -> None:
     assert [n for part in split_documents(documents, split) for n in part] == list(range(documents))
 
 
-@pytest.mark.parametrize(
-    "split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf", "1;2", "1,,1", "1/0"]
-)
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf", "1;2", "1,,1", "1/0"])
 def test_bad_split(split: str) -> None:
     with pytest.raises(ValueError, match="969,30,1"):
         split_documents(10, split)

@@ -200,9 +200,7 @@ class IndexedDataset:
         return self.sequence_lengths[self.document_sequences[i] : self.document_sequences[i + 1]]
 
     def _read_index(self) -> None:
-        raw = (
-            np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")
-        )
+        raw = np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")
         if len(raw) < _HEADER.size:
             raise ValueError(f"{self._idx}: truncated: {len(raw)} bytes, the header alone has {_HEADER.size}")
         magic, version, code, sequences, documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
@@ -231,9 +229,7 @@ class IndexedDataset:
         if not np.array_equal(offsets, ends[:-1] * self.dtype.itemsize):
             raise ValueError(f"{self._idx}: damaged: byte offsets do not follow from the sequence lengths")
         if documents < 1 or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
-            raise ValueError(
-                f"{self._idx}: damaged: document starts must rise from 0 to {sequences} sequences"
-            )
+            raise ValueError(f"{self._idx}: damaged: document starts must rise from 0 to {sequences} sequences")
         self.sequence_lengths: npt.NDArray[np.int32] = np.array(lengths, dtype=np.int32)
         self.document_sequences: npt.NDArray[np.int64] = starts
         self.document_offsets: npt.NDArray[np.int64] = ends[starts]

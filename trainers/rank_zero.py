@@ -1,36 +1,17 @@
-"""Command lines: flags and a YAML file of the same names, read by rank 0, with one error for all ranks."""
+"""What one rank does for all, or all do alike: its result, or its error, on every rank."""
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import BooleanOptionalAction
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import configargparse
 import torch
 
 from commengine import Communicator, UsageError
 
 T = TypeVar("T")
-
-
-class Parser(configargparse.ArgumentParser):
-    """An argument parser that raises `UsageError` instead of printing and exiting."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(config_file_parser_class=configargparse.YAMLConfigFileParser, allow_abbrev=False, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(" ".join(message.split()))
-
-    def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
-        # ConfigArgParse takes the value of "no-overlap-grad-reduce" for that of "overlap-grad-reduce".
-        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith("no-"):
-            self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
-        arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
-        return arguments
 
 
 def broadcast_json(world: Communicator, value: Any) -> Any:
