@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from .communicator import Communicator
     from .stream import Stream
 
-#: bytes of one rank's description; a longer one (a shape of very many dimensions) is cut
+#: bytes of one rank's description; of a longer one (a shape of very many dimensions) the end is a hash of the whole
 RECORD_BYTES = 256
 
 
@@ -31,10 +32,13 @@ def agree(
     too. Collective over ``comm``.
     """
     asked = describe(operation, tensor, redop, root, stream)
-    mine = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
-    encoded = asked.encode()[:RECORD_BYTES]
+    mine = torch.zeros(RECORD_BYTES, dtype=torch.uint8, device="cpu")
+    encoded = asked.encode()
+    if len(encoded) > RECORD_BYTES:
+        digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+        encoded = encoded[: RECORD_BYTES - 20] + f"... {digest}".encode()
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    everybody = torch.empty((comm.size, RECORD_BYTES), dtype=torch.uint8)
+    everybody = torch.empty((comm.size, RECORD_BYTES), dtype=torch.uint8, device="cpu")
     comm._host.all_gather(everybody, mine)
     if bool((everybody == mine).all()):
         return

@@ -32,6 +32,8 @@ class ArgumentChecks:
     def _checked_tensor(self, operation: str, value: TensorLike, argument: str = "tensor") -> Tensor:
         tensor = value if isinstance(value, Tensor) else self._from_dlpack(operation, value, argument)
         if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPES:
+            if tensor.is_neg():  # its memory holds the negated values
+                raise self._error(operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
             return tensor
         if not tensor.is_cpu:
             problem = f"lies on {tensor.device}, the communicator's device is {self.device}"

@@ -15,7 +15,7 @@ from .checks import INT_MAX, ArgumentChecks, TensorLike, is_c_int
 from .dtypes import reduction_error
 from .errors import CollectiveError
 from .host import HostTransport, TransferError, load_mpi
-from .stream import Stream, Work, finished_work
+from .stream import GroupedWork, Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Communicator(ArgumentChecks):
         self._host: Any = HostTransport(comm)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
-        self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any]]] | None = None
+        self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
         self._watched = checked
 
     def __repr__(self) -> str:
@@ -155,7 +155,10 @@ class Communicator(ArgumentChecks):
     # Point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
-        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until then: see `sendrecv`."""
+        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until then: see `sendrecv`.
+
+        A message is matched within one stream: both sides give their stream of the same number, or none.
+        """
         tensor = self._checked_tensor("send", tensor)
         dst = self._check_rank("send", "dst", dst)
         return self._run("send", (tensor, dst), tensor, stream, root=dst)
@@ -182,7 +185,8 @@ class Communicator(ArgumentChecks):
         """Group the calls of the block: they start together at its end, so that sends and receives cannot deadlock.
 
         Collectives of the group run in their order. The tensors may be touched when the block has ended, or, with
-        ``stream=``, when the stream has got there. An exception in the block sends nothing.
+        ``stream=``, when the stream has got there: every call's Work is done when all of the group is. An exception in
+        the block sends nothing.
         """
         if self._group is not None:
             raise self._error("coalesce", "is already open: groups do not nest")
@@ -195,7 +199,7 @@ class Communicator(ArgumentChecks):
             self._watched = self.checked
         transfers: list[tuple[str, Tensor, int]] = []
         collectives = []
-        for name, args, tensor, about in group:
+        for name, args, tensor, about, _ in group:
             if name == "sendrecv":
                 transfers += [("send", *args[:2]), ("recv", *args[2:])]
             elif name in ("send", "recv"):
@@ -207,6 +211,9 @@ class Communicator(ArgumentChecks):
             self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes)
         for name, args, tensor, about in collectives:
             self._run(name, args, tensor, stream, **about)
+        whole = _DONE if stream is None else stream.record()
+        for *_, work in group:
+            work.started(whole)
 
     # Streams, groups, life ------------------------------------------------------------------------------------
 
@@ -238,7 +245,10 @@ class Communicator(ArgumentChecks):
         return made
 
     def close(self) -> None:
-        """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent."""
+        """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent.
+
+        Raises CollectiveError, everything freed, for a failure on a stream that nobody waited for.
+        """
         if isinstance(self._host, _Closed):
             return
         self._host = _Closed(self)
@@ -247,9 +257,13 @@ class Communicator(ArgumentChecks):
             stream.close()
             if alive:
                 stream.transport._comm.Free()
+        untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
         self._streams.clear()
         if alive:
             self.mpi.Free()
+        if untold:
+            problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
+            raise self._error("close", problem) from untold[0]
 
     def __enter__(self) -> Communicator:
         return self
@@ -283,8 +297,9 @@ class Communicator(ArgumentChecks):
             if self._group is not None:
                 if stream is not None:
                     raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
-                self._group.append((name, args, tensor, {"redop": redop, "root": root, "nbytes": nbytes}))
-                return _DONE
+                work = GroupedWork()
+                self._group.append((name, args, tensor, {"redop": redop, "root": root, "nbytes": nbytes}, work))
+                return work
             if name not in ("send", "recv", "sendrecv", "exchange"):
                 agree(self, name, tensor, redop, root, stream)
         if stream is None and not self._logs:

@@ -70,34 +70,33 @@ def run(main: Callable[[Communicator], int | None]) -> NoReturn:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         check_world_size(mpi.COMM_WORLD.size)
         world = Communicator(mpi.COMM_WORLD)
+        farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself
         problem = None
         try:
-            code = main(world) or 0
+            code = _status(main(world) or 0)
         except UsageError as error:
             problem, code = f"error: {error}", 2
             if world.rank == 0:
-                print(problem, file=sys.stderr, flush=True)
-        _leave(world, code, problem)
+                _say(problem)
+        _leave(world, farewell, code, problem)
     sys.exit(code)
 
 
-def _leave(world: Communicator, code: int, problem: str | None) -> None:
+def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -> None:
     """Wait for every rank, then close ``world``. A rank with an error does not wait long for the others.
 
     They may be waiting for it, and so would MPI_Finalize.
     """
-    request = world.mpi.Ibarrier()
+    request = farewell.Ibarrier()
     deadline = time.monotonic() + LEAVE_SECONDS
     while not request.Test():
         if code and time.monotonic() > deadline:
             if problem and world.rank != 0:
-                print(f"[rank {world.rank}] {problem}", file=sys.stderr)
-            print(
-                f"[rank {world.rank}] ended with exit code {code}, but not every rank did: ending the others",
-                file=sys.stderr,
-            )
+                _say(f"[rank {world.rank}] {problem}")
+            _say(f"[rank {world.rank}] ended with exit code {code}, but not every rank did: ending the others")
             abort(code)
         time.sleep(1e-3)
+    farewell.Free()
     if code == 0:  # else its streams may hold collectives that not every rank enqueued
         world.close()
 
@@ -114,22 +113,33 @@ def abort_on_error() -> Iterator[None]:
         if stop.code in (None, 0):
             raise
         if not isinstance(stop.code, int):
-            print(f"[rank {_world_rank()}] {stop.code}", file=sys.stderr)
+            _say(f"[rank {_world_rank()}] {stop.code}")
         abort(stop.code if isinstance(stop.code, int) else 1)
     except LaunchError as error:
         # Each task is a world of its own here, so each would print: the first task speaks for all.
         tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
         if next((task for task in tasks if task is not None), "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}")
         abort(1)
     except BaseException as error:
-        lines = "".join(traceback.format_exception(error))
-        print(f"[rank {_world_rank()}] {lines}", file=sys.stderr, end="")
+        _say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
         abort(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
+def _say(text: str) -> None:
+    """Print to standard error, if there still is one: an error must reach `abort` whatever happened to it."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _status(code: int) -> int:
+    """``code`` as the eight bits that a process ends with, an error never becoming 0."""
+    return code and (code & 0xFF or 1)
+
+
 def abort(code: int) -> NoReturn:
-    """End every rank of MPI.COMM_WORLD now, with ``code``. Does not return."""
+    """End every rank of MPI.COMM_WORLD now, with ``code``, or 1 where that would read as success. Does not return."""
+    code = _status(code) or 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe: no reason to let the others hang
             stream.flush()

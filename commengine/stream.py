@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from .trace import CollectiveEvent
 
 
+#: traced collectives that a stream remembers for whoever waits for all of them at once
+MOST_RECORDS = 1024
+
+
 class Event:
     """A point in a stream: done when all that was enqueued before it is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, records: Sequence[CollectiveEvent] = ()) -> None:
+        self._records = records  # of the traced collectives that whoever waits here waits for
         self._finished = False
         self._error: BaseException | None = None
+        self._told = False
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -35,11 +41,21 @@ class Event:
 
     def wait(self) -> None:
         """Block the calling thread until the point is reached; raise if the stream failed before it."""
+        waited = [record for record in self._records if record.wait_start is None]
+        for record in waited:
+            record.wait_start = time.perf_counter()
+        self._block()
+        for record in waited:
+            record.wait_end = time.perf_counter()
+        self._records = ()
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def _block(self) -> None:
         if not self._finished:
             self._gate.acquire()
             self._gate.release()
-        if self._error is not None:
-            raise self._error
 
     def _finish(self) -> None:
         self._finished = True
@@ -50,22 +66,38 @@ class Work(Event):
     """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
 
     def __init__(self, tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None) -> None:
-        super().__init__()
+        super().__init__(() if record is None else (record,))
         self._tensors = tensors
         self._record = record
 
     def wait(self) -> None:
         """Block until the collective is done; re-raise what failed there. May be called again, on any thread."""
-        record = self._record
-        first = record is not None and record.wait_start is None
-        if record is not None and first:
-            record.wait_start = time.perf_counter()
         try:
             super().wait()
         finally:
-            if record is not None and first:
-                record.wait_end = time.perf_counter()
             self._tensors = ()
+
+
+class GroupedWork(Work):
+    """A collective inside `Communicator.coalesce`: nothing is sent before the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._group: Event | None = None
+
+    def started(self, group: Event) -> None:
+        """The block has ended; ``group`` is done when all of it is."""
+        self._group = group
+
+    def done(self) -> bool:
+        """Whether the group is done."""
+        return self._group is not None and self._group.done()
+
+    def wait(self) -> None:
+        """Block until the group is done. Raises CollectiveError inside the block: nothing was sent yet."""
+        if self._group is None:
+            raise CollectiveError("wait() for a collective of a coalesce() block that has not ended, or failed")
+        self._group.wait()
 
 
 def finished_work() -> Work:
@@ -89,6 +121,8 @@ class Stream:
         self.threaded = threaded
         self.transport = transport
         self._failure: BaseException | None = None
+        self._records: list[CollectiveEvent] = []  # traced, and not waited for one by one
+        self._failed: list[Event] = []  # what whoever waits for it learns of a failure from
         self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
         if threaded:
@@ -101,19 +135,24 @@ class Stream:
     ) -> Work:
         """Run ``call()`` after all that is in the stream already. ``tensors`` live until the Work is waited for."""
         work = Work(tensors, record)
+        if record is not None:
+            if len(self._records) >= MOST_RECORDS:
+                self._forget_waited()
+            self._records.append(record)
         self._put(call, work)
         return work
 
     def record(self) -> Event:
         """An event that is done when all that is enqueued now is done."""
-        event = Event()
+        self._forget_waited()
+        event = Event(tuple(self._records))
         self._put(_nothing, event)
         return event
 
     def wait_event(self, event: Event) -> None:
         """Let what is enqueued from now on start only when ``event``, of another stream say, is done."""
         # Event's wait, not Work's: this is not the caller who is done with the tensors.
-        self._put(lambda: Event.wait(event), Event())
+        self._put(lambda: _follow(event), Event())
 
     def synchronize(self) -> None:
         """Block until the stream is empty; raise if anything in it failed."""
@@ -125,6 +164,15 @@ class Stream:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+
+    def _forget_waited(self) -> None:
+        unwaited = [record for record in self._records if record.wait_start is None]
+        self._records = unwaited[-MOST_RECORDS:]
+
+    @property
+    def untold_failure(self) -> BaseException | None:
+        """What failed here, if nobody who waited was told."""
+        return None if any(event._told for event in self._failed) else self._failure
 
     def _put(self, call: Callable[[], None], event: Event) -> None:
         if self._worker is not None:
@@ -150,9 +198,17 @@ class Stream:
         except BaseException as error:  # handed to whoever waits
             self._failure = self._failure or error
             event._error = error
+            self._failed.append(event)
         finally:
             event._finish()
 
 
 def _nothing() -> None:
     pass
+
+
+def _follow(event: Event) -> None:
+    """Wait without being the caller, whose wait and tensors are another matter."""
+    event._block()
+    if event._error is not None:
+        raise event._error

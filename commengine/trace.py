@@ -92,11 +92,13 @@ class Trace:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Log nothing inside the block."""
+        logged = [comm for comm in self._comms if self in comm._logs]
         self._detach()
         try:
             yield
         finally:
-            self._attach()
+            for comm in logged:
+                comm._logs += (self,)
 
     def _attach(self) -> None:
         for comm in self._comms:

@@ -55,8 +55,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
         s, b, _ = x.shape
-        qkv = self.qkv(x).view(s, b, 3, self.num_heads, self.head_size).permute(2, 1, 3, 0, 4)
-        q, k, v = qkv.unbind(0)  # [b, heads, s, head_size]
+        shape = (s, b, self.num_heads, self.head_size)
+        q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in self.qkv(x).chunk(3, dim=-1))  # [b, heads, s, d]
         if self.training and self.attention_dropout > 0:
             context = self._with_dropout(q, k, v, randomness)
         else:

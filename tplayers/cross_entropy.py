@@ -21,12 +21,15 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
+    overwrite: bool = False,
 ) -> Tensor:
     """Per-token losses in nats, in float32 (float64 for float64 logits), equal on all ranks of ``comm``.
 
     logits_shard: [..., padded vocabulary / comm.size], this rank's columns; left as it is.
     target: int64 [...], global token numbers, equal on all ranks. ``ignore_index`` gives loss 0 and gradient 0.
     vocab_size: columns from here on are padding: they neither win nor enter the sum.
+    overwrite: work in the memory of ``logits_shard``, which the caller made and gives away: two copies of the logits
+        less. A second backward through the same graph then raises.
 
     Two all-reduces forward (the maxima; the sums and target logits together), none backward. Every rank must call
     it. Raises ValueError on a shape that does not fit, or (on the host) a target outside the vocabulary.
@@ -40,13 +43,19 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
     if target.is_cpu and bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any()):
         raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
-    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
+    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, comm: Communicator, vocab_size: int, ignore_index: int
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        comm: Communicator,
+        vocab_size: int,
+        ignore_index: int,
+        overwrite: bool,
     ) -> Tensor:
         width = logits.shape[-1]
         start = comm.rank * width
@@ -59,7 +68,13 @@ class _CrossEntropy(torch.autograd.Function):
             peak = logits[..., :real].amax(dim=-1).to(precision)
         comm.all_reduce(peak, "max")
 
-        shifted = logits.to(precision) - peak.unsqueeze(-1) if real == width else _shift_real(logits, peak, real)
+        ctx.overwrite = overwrite and real == width and precision == logits.dtype
+        if ctx.overwrite:
+            shifted = logits.detach().sub_(peak.unsqueeze(-1))  # shares logits' version: autograd sees the change
+        elif real == width:
+            shifted = logits.to(precision) - peak.unsqueeze(-1)
+        else:
+            shifted = _shift_real(logits, peak, real)
         mine = (target >= start) & (target < start + real)
         column = torch.where(mine, target - start, 0).unsqueeze(-1)
         sums = peak.new_zeros((2, *target.shape))
@@ -75,12 +90,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         exponentials, total, column, mine, counted = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)
-        result = exponentials * (scale / total).unsqueeze(-1)
+        factor = (scale / total).unsqueeze(-1)
+        result = exponentials.mul_(factor) if ctx.overwrite else exponentials * factor
         result.scatter_add_(-1, column, torch.where(mine, -scale, 0.0).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None
+        return result.to(ctx.dtype), None, None, None, None, None
 
 
 def _shift_real(logits: Tensor, peak: Tensor, real: int) -> Tensor:

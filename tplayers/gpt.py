@@ -113,5 +113,7 @@ class GPT(nn.Module):
         logits = self.embedding.logits(self.hidden_states(tokens, randomness))  # [s, b, v / p]
         if labels is None:
             return logits.transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.comm, vocab_size=self.config.vocab_size)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.comm, vocab_size=self.config.vocab_size, overwrite=True
+        )
         return losses.t()

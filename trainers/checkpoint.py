@@ -34,7 +34,7 @@ FORMAT = 1
 #: settings that must be those of the checkpoint: the model, and what decides which samples come next
 FIXED_SETTINGS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
-    "global_batch_size", "seed",
+    "global_batch_size", "seed", "seq_length", "split", "mock_data",
 )  # fmt: skip
 
 

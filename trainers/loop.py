@@ -94,7 +94,7 @@ class GPTTrainer:
         data.all_reduce(loss)
         norm = gradient_norm(self.model, self.grid.tensor)
         if not math.isfinite(norm):
-            raise RuntimeError(
+            raise UsageError(  # the norm is the same on every rank
                 f"step {self.iteration + 1}: the loss is {loss.item()}, the gradient's norm {norm}: the run has "
                 "diverged; the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad "
                 "may help)"

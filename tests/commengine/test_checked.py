@@ -214,3 +214,12 @@ def test_unchecked_communicator_sends_nothing_extra(mpi_world, monkeypatch):
         plain.all_reduce(ONES(2))
         with plain.coalesce():
             plain.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_description_longer_than_its_record(mpi_world):
+    with Communicator(mpi_world, checked=True) as comm:
+        tensor = torch.ones([1] * 60 + [2] + [1] * 60)
+        with pytest.raises(CollectiveMismatch):
+            comm.all_reduce(tensor, "sum" if comm.rank == 0 else "max")
+        comm.all_reduce(tensor)

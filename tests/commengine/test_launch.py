@@ -109,6 +109,21 @@ def test_good_ends(job, how):
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("code", [256, 2**31])
+def test_a_code_that_a_process_cannot_end_with_is_still_an_error(job, code):
+    done, seconds = job(f"if world.rank == 1:\n    sys.exit({code})\nworld.barrier()")
+    assert_ended(done, seconds, 1)
+
+
+def test_standard_error_that_is_closed_does_not_keep_the_others_waiting(job):
+    done, seconds = job("if world.rank == 1:\n    os.close(2)\n    raise ValueError\nworld.barrier()")
+    assert_ended(done, seconds, 1)
+
+
+def test_main_may_close_the_world_itself(job):
+    assert_ended(*job("with world:\n    world.barrier()"), 0)
+
+
 def test_returned_code_of_all_ranks(job):
     done, seconds = job("return 5")
     assert_ended(done, seconds, 5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commengine import CollectiveError, trace
+from commengine import CollectiveError, Communicator, trace
 from commengine.dtypes import DTYPES
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -222,3 +222,17 @@ def test_wrong_length_on_a_stream_is_raised_by_wait(stream):
     tensor = torch.ones(1)
     comm.all_reduce(tensor)
     assert tensor.item() == comm.size
+
+
+@pytest.mark.mpi
+def test_work_of_a_group_is_done_with_the_group(mpi_world):
+    with Communicator(mpi_world) as comm:
+        stream = comm.new_stream()
+        tensor = torch.ones(1_000_000)
+        with comm.coalesce(stream=stream):
+            work = comm.all_reduce(tensor)
+            assert not work.done()
+            with pytest.raises(CollectiveError, match="has not ended"):
+                work.wait()
+        work.wait()
+        assert work.done() and tensor[-1] == comm.size

@@ -233,7 +233,7 @@ def test_work_raises_what_failed_and_the_stream_stops_there(stream, monkeypatch)
 
 
 @mpi
-def test_failure_nobody_waits_for_does_not_hang_close(stream, monkeypatch):
+def test_failure_nobody_waits_for_is_told_by_close(stream, monkeypatch):
     comm = stream.comm
 
     def fails(*args):
@@ -242,6 +242,8 @@ def test_failure_nobody_waits_for_does_not_hang_close(stream, monkeypatch):
     monkeypatch.setattr(stream.transport, "all_reduce", fails)
     for _ in range(3):
         comm.all_reduce(torch.ones(2), stream=stream)
+    with pytest.raises(CollectiveError, match="close: a collective failed on a stream, and nobody waited"):
+        comm.close()
     comm.close()
 
 

@@ -72,8 +72,11 @@ def test_fields_of_every_operation(stream, kind):
         assert event.stream == (None if lane is None else stream.name)
         assert began <= event.enqueue <= event.start <= event.end <= ended
         assert event.seconds == event.end - event.start
-        assert event.wait_start is None and event.wait_end is None
-        assert event.hidden_seconds == (event.seconds if lane else 0.0)
+        if lane is None:
+            assert event.wait_start is None and event.wait_end is None and event.hidden_seconds == 0.0
+        else:  # synchronize() waited for what was not over by then
+            assert event.enqueue <= event.wait_start <= event.wait_end <= ended
+            assert event.hidden_seconds == pytest.approx(min(event.seconds, max(0.0, event.wait_start - event.start)))
     ends = [event.end for event in log.events]
     assert ends == sorted(ends)
     assert log.rank == comm.world_rank
@@ -112,6 +115,20 @@ def test_nothing_outside_the_block_and_nothing_of_others(world):
         with trace(world, world) as log:
             world.barrier()
         assert len(log.events) == 1
+
+
+@mpi
+def test_pauses_nest_and_end_with_the_trace(world):
+    with trace(world) as log:
+        with log.paused():
+            with log.paused():
+                world.barrier()
+            world.barrier()
+        world.barrier()
+    with log.paused():
+        pass
+    world.barrier()
+    assert len(log.events) == 1
 
 
 @mpi
@@ -173,15 +190,24 @@ def test_hidden_seconds(slow):
         threading.Timer(0.1, gate.set).start()
         work.wait()  # from before its start to its end
         work = comm.barrier(stream=slow)
-        slow.synchronize()
+        until_done(work)
         work.wait()  # long after
+        until_done(comm.barrier(stream=slow))  # never
+        slow.enqueue(lambda: None).wait()  # which is not a wait for what came before
+        alone = log.events[2]
+        assert alone.wait_start is None and alone.hidden_seconds == alone.seconds
         comm.barrier(stream=slow)
-        slow.synchronize()  # never
-    waited, hidden, alone = log.events
+        slow.synchronize()  # for all, from before its start to its end
+    waited, hidden, _, together = log.events
     assert all(event.seconds >= 0.05 for event in log.events)
     assert waited.wait_start < waited.start and waited.hidden_seconds < 0.001
     assert hidden.wait_start >= hidden.end and hidden.hidden_seconds == hidden.seconds
-    assert alone.wait_start is None and alone.hidden_seconds == alone.seconds
+    assert together.hidden_seconds < 0.05  # the barrier takes longer
+
+
+def until_done(work):
+    while not work.done():
+        time.sleep(0.001)
 
 
 def event(**given):

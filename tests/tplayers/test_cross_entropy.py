@@ -194,3 +194,28 @@ def test_communication_does_not_depend_on_the_vocabulary(group, width):
         losses.sum().backward()
     events = [(event.operation, event.redop, event.elements) for event in log.events]
     assert events == [("all_reduce", "max", 2 * 5), ("all_reduce", "sum", 2 * 2 * 5)]
+
+
+def test_overwrite_gives_the_same_once_and_says_so_the_second_time(group):
+    vocabulary = WIDTH * group.comm.size
+    logits = torch.randn(5, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    target = torch.tensor([0, vocabulary - 1, IGNORED, 1, vocabulary // 2])
+    found = []
+    for overwrite in (False, True):
+        leaf = group.mine(logits).requires_grad_()
+        own = leaf * 1.0
+        losses = tplayers.vocab_parallel_cross_entropy(own, target, group.comm, overwrite=overwrite)
+        (grad,) = torch.autograd.grad(losses.sum(), leaf, retain_graph=True)
+        found.append((losses.detach(), grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(losses.sum(), leaf)
+
+
+def test_overwritten_logits_that_something_saved_are_noticed(group):
+    leaf = torch.randn(2, WIDTH, dtype=torch.float64).requires_grad_()
+    own = leaf.exp()  # exp keeps its result for its backward
+    target = torch.zeros(2, dtype=torch.int64)
+    losses = tplayers.vocab_parallel_cross_entropy(own, target, group.comm, overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
