@@ -28,7 +28,7 @@ TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLUR
 LEAVE_SECONDS = 5.0
 
 #: how long a rank that aborts leaves the launcher to forward its last words: MPICH's kills at once, words and all
-FORWARD_SECONDS = 0.2
+FORWARD_SECONDS = 0.5
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -26,6 +26,9 @@ from mpi4py import MPI
 GRACE_S = 5.0  # a failed rank waits this long for the others before it ends the job
 COLLECTION_S = 60.0  # by this much may the ranks differ in collecting the tests
 STACKS_S = 1.0  # at a time limit: from printing this rank's stacks to ending the job, so that all print theirs
+FORWARD_S = (
+    0.5  # what an aborting rank leaves the launcher to forward its last words: MPICH's kills at once, words and all
+)
 EXIT_S = 30  # a rank that has not left MPI this long after its last test is killed
 
 PASSED, SKIPPED, FAILED = range(3)
@@ -164,6 +167,7 @@ class Lockstep:
 
     def _abort(self, why: str) -> NoReturn:
         self._say(why)
+        time.sleep(FORWARD_S)
         MPI.COMM_WORLD.Abort(1)
         os._exit(1)
 
