@@ -4,6 +4,10 @@
 
 The two alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
 "Added" is the median over the rounds of their difference, with its quartiles. A call is in place, fp32, sum.
+
+The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
+added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
+as such an all-reduce finds and leaves them. Above 4 MB the engine calls MPI once for each 4 MB.
 """
 
 from __future__ import annotations
@@ -35,16 +39,38 @@ def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
     return mean.item() * 1e6
 
 
-def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict[str, float]:
-    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds."""
+def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
+    """Microseconds that the engine adds to each of ``rounds`` calls on this rank alone, with caches swept."""
     from mpi4py import MPI
 
-    tensor = torch.zeros(size // 4)
+    with Communicator(MPI.COMM_SELF) as single:
+        calls = contestants(single, tensor)
+        swept = torch.zeros_like(tensor)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name in random.sample(list(calls), 2):
+                swept.add_(tensor)
+                start = time.perf_counter()
+                calls[name]()
+                times[name].append((time.perf_counter() - start) * 1e6)
+    return [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
+
+
+def contestants(world: Communicator, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The same all-reduce, by the engine and by mpi4py."""
+    from mpi4py import MPI
+
     buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
-    calls = {
+    return {
         "commengine": lambda: world.all_reduce(tensor),
         "mpi4py": lambda: world.mpi.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM),
     }
+
+
+def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict[str, float]:
+    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds."""
+    tensor = torch.zeros(size // 4)
+    calls = contestants(world, tensor)
     first = max(timed(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
     if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
@@ -57,9 +83,9 @@ def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict
     added = [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
     row = {name: statistics.median(values) for name, values in times.items()}
     low, middle, high = statistics.quantiles(added, n=4)
-    return {
-        "bytes": size, "rounds": rounds, "calls": count, **row, "added": middle, "added_low": low, "added_high": high
-    }  # fmt: skip
+    row |= {"bytes": size, "rounds": rounds, "calls": count, "added": middle, "added_low": low, "added_high": high}
+    low, middle, high = statistics.quantiles(alone(tensor, max(101, rounds)), n=4)
+    return row | {"alone": middle, "alone_low": low, "alone_high": high}
 
 
 def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
@@ -68,15 +94,17 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
         *heading("What the engine adds to an all-reduce", result),
         f"- {result['ranks']} ranks, alternating in random order; microseconds a call",
         "",
-        "| bytes | rounds x calls | commengine | mpi4py | added: median [quartiles] | ratio |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| bytes | rounds x calls | commengine | mpi4py | ratio | added: median [quartiles] | added alone |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         ratio = row["commengine"] / row["mpi4py"]
-        added = f"{row['added']:+.2f} [{row['added_low']:+.2f} to {row['added_high']:+.2f}]"
+        added, alone = (
+            f"{row[name]:+.2f} [{row[f'{name}_low']:+.2f} to {row[f'{name}_high']:+.2f}]" for name in ("added", "alone")
+        )
         lines.append(
             f"| {row['bytes']:,.0f} | {row['rounds']:.0f} x {row['calls']:.0f} | {row['commengine']:.2f} "
-            f"| {row['mpi4py']:.2f} | {added} | {ratio:.3f} |"
+            f"| {row['mpi4py']:.2f} | {ratio:.3f} | {added} | {alone} |"
         )
     return "\n".join([*lines, ""])
 

@@ -12,7 +12,7 @@ import torch
 
 from commengine import CollectiveError
 from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
-from commengine.host import SMALL_HALVES
+from commengine.host import PIECE_BYTES, SMALL_HALVES
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -89,6 +89,29 @@ def test_reduce(run, world, dtype):
                 run("reduce", tensor, root, op)
                 expected = reduced(parts, op) if world.rank == root else parts[world.rank]
                 assert torch.equal(tensor, expected), (op, root, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("extra", [-1, 0, 1, PIECE_BYTES + 3])
+def test_reductions_in_pieces(run, world, dtype, op, extra):
+    """About the length from which reductions go in pieces: every element is reduced once, none left out."""
+    if op == "avg" and not dtype.is_floating_point:
+        pytest.skip("integers have no average")
+    numel = PIECE_BYTES // dtype.itemsize + (extra if abs(extra) == 1 else extra // dtype.itemsize)
+    steps = torch.arange(numel) % 7
+    values = [(steps + rank).to(dtype) for rank in range(world.size)]
+    expected = {
+        "sum": steps * world.size + sum(range(world.size)),
+        "avg": steps + (world.size - 1) / 2,
+        "max": steps + world.size - 1,
+    }[op].to(dtype)
+    mine = values[world.rank].clone()
+    run("all_reduce", mine, op)
+    assert torch.equal(mine, expected)
+    mine = values[world.rank].clone()
+    run("reduce", mine, world.size - 1, op)
+    assert torch.equal(mine, expected if world.rank == world.size - 1 else values[world.rank])
 
 
 @by_dtype
