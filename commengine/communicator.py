@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from .errors import CollectiveError
 from .host import HostTransport, TransferError, load_mpi
 from .stream import GroupedWork, Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
+from .watch import Watch, WatchedGroup, check_timeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,6 +31,8 @@ class Communicator(ArgumentChecks):
     checked: before each collective the group agrees on operation, shape, dtype, reduction, root and stream; if it
         does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
     name: what errors and traces call the group.
+    timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
+        are missing; holds for what is split from it, too. Below THREAD_MULTIPLE: see `commengine.watch`.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
     collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and
@@ -41,7 +44,13 @@ class Communicator(ArgumentChecks):
     """
 
     def __init__(
-        self, mpi_comm: MPI.Intracomm, *, device: str | None = None, checked: bool = False, name: str = "world"
+        self,
+        mpi_comm: MPI.Intracomm,
+        *,
+        device: str | None = None,
+        checked: bool = False,
+        name: str = "world",
+        timeout: float | None = None,
     ) -> None:
         mpi = load_mpi()
         if device not in (None, "cpu"):
@@ -50,9 +59,12 @@ class Communicator(ArgumentChecks):
             raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
-        self._own(mpi_comm.Dup(), checked, name)
+        check_timeout(timeout)
+        own = mpi_comm.Dup()
+        self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
+        self._own(own, checked, name, None if self._root_watch is None else self._root_watch.group(own, name))
 
-    def _own(self, comm: Any, checked: bool, name: str) -> None:
+    def _own(self, comm: Any, checked: bool, name: str, watched: WatchedGroup | None) -> None:
         """Take over ``comm``, which nobody else knows."""
         self.mpi: MPI.Intracomm = comm
         # Inherited from the caller's: an error must not end the process before it can be told.
@@ -64,11 +76,17 @@ class Communicator(ArgumentChecks):
         self.checked = checked
         self.name = name
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
-        self._host: Any = HostTransport(comm)
+        self._watched = watched
+        self._host: Any = HostTransport(comm, look=self._look())
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
         self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
-        self._watched = checked
+        self._slow = checked  # whether a call takes more looks than one
+
+    def _look(self) -> Callable[[], None] | None:
+        """What a rank without a watcher thread does while it waits."""
+        watch = None if self._watched is None else self._watched.watch
+        return None if watch is None or watch.threaded else watch.look
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank={self.rank}, size={self.size})"
@@ -161,13 +179,13 @@ class Communicator(ArgumentChecks):
         """
         tensor = self._checked_tensor("send", tensor)
         dst = self._check_rank("send", "dst", dst)
-        return self._run("send", (tensor, dst), tensor, stream, root=dst)
+        return self._run("send", (tensor, dst), tensor, stream, root=dst, peers=(dst,))
 
     def recv(self, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
         """Fill ``tensor`` with what rank ``src`` sends."""
         tensor = self._checked_tensor("recv", tensor)
         src = self._check_rank("recv", "src", src)
-        return self._run("recv", (tensor, src), tensor, stream, root=src)
+        return self._run("recv", (tensor, src), tensor, stream, root=src, peers=(src,))
 
     def sendrecv(
         self, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *, stream: Stream | None = None
@@ -178,7 +196,7 @@ class Communicator(ArgumentChecks):
         self._check_disjoint("sendrecv", sent, received)
         dst = self._check_rank("sendrecv", "dst", dst)
         src = self._check_rank("sendrecv", "src", src)
-        return self._run("sendrecv", (sent, dst, received, src), sent, stream, root=dst)
+        return self._run("sendrecv", (sent, dst, received, src), sent, stream, root=dst, peers=(dst, src))
 
     @contextlib.contextmanager
     def coalesce(self, *, stream: Stream | None = None) -> Iterator[None]:
@@ -190,13 +208,13 @@ class Communicator(ArgumentChecks):
         """
         if self._group is not None:
             raise self._error("coalesce", "is already open: groups do not nest")
-        self._group, self._watched = [], True
+        self._group, self._slow = [], True
         try:
             yield
             group = self._group
         finally:
             self._group = None
-            self._watched = self.checked
+            self._slow = self.checked
         transfers: list[tuple[str, Tensor, int]] = []
         collectives = []
         for name, args, tensor, about, _ in group:
@@ -208,7 +226,8 @@ class Communicator(ArgumentChecks):
                 collectives.append((name, args, tensor, about))
         sizes = sum(part.nbytes for _, part, _ in transfers)
         if transfers:
-            self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes)
+            peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
+            self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes, peers=peers)
         for name, args, tensor, about in collectives:
             self._run(name, args, tensor, stream, **about)
         whole = _DONE if stream is None else stream.record()
@@ -221,7 +240,9 @@ class Communicator(ArgumentChecks):
         """An ordered queue that runs beside the caller. Collective: every rank, in the same order."""
         mpi = load_mpi()
         index = len(self._streams) + 1
-        transport = HostTransport(self._live_mpi().Dup(), polling=True)
+        comm = self._live_mpi()
+        with self._watching("new_stream", "life"):
+            transport = HostTransport(comm.Dup(), polling=True, look=self._look())
         threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         stream = Stream(f"{self.name}/stream{index}", index, transport, threaded=threaded)
         self._streams.append(stream)
@@ -237,11 +258,16 @@ class Communicator(ArgumentChecks):
             raise self._error("split", f"color={color!r} must be None or an integer from 0 to {INT_MAX}")
         if not is_c_int(key, -INT_MAX):
             raise self._error("split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
-        part = self._live_mpi().Split(mpi.UNDEFINED if color is None else color, key)
+        comm = self._live_mpi()
+        with self._watching("split", "life"):
+            part = comm.Split(mpi.UNDEFINED if color is None else color, key)
+        if self._watched is not None:
+            self._watched.splits += 1
         if part == mpi.COMM_NULL:
             return None
         made = Communicator.__new__(Communicator)
-        made._own(part, self.checked, name)
+        made._root_watch = None
+        made._own(part, self.checked, name, None if self._watched is None else self._watched.part(part, name))
         return made
 
     def close(self) -> None:
@@ -253,14 +279,19 @@ class Communicator(ArgumentChecks):
             return
         self._host = _Closed(self)
         alive = not load_mpi().Is_finalized()
-        for stream in self._streams:
-            stream.close()
+        with self._watching("close", "life"):
+            for stream in self._streams:
+                stream.close()
+                if alive:
+                    stream.transport._comm.Free()
             if alive:
-                stream.transport._comm.Free()
+                self.mpi.Free()
         untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
         self._streams.clear()
-        if alive:
-            self.mpi.Free()
+        if self._watched is not None:
+            self._watched.watch.forget(self._watched)
+        if self._root_watch is not None:
+            self._root_watch.close()
         if untold:
             problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
             raise self._error("close", problem) from untold[0]
@@ -290,9 +321,10 @@ class Communicator(ArgumentChecks):
         redop: str | None = None,
         root: int | None = None,
         nbytes: int | None = None,
+        peers: tuple[int, ...] = (),
     ) -> Work:
         """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
-        if self._watched:
+        if self._slow:
             self._check_stream(name, stream)
             if self._group is not None:
                 if stream is not None:
@@ -300,15 +332,16 @@ class Communicator(ArgumentChecks):
                 work = GroupedWork()
                 self._group.append((name, args, tensor, {"redop": redop, "root": root, "nbytes": nbytes}, work))
                 return work
-            if name not in ("send", "recv", "sendrecv", "exchange"):
-                agree(self, name, tensor, redop, root, stream)
-        if stream is None and not self._logs:
+            if not peers:
+                with self._watching(name, "agreeing", tensor, redop, root):
+                    agree(self, name, tensor, redop, root, stream)
+        if stream is None and not self._logs and self._watched is None:
             try:
                 getattr(self._host, name)(*args)
             except self._failures as error:
                 raise self._error(name, str(error)) from error
             return _DONE
-        return self._run_observed(name, args, tensor, stream, redop, root, nbytes)
+        return self._run_observed(name, args, tensor, stream, redop, root, nbytes, peers)
 
     def _run_observed(
         self,
@@ -319,6 +352,7 @@ class Communicator(ArgumentChecks):
         redop: str | None,
         root: int | None,
         nbytes: int | None,
+        peers: tuple[int, ...],
     ) -> Work:
         self._check_stream(name, stream)
         transport = self._host if stream is None else stream.transport
@@ -328,10 +362,16 @@ class Communicator(ArgumentChecks):
             record = begin(name, tensor, self, None if stream is None else stream.name, redop, root, size)
             for log in self._logs:
                 log.events.append(record)
+        entry = None
+        if self._watched is not None:
+            lane = "" if stream is None else f"stream {stream.index}"
+            entry = self._watched.enqueue(lane, name, tensor, redop, root, peers)
 
         def call() -> None:
             if record is not None:
                 record.start = time.perf_counter()
+            if entry is not None:
+                entry.start()
             try:
                 getattr(transport, name)(*args)
             except self._failures as error:
@@ -339,11 +379,26 @@ class Communicator(ArgumentChecks):
             finally:
                 if record is not None:
                     record.end = time.perf_counter()
+                if entry is not None:
+                    entry.end()
 
         if stream is None:
             call()
             return _DONE
         return stream.enqueue(call, args, record)
+
+    @contextlib.contextmanager
+    def _watching(self, operation: str, lane: str, *about: Any) -> Iterator[None]:
+        """Around what is collective and no transport's method: it too must end in time."""
+        if self._watched is None:
+            yield
+            return
+        entry = self._watched.enqueue(lane, operation, *about)
+        entry.start()
+        try:
+            yield
+        finally:
+            entry.end()
 
     def _check_stream(self, operation: str, stream: Stream | None) -> None:
         if isinstance(self._host, _Closed):

@@ -45,45 +45,60 @@ class TransferError(Exception):
 class PollingComm:
     """The blocking calls of an MPI communicator, each made of its non-blocking form and a poll that yields.
 
-    For a stream's worker thread: a blocking MPI call spins on the core that compute needs.
+    For a stream's worker thread: a blocking MPI call spins on the core that compute needs. look: called now and then
+    while waiting.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, look: Callable[[], None] | None = None) -> None:
         self.comm = comm
+        self.look = look
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         start = getattr(self.comm, "I" + name.lower())
 
         def call(*args: Any) -> None:
-            request = start(*args)
-            for _ in range(YIELDS_BEFORE_SLEEP):
-                if request.Test():
-                    return
-                os.sched_yield()
-            while not request.Test():
-                time.sleep(SLEEP_SECONDS)
+            self.wait(start(*args).Test)
 
         setattr(self, name, call)
         return call
+
+    def waitall(self, requests: list[MPI.Request], statuses: list[MPI.Status]) -> None:
+        """Wait for all of them."""
+        testall = load_mpi().Request.Testall
+        self.wait(lambda: testall(requests, statuses))
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Poll until ``done``."""
+        for _ in range(YIELDS_BEFORE_SLEEP):
+            if done():
+                return
+            os.sched_yield()
+        while not done():
+            time.sleep(SLEEP_SECONDS)
+            if self.look is not None:
+                self.look()
 
 
 class HostTransport:
     """Collectives on contiguous host tensors over one MPI communicator, which it does not own.
 
     comm: an MPI intracommunicator that nothing else communicates on.
-    polling: give the core away while waiting (see `PollingComm`).
+    polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, polling: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, polling: bool = False, look: Callable[[], None] | None = None) -> None:
         mpi = load_mpi()
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
-        self._calls: Any = PollingComm(comm) if polling else comm
+        self._calls: Any = comm
+        self._waitall: Callable[..., Any] = mpi.Request.Waitall
+        if polling or look is not None:
+            self._calls = PollingComm(comm, look)
+            self._waitall = self._calls.waitall
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
-        self._waitall = mpi.Request.Waitall
         self._in_place = mpi.IN_PLACE
 
     def _moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .communicator import Communicator
+from .ending import abort, process_status, say
 from .errors import LaunchError, UsageError
 from .host import load_mpi
 
@@ -26,9 +27,6 @@ TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLUR
 
 #: a rank that ends with an error waits this long for the others to end too, before it ends them
 LEAVE_SECONDS = 5.0
-
-#: how long a rank that aborts leaves the launcher to forward its last words: MPICH's kills at once, words and all
-FORWARD_SECONDS = 0.5
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -73,11 +71,11 @@ def run(main: Callable[[Communicator], int | None]) -> NoReturn:
         farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself
         problem = None
         try:
-            code = _status(main(world) or 0)
+            code = process_status(main(world) or 0)
         except UsageError as error:
             problem, code = f"error: {error}", 2
             if world.rank == 0:
-                _say(problem)
+                say(problem)
         _leave(world, farewell, code, problem)
     sys.exit(code)
 
@@ -92,8 +90,8 @@ def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -
     while not request.Test():
         if code and time.monotonic() > deadline:
             if problem and world.rank != 0:
-                _say(f"[rank {world.rank}] {problem}")
-            _say(f"[rank {world.rank}] ended with exit code {code}, but not every rank did: ending the others")
+                say(f"[rank {world.rank}] {problem}")
+            say(f"[rank {world.rank}] ended with exit code {code}, but not every rank did: ending the others")
             abort(code)
         time.sleep(1e-3)
     farewell.Free()
@@ -113,41 +111,17 @@ def abort_on_error() -> Iterator[None]:
         if stop.code in (None, 0):
             raise
         if not isinstance(stop.code, int):
-            _say(f"[rank {_world_rank()}] {stop.code}")
+            say(f"[rank {_world_rank()}] {stop.code}")
         abort(stop.code if isinstance(stop.code, int) else 1)
     except LaunchError as error:
         # Each task is a world of its own here, so each would print: the first task speaks for all.
         tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
         if next((task for task in tasks if task is not None), "0") == "0":
-            _say(f"error: {error}")
+            say(f"error: {error}")
         abort(1)
     except BaseException as error:
-        _say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
+        say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
         abort(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _say(text: str) -> None:
-    """Print to standard error, if there still is one: an error must reach `abort` whatever happened to it."""
-    with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _status(code: int) -> int:
-    """``code`` as the eight bits that a process ends with, an error never becoming 0."""
-    return code and (code & 0xFF or 1)
-
-
-def abort(code: int) -> NoReturn:
-    """End every rank of MPI.COMM_WORLD now, with ``code``, or 1 where that would read as success. Does not return."""
-    code = _status(code) or 1
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or a broken pipe: no reason to let the others hang
-            stream.flush()
-    time.sleep(FORWARD_SECONDS)
-    mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
 
 
 def _world_rank() -> int | str:

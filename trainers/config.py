@@ -27,6 +27,9 @@ class TrainConfig:
 
     # parallel layout
     tensor_model_parallel_size: int = option(1, "ranks that one model is split over; the rest is data-parallel")
+    distributed_timeout_minutes: float = option(
+        10.0, "a collective that takes longer ends the job, with a report of who is missing; 0: no limit"
+    )
     # model
     num_layers: int = option(12, "transformer layers")
     hidden_size: int = option(768, "width of the residual stream")
@@ -137,7 +140,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
         value = getattr(config, name)
         require(value is None or value >= 1, f"{flag(name)}: must be at least 1")
     for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens",
-                 "init_method_std", "adam_eps"):  # fmt: skip
+                 "init_method_std", "adam_eps", "distributed_timeout_minutes"):  # fmt: skip
         require(getattr(config, name) >= 0, f"{flag(name)}: must not be negative")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")

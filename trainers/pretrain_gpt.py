@@ -22,7 +22,10 @@ def main(world: Communicator) -> None:
         config.model().require_parallel(config.tensor_model_parallel_size)
         return config.to_json()
 
-    train(settings.TrainConfig(**on_rank_zero(world, read)), world)
+    config = settings.TrainConfig(**on_rank_zero(world, read))
+    timeout = 60 * config.distributed_timeout_minutes or None
+    with Communicator(world.mpi, timeout=timeout) as watched:
+        train(config, watched)
 
 
 if __name__ == "__main__":

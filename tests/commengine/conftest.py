@@ -1,6 +1,11 @@
 """A communicator over the whole job, for the tests marked ``mpi``."""
 
+import textwrap
+import time
+
 import pytest
+
+import mpirun
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +27,25 @@ def stream(mpi_world):
     made.comm = comm
     yield made
     comm.close()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Run ``body`` as ``main(world)`` of a job: (the finished process, the seconds it took)."""
+
+    def job(body, n=2, env=None, program="launch.run(main)"):
+        path = tmp_path / "program.py"
+        path.write_text(
+            "import os, signal, sys, time\n"
+            "import torch\n"
+            "from commengine import CollectiveError, Communicator, UsageError, launch\n"
+            "def main(world):\n"
+            "    print(f'<{world.rank} of {world.size}>\\n', end='', flush=True)\n"
+            + textwrap.indent(textwrap.dedent(body), "    ")
+            + f"\n{program}\n"
+        )
+        began = time.monotonic()
+        done = mpirun.run(n, str(path), env=env, timeout=40)
+        return done, time.monotonic() - began
+
+    return job

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -14,28 +13,6 @@ from commengine.errors import LaunchError
 from commengine.launch import check_world_size
 
 GONE_S = 10.0  # how long a job may live after one rank failed, its start included
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Run ``body`` as ``main(world)`` of a job: (the finished process, the seconds it took)."""
-
-    def job(body, n=2, env=None, program="launch.run(main)"):
-        path = tmp_path / "program.py"
-        path.write_text(
-            "import os, signal, sys, time\n"
-            "import torch\n"
-            "from commengine import CollectiveError, Communicator, UsageError, launch\n"
-            "def main(world):\n"
-            "    print(f'<{world.rank} of {world.size}>\\n', end='', flush=True)\n"
-            + textwrap.indent(textwrap.dedent(body), "    ")
-            + f"\n{program}\n"
-        )
-        began = time.monotonic()
-        done = mpirun.run(n, str(path), env=env, timeout=40)
-        return done, time.monotonic() - began
-
-    return job
 
 
 def assert_ended(done, seconds, code):

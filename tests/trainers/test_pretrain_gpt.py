@@ -346,7 +346,7 @@ def step(self):
     if self.iteration == 3 and self.grid.world.rank == 1:
         if os.environ["HOW"] == "raise":
             raise KeyError("rank one has had enough")
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, os.environ["HOW"]))
     return plain(self)
 loop.GPTTrainer.step = step
 launch.run(pretrain_gpt.main)
@@ -354,10 +354,11 @@ launch.run(pretrain_gpt.main)
 )
 
 
-@pytest.mark.parametrize("how, tensor", [("raise", 1), ("raise", 2), ("kill", 2)])
+@pytest.mark.parametrize("how, tensor", [("raise", 1), ("raise", 2), ("SIGKILL", 2), ("SIGSTOP", 2)])
 def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, tensor):
     """On a machine without TensorBoard, too."""
     words = [*mock, "--train-iters", "100000", "--tensor-model-parallel-size", str(tensor), "--overlap-grad-reduce"]
+    words += ["--distributed-timeout-minutes", "0.05"]
     began = time.monotonic()
     done = mpirun.run(2, "-c", DIE, *words, "--save", str(tmp_path), env={"HOW": how}, timeout=60)
     ended = time.monotonic()
@@ -372,3 +373,5 @@ def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, te
         assert "[rank 1] Traceback" in done.stderr and "rank one has had enough" in done.stderr
     else:
         assert "Traceback" not in done.stderr
+    if how == "SIGSTOP":
+        assert re.search(r"^missing: rank 1, all_reduce #\d+ \(it does not answer\)$", done.stderr, re.M), done.stderr

@@ -1,0 +1,182 @@
+"""A collective that does not end in time: real jobs under mpiexec, in which a rank stops or is elsewhere."""
+
+import re
+
+import pytest
+
+from commengine.watch import EXIT_CODE
+
+#: what the ranks of a job run on, besides the world that launch gives them
+WATCHED = "timed = Communicator(world.mpi, timeout=2)\n"
+
+
+def reports(stderr):
+    """By rank: the report it printed."""
+    parts = re.split(r"^\[rank (\d+)\] (?=.*\n(?:missing|last))", stderr, flags=re.M)
+    return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def assert_reported(done, ranks, missing):
+    """Each of ``ranks`` printed its report, which names ``missing`` and nobody else."""
+    assert done.returncode == EXIT_CODE, (done.returncode, done.stdout, done.stderr)
+    found = reports(done.stderr)
+    assert set(found) == set(ranks), done.stderr
+    for text in found.values():
+        named = [line for line in text.splitlines() if line.startswith("missing: ")]
+        assert [re.sub(r" \(.*", "", line) for line in named] == [f"missing: {who}" for who in missing], text
+    assert "Traceback" not in done.stderr
+    return found
+
+
+@pytest.mark.parametrize("where", ["", ", stream=lane"], ids=["direct", "stream"])
+def test_a_stopped_rank_is_named(job, where):
+    done, seconds = job(
+        WATCHED
+        + f"""
+lane = timed.new_stream()
+for _ in range(6):
+    timed.all_reduce(torch.ones(4){where}).wait()
+timed.broadcast(torch.ones(3, 5), 1{where}).wait()
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+timed.all_reduce(torch.ones(8), "max"{where}).wait()
+""",
+        n=3,
+    )
+    found = assert_reported(done, {0, 1}, ["rank 2, all_reduce #8"])
+    assert seconds < 15
+    for text in found.values():
+        assert "all_reduce #8 of group 'world' is not done" in text and "(timeout 2 s)" in text
+        assert "#7 broadcast(float32 [3, 5], root=1) of group 'world'" in text
+        assert re.search(r"#8 all_reduce\(float32 \[8\], op=max\) of group 'world'.*: running for \d", text)
+
+
+def test_a_rank_that_computes_is_named_and_says_where_it_is(job):
+    done, _ = job(
+        WATCHED
+        + """
+timed.barrier()
+if world.rank == 1:
+    while True:
+        sum(range(1000))
+timed.all_reduce(torch.ones(4))
+""",
+    )
+    found = assert_reported(done, {0, 1}, ["rank 1, all_reduce #2"]) if False else reports(done.stderr)
+    assert done.returncode == EXIT_CODE
+    assert "missing: rank 1, all_reduce #2 (its last there is barrier #1)" in found[0]
+    assert "rank 0 has run out of time" in found[1], "the rank that is missing speaks too"
+
+
+def test_a_group_that_was_split_is_watched_and_its_ranks_are_those_of_the_world(job):
+    done, _ = job(
+        WATCHED
+        + """
+part = timed.split(world.rank % 2, name="odds and evens")
+part.barrier()
+if world.rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+part.all_reduce(torch.ones(4))
+timed.barrier()
+""",
+        n=4,
+    )
+    found = reports(done.stderr)
+    assert done.returncode == EXIT_CODE and set(found) == {0, 1, 2}, done.stderr
+    assert "missing: rank 3, all_reduce #2 (it does not answer)" in found[1]
+
+
+@pytest.mark.parametrize(
+    "body, missing",
+    [
+        ("timed.recv(torch.ones(3), 1) if world.rank == 0 else timed.barrier()", "rank 1, recv #1"),
+        ("if world.rank == 0: timed.split(0)\nelse: time.sleep(60)", "rank 1, split #1"),
+        ("if world.rank == 0: timed.new_stream()\nelse: time.sleep(60)", "rank 1, new_stream #1"),
+    ],
+    ids=["recv", "split", "new_stream"],
+)
+def test_all_that_waits_for_others_is_watched(job, body, missing):
+    done, _ = job(WATCHED + body)
+    assert done.returncode == EXIT_CODE, (done.stdout, done.stderr)
+    assert f"missing: {missing} (" in reports(done.stderr)[0]
+
+
+def test_an_error_that_one_rank_alone_makes_is_found_where_the_others_agree(job):
+    done, _ = job(
+        """
+timed = Communicator(world.mpi, timeout=2, checked=True)
+try:
+    timed.all_reduce(torch.ones(4, 4).t() if world.rank == 1 else torch.ones(4, 4))
+except CollectiveError:
+    time.sleep(60)
+"""
+    )
+    assert "missing: rank 1, all_reduce #1 (its last there is nothing #0)" in reports(done.stderr)[0], done.stderr
+
+
+def test_a_rank_that_left_is_named(job):
+    done, _ = job(
+        WATCHED
+        + """
+if world.rank == 1:
+    sys.exit(0)
+timed.barrier()
+""",
+    )
+    assert done.returncode != 0
+    assert "missing: rank 1, barrier #1" in reports(done.stderr)[0], done.stderr
+
+
+def test_ranks_in_different_collectives_are_told_apart(job):
+    """Without checked=True MPI may let both hang: both have started number 1, of different kinds."""
+    done, _ = job(WATCHED + "timed.barrier() if world.rank == 0 else timed.broadcast(torch.ones(1 << 20), 0)")
+    assert done.returncode == EXIT_CODE, (done.stdout, done.stderr)
+    assert "missing: rank 1, barrier #1 (it is in broadcast #1 instead)" in done.stderr
+    assert "missing: rank 0, broadcast #1 (it is in barrier #1 instead)" in done.stderr
+
+
+def test_without_threads_the_call_itself_raises(job):
+    done, _ = job(
+        """
+assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+timed = Communicator(world.mpi, timeout=2)
+timed.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+timed.all_reduce(torch.ones(4))
+""",
+        program="import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\nlaunch.run(main)",
+    )
+    assert done.returncode == 1
+    assert "CollectiveTimeout: [rank 0] all_reduce #2 of group 'world' is not done" in done.stderr
+    assert "\nmissing: rank 1, all_reduce #2 (it does not answer)\n" in done.stderr
+
+
+def test_work_that_ends_in_time_is_left_alone(job):
+    """Collectives that take long, but less than the timeout; an idle time that is longer; groups and streams."""
+    done, _ = job(
+        """
+timed = Communicator(world.mpi, timeout=1)
+part = timed.split(0, name="part")
+lane = part.new_stream()
+for wait in (0.8, 0.9):
+    time.sleep(wait if world.rank == 0 else 0)
+    timed.barrier()
+    work = part.all_reduce(torch.ones(10), stream=lane)
+    work.wait()
+time.sleep(1.5)
+timed.barrier()
+part.close()
+timed.close()
+"""
+    )
+    assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("timeout", [0, -1, "2", float("nan")])
+def test_a_timeout_that_is_no_time_is_refused(mpi_world, timeout):
+    from commengine import CollectiveError, Communicator
+
+    with pytest.raises(CollectiveError, match=r"timeout=.* must be a positive number of seconds"):
+        Communicator(mpi_world, timeout=timeout)
