@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from .checks import INT_MAX, ArgumentChecks, TensorLike, is_c_int
 from .dtypes import reduction_error
 from .errors import CollectiveError
 from .host import HostTransport, TransferError, load_mpi
+from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
 from .watch import Watch, WatchedGroup, check_timeout
@@ -77,7 +78,8 @@ class Communicator(ArgumentChecks):
         self.name = name
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
         self._watched = watched
-        self._host: Any = HostTransport(comm, look=self._look())
+        self._shared = SharedTensors(comm)
+        self._host: Any = HostTransport(comm, look=self._look(), shared=self._shared)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
         self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
@@ -234,6 +236,18 @@ class Communicator(ArgumentChecks):
         for *_, work in group:
             work.started(whole)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised tensor in memory that all ranks of a node share: large collectives on it copy nothing.
+
+        all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from 32 kB on, where
+        every rank gives its tensor of the same call, or the same part of it. Private memory where the group spans
+        nodes, or is one rank. Collective; the same shape and dtype on every rank. The memory lives until `close`, or,
+        where a tensor still refers to it then, as long as the process.
+        """
+        self._live_mpi()
+        with self._watching("empty", "life"):
+            return self._shared.empty(shape, dtype)
+
     # Streams, groups, life ------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream:
@@ -242,7 +256,7 @@ class Communicator(ArgumentChecks):
         index = len(self._streams) + 1
         comm = self._live_mpi()
         with self._watching("new_stream", "life"):
-            transport = HostTransport(comm.Dup(), polling=True, look=self._look())
+            transport = HostTransport(comm.Dup(), polling=True, look=self._look(), shared=self._shared)
         threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         stream = Stream(f"{self.name}/stream{index}", index, transport, threaded=threaded)
         self._streams.append(stream)
@@ -277,14 +291,17 @@ class Communicator(ArgumentChecks):
         """
         if isinstance(self._host, _Closed):
             return
-        self._host = _Closed(self)
+        host, self._host = self._host, _Closed(self)
         alive = not load_mpi().Is_finalized()
         with self._watching("close", "life"):
             for stream in self._streams:
                 stream.close()
                 if alive:
+                    stream.transport.close()
                     stream.transport._comm.Free()
             if alive:
+                host.close()
+                self._shared.close()
                 self.mpi.Free()
         untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
         self._streams.clear()
@@ -306,7 +323,7 @@ class Communicator(ArgumentChecks):
 
     def _live_mpi(self) -> MPI.Intracomm:
         if isinstance(self._host, _Closed):
-            raise self._error("new_stream or split", "the communicator is closed")
+            raise self._error("new_stream, split or empty", "the communicator is closed")
         return self.mpi
 
     # Running --------------------------------------------------------------------------------------------------

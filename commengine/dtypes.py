@@ -16,6 +16,7 @@ bool                ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,11 @@ class MpiTypes:
             self.reduce[torch.bool, name] = (mpi.UINT8_T, op)
 
 
+_STEPS: dict[str, Any] = {
+    "sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
+}  # fmt: skip
+
+
 def reduction_error(dtype: torch.dtype, op: object) -> str | None:
     """Why ``op`` cannot reduce ``dtype``, in words for an error message, or None when it can."""
     if op not in REDUCTIONS:
@@ -68,23 +74,26 @@ def reduction_error(dtype: torch.dtype, op: object) -> str | None:
     return None
 
 
-def reduce_halves(parts: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce float16 or bfloat16 ``parts`` [n, ...] over dim 0, in float32 and in rank order; round once.
+def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
+    """Reduce ``parts``, tensors of one shape and dtype, in their order into ``out``, which may be one of them.
 
-    The order makes the result the same on every rank and in every run.
+    Halves are reduced in float32 and rounded once. The order makes the result the same on every rank and in every
+    run. Autograd sees nothing. Returns ``out``.
     """
-    if len(parts) == 2 and op == "sum":
-        return torch.add(parts[0], parts[1])  # torch adds two halves in float32 and rounds once
-    total = parts[0].float()
-    for part in parts[1:]:
-        if op == "prod":
-            total *= part
-        elif op == "min":
-            torch.minimum(total, part.float(), out=total)
-        elif op == "max":
-            torch.maximum(total, part.float(), out=total)
-        else:
-            total += part
-    if op == "avg":
-        total /= len(parts)
-    return total.to(parts.dtype)
+    with torch.inference_mode():
+        total = out
+        if out.dtype == torch.bool:
+            op = {"sum": "max", "prod": "min"}.get(op, op)
+            parts, total = [part.view(torch.uint8) for part in parts], out.view(torch.uint8)
+        step = _STEPS[op]
+        if out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2):  # torch adds two halves in float32
+            total = torch.empty(out.shape, dtype=torch.float32)
+        if len(parts) == 1:
+            return out.copy_(parts[0])
+        first = parts[0].to(total.dtype)
+        step(first, parts[1], out=total)
+        for part in parts[2:]:
+            step(total, part, out=total)
+        if op == "avg":
+            total /= len(parts)
+        return out if total.data_ptr() == out.data_ptr() else out.copy_(total)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .dtypes import HALF_TYPES, MpiTypes, reduce_halves
+from .dtypes import HALF_TYPES, MpiTypes, reduce_in_order
+from .shared import SHARED_BYTES, Place, SharedLane, SharedTensors, spin
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,9 +85,17 @@ class HostTransport:
 
     comm: an MPI intracommunicator that nothing else communicates on.
     polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
+    shared: the tensors in windows, on which large collectives go through memory (see `commengine.shared`).
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, polling: bool = False, look: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        polling: bool = False,
+        look: Callable[[], None] | None = None,
+        shared: SharedTensors | None = None,
+    ) -> None:
         mpi = load_mpi()
         self.rank = comm.rank
         self.size = comm.size
@@ -96,6 +105,9 @@ class HostTransport:
         if polling or look is not None:
             self._calls = PollingComm(comm, look)
             self._waitall = self._calls.waitall
+        self._shared = shared
+        self._segments = [] if shared is None else shared.segments  # looked at in every call
+        self._made_lane: SharedLane | None = None
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
@@ -105,9 +117,31 @@ class HostTransport:
         """The tensor as a buffer of opaque elements."""
         return self._address(tensor.data_ptr(), tensor.nbytes), self._types.move[tensor.dtype]
 
+    def _place(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies that is worth a collective through memory."""
+        if self._shared is None or tensor.nbytes < SHARED_BYTES:
+            return None
+        return self._shared.find(tensor)
+
+    @property
+    def _lane(self) -> SharedLane:
+        """Collective the first time: inside the first collective that needs it."""
+        if self._made_lane is None:
+            wait = self._calls.wait if isinstance(self._calls, PollingComm) else spin
+            self._made_lane = SharedLane(self._comm, wait)
+        return self._made_lane
+
+    def close(self) -> None:
+        """Free what it made, the communicator being the caller's. Collective."""
+        if self._made_lane is not None:
+            self._made_lane.close()
+
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
+        if self._segments and (place := self._place(tensor)) is not None:
+            self._lane.all_reduce(place, op)
+            return
         dtype = tensor.dtype
         if dtype in HALF_TYPES:
             self._all_reduce_halves(tensor, op)
@@ -146,10 +180,13 @@ class HostTransport:
             _divide(tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
+        if self._segments and (place := self._place(input)) is not None:
+            self._lane.reduce_scatter(output, place, op)
+            return
         if input.dtype in HALF_TYPES:
             parts = torch.empty_like(input)
             self._calls.Alltoall(self._moved(input), self._moved(parts))
-            _fill(output, reduce_halves(parts.view(self.size, *output.shape), op))
+            reduce_in_order(parts.view(self.size, *output.shape), op, output)
             return
         datatype, mpi_op = self._types.reduce[input.dtype, op]
         source = (self._address(input.data_ptr(), input.nbytes), datatype)
@@ -164,7 +201,7 @@ class HostTransport:
         if tensor.nbytes <= SMALL_HALVES:
             parts = tensor.new_empty((self.size, *tensor.shape))
             self._calls.Allgather(self._moved(tensor), self._moved(parts))
-            _fill(tensor, reduce_halves(parts, op))
+            reduce_in_order(parts, op, tensor)
             return
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
@@ -182,15 +219,25 @@ class HostTransport:
         self._calls.Alltoallv(
             (sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1])
         )
-        return reduce_halves(parts, op), counts, starts
+        return reduce_in_order(parts, op, parts.new_empty(mine)), counts, starts
 
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
+        if self._segments:
+            if (place := self._place(output)) is not None:
+                self._lane.gather_into(place, input)
+                return
+            if (place := self._place(input)) is not None:
+                self._lane.all_gather(output, place)
+                return
         self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
+        if self._segments and (place := self._place(tensor)) is not None:
+            self._lane.broadcast(place, root)
+            return
         self._calls.Bcast(self._moved(tensor), root)
 
     def gather(self, output: Tensor | None, input: Tensor, root: int) -> None:
@@ -233,15 +280,7 @@ class HostTransport:
                 )
 
 
-# Torch's in-place operations ask autograd and the calling thread's modes; MPI, which writes to an address, does not.
-# Both must behave alike, on a leaf that requires gradients, on a tensor of a graph and on a worker thread.
-
-
-def _fill(tensor: Tensor, values: Tensor) -> None:
-    with torch.inference_mode():
-        tensor.copy_(values)
-
-
 def _divide(tensor: Tensor, divisor: int) -> None:
+    # MPI, which writes to an address, does not ask autograd and the thread's modes; nor must what torch does here.
     with torch.inference_mode():
         tensor.div_(divisor)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commengine.dtypes import reduce_halves
+from commengine.dtypes import reduce_in_order
 from commengine.host import HostTransport
 
 
@@ -46,7 +46,7 @@ def test_chunks_cover_the_tensor_once_and_reduce_alike(numel, size, dtype, op, s
         chunk, counts, starts = transport._reduce_chunks(inputs[rank], op)
         assert chunk.numel() == counts[rank]
         whole[starts[rank] : starts[rank] + counts[rank]] = chunk
-    assert torch.equal(whole, reduce_halves(torch.stack(inputs), op))
+    assert torch.equal(whole, reduce_in_order(inputs, op, torch.empty_like(inputs[0])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -55,9 +55,9 @@ def test_two_halves_add_as_any_number_does(dtype):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**15), 2**15, (2, 200_000), generator=generator).to(torch.int16)
     parts = bits.view(dtype)
-    quick = reduce_halves(parts, "sum")
+    quick = reduce_in_order(parts, "sum", torch.empty_like(parts[0]))
     zero = torch.full((1, parts.shape[1]), -0.0, dtype=dtype)  # x + -0.0 is x, the sign of zero included
-    general = reduce_halves(torch.cat([parts, zero]), "sum")
+    general = reduce_in_order(torch.cat([parts, zero]), "sum", torch.empty_like(parts[0]))
     finite = ~general.isnan()
     assert torch.equal(quick.isnan(), general.isnan())
     assert torch.equal(quick[finite].view(torch.int16), general[finite].view(torch.int16))

@@ -1,0 +1,45 @@
+"""A slow link on a fast machine: what a transport moves takes as long as it would at a given rate.
+
+The delay is slept where the collective runs (on a stream: in its worker), so it leaves the core to compute, as a
+network does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from commengine import Communicator
+
+
+class SlowLink:
+    """A transport whose operations last at least as long as their bytes take at ``rate`` bytes a second.
+
+    An operation counts the largest of its tensors: for two ranks what an all-reduce sends and receives.
+    """
+
+    def __init__(self, transport: Any, rate: float) -> None:
+        self._transport = transport
+        self._rate = rate
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._transport, name)
+        if not callable(found) or name.startswith("_"):
+            return found
+
+        def slow(*args: Any) -> None:
+            start = time.perf_counter()
+            found(*args)
+            size = max((argument.nbytes for argument in args if isinstance(argument, Tensor)), default=0)
+            time.sleep(max(0.0, start + size / self._rate - time.perf_counter()))
+
+        return slow
+
+
+def slow_down(comm: Communicator, rate: float) -> None:
+    """Put ``comm`` and the streams it has behind a link of ``rate`` bytes a second. For studies and tests only."""
+    comm._host = SlowLink(comm._host, rate)
+    for stream in comm._streams:
+        stream.transport = SlowLink(stream.transport, rate)

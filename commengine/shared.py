@@ -1,0 +1,261 @@
+"""Collectives through memory that the ranks of a node share (MPI-3 windows).
+
+A tensor made by `Communicator.empty` lies in a window in which every rank sees every other's part. A large collective
+on such a tensor reads and writes there: no message, no copy in or out, and each element is reduced once, by one rank,
+in rank order. So the result has the same bits on every rank and in every run.
+
+The ranks meet at flags in a window of the lane's own, which a stream has as well as the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import reduce_in_order
+from .errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+#: from how many bytes on a tensor in a window is reduced or copied there, and not by messages
+SHARED_BYTES = 32 * 1024
+
+#: bytes of each rank's operand that are reduced at a time: all of them, and the result, stay in the caches
+BLOCK_BYTES = 1 << 20
+
+#: looks at another's flag between two calls of MPI
+LOOKS_PER_PROGRESS = 256
+
+#: a rank's flags have a cache line of their own
+LINE_BYTES = 64
+
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "gather_into", "broadcast")
+
+
+class SharedTensors:
+    """The windows of one communicator. Collective to make, `empty` and `close`.
+
+    comm: an MPI intracommunicator, not owned. available: whether all its ranks share a node's memory.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self.segments: list[_Segment] = []
+        self._available: bool | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether all ranks, more than one, share a node's memory. Collective the first time."""
+        if self._available is None:
+            from mpi4py import MPI
+
+            node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+            self._available = bool(self._comm.allreduce(1 < node.size == self._comm.size, MPI.LAND))
+            node.Free()
+        return self._available
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that all ranks reach, uninitialised; every rank asks for the same. Private where they cannot."""
+        numel = 1
+        for size in shape:
+            numel *= size
+        if not self.available or numel == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        segment = _Segment(self._comm, numel * dtype.itemsize)
+        self.segments.append(segment)
+        return segment.tensor(numel, dtype).view(tuple(shape))
+
+    def find(self, tensor: Tensor) -> Place | None:
+        """Where ``tensor`` lies, or None if that is no window."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        for index, segment in enumerate(self.segments):
+            offset = address - segment.address
+            if offset >= 0 and offset + nbytes <= segment.nbytes:
+                return Place(segment, index, offset, nbytes, tensor.dtype)
+        return None
+
+    def close(self) -> None:
+        """Free the windows in which no tensor lies any more on any rank. The others live as long as the process."""
+        from mpi4py import MPI
+
+        for segment in self.segments:
+            if self._comm.allreduce(segment.unused(), MPI.LAND):
+                segment.free()
+        self.segments.clear()
+
+
+class _Segment:
+    """One window: this rank's part, and where the others' are."""
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
+        from mpi4py import MPI
+
+        self.nbytes = nbytes
+        self.window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+        self.window.Lock_all()
+        comm.Barrier()  # who waits at a flag makes no progress inside MPI, which another's lock may need
+        memory = [self.window.Shared_query(rank)[0] for rank in range(comm.size)]
+        self._mine = memory[comm.rank]
+        self.address: int = self._mine.address
+        # Not views of what the user has: writing here must not look like a change that autograd has to know of.
+        self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """This rank's part."""
+        return torch.frombuffer(self._mine, dtype=dtype, count=numel)
+
+    def unused(self) -> bool:
+        """Whether no tensor but ours refers to the memory: unmapping it then hurts nobody. Ours are gone after this."""
+        self.parts.clear()
+        return sys.getrefcount(self._mine) == 2  # ours, and the call's
+
+    def free(self) -> None:
+        self.window.Unlock_all()
+        self.window.Free()
+
+
+class Place:
+    """A tensor in a window, and its counterparts on the other ranks."""
+
+    def __init__(self, segment: _Segment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
+        self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
+
+    def parts(self) -> list[Tensor]:
+        """Every rank's tensor, flat, in rank order."""
+        end = self.offset + self.nbytes
+        return [part[self.offset : end].view(self.dtype) for part in self.segment.parts]
+
+
+class SharedLane:
+    """One ordered sequence of collectives on shared tensors: the caller's, or a stream's.
+
+    comm: the lane's own MPI communicator. wait: how to wait until a function says so. Collective to make.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> None:
+        from mpi4py import MPI
+
+        self._rank, self._size = comm.rank, comm.size
+        self._wait = wait
+        self._progress = comm.Iprobe
+        self._window = MPI.Win.Allocate_shared(LINE_BYTES, 1, comm=comm)
+        self._window.Lock_all()
+        self._sync = self._window.Sync
+        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self._size)]
+        self._flags = [memoryview(part).cast("q") for part in memory]
+        self._mine = self._flags[self._rank]
+        self._mine[0] = 0
+        self._round = 0
+        comm.Barrier()  # every flag is 0 before anybody looks
+
+    def close(self) -> None:
+        """Collective."""
+        for flags in self._flags:
+            flags.release()
+        self._flags.clear()
+        self._window.Unlock_all()
+        self._window.Free()
+
+    def all_reduce(self, place: Place, op: str) -> None:
+        """Rank r reduces the r-th part of everybody's tensor, and writes it to all."""
+        self._meet("all_reduce", place)
+        parts = place.parts()
+        for block in self._blocks(parts[0], self._rank, self._size):
+            operands = [part[block] for part in parts]
+            result = reduce_in_order(operands, op, operands[0])
+            for other in operands[1:]:
+                other.copy_(result)
+        self._meet()
+
+    def reduce_scatter(self, output: Tensor, place: Place, op: str) -> None:
+        """Rank r reduces the r-th part of everybody's ``place`` into its ``output``."""
+        self._meet("reduce_scatter", place)
+        parts = [part.view(self._size, -1)[self._rank] for part in place.parts()]
+        flat = output.view(-1)
+        for block in self._blocks(flat, 0, 1):
+            reduce_in_order([part[block] for part in parts], op, flat[block])
+        self._meet()
+
+    def all_gather(self, output: Tensor, place: Place) -> None:
+        """Copy everybody's ``place`` into ``output``."""
+        self._meet("all_gather", place)
+        for row, part in zip(output.view(self._size, -1), place.parts(), strict=True):
+            if row.data_ptr() != part.data_ptr():
+                row.copy_(part)
+        self._meet()
+
+    def gather_into(self, place: Place, input: Tensor) -> None:
+        """Copy ``input`` into this rank's rows of everybody's ``place``."""
+        self._meet("gather_into", place)
+        flat = input.reshape(-1)
+        for part in place.parts():
+            row = part.view(self._size, -1)[self._rank]
+            if row.data_ptr() != flat.data_ptr():
+                row.copy_(flat)
+        self._meet()
+
+    def broadcast(self, place: Place, root: int) -> None:
+        """Copy ``root``'s tensor."""
+        self._meet("broadcast", place)
+        if self._rank != root:
+            parts = place.parts()
+            parts[self._rank].copy_(parts[root])
+        self._meet()
+
+    def _reached(self, flags: memoryview) -> Callable[[], bool]:
+        """Whether that rank is here. Now and then it lets MPI work on what another rank may wait for."""
+        target, looks = self._round, 0
+
+        def reached() -> bool:
+            nonlocal looks
+            looks += 1
+            if looks % LOOKS_PER_PROGRESS == 0:
+                self._progress()
+            return bool(flags[0] >= target)
+
+        return reached
+
+    def _blocks(self, flat: Tensor, index: int, count: int) -> list[slice]:
+        """The ``index``-th of ``count`` parts of a flat tensor, a few bytes at a time."""
+        low, high = (flat.numel() * part // count for part in (index, index + 1))
+        step = BLOCK_BYTES // flat.itemsize
+        return [slice(start, min(start + step, high)) for start in range(low, high, step)]
+
+    def _meet(self, operation: str | None = None, place: Place | None = None) -> None:
+        """Wait until every rank is here, and all that it wrote can be seen.
+
+        Where the collective begins they tell each other what they are about to do: a tensor that lies elsewhere on
+        one rank would be written over, so CollectiveMismatch is raised on all of them.
+        """
+        self._round += 1
+        if operation is not None and place is not None:
+            self._mine[1] = place.index << 48 | place.offset
+            self._mine[2] = place.nbytes << 8 | _OPERATIONS.index(operation)
+        self._sync()
+        self._mine[0] = self._round
+        for flags in self._flags:
+            if flags[0] < self._round:
+                self._wait(self._reached(flags))
+        self._sync()
+        if operation is not None and len({(flags[1], flags[2]) for flags in self._flags}) > 1:
+            asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
+            self._meet()  # nobody goes on to overwrite what another has not read
+            raise CollectiveMismatch(f"the ranks gave different shared tensors: {asked}")
+
+
+def _described(flags: memoryview) -> str:
+    segment, offset = divmod(flags[1], 1 << 48)
+    nbytes, operation = divmod(flags[2], 1 << 8)
+    return f"{_OPERATIONS[operation]} of {nbytes} bytes at byte {offset} of shared tensor {segment}"
+
+
+def spin(done: Callable[[], bool]) -> None:
+    """Wait for what comes in microseconds, giving the core to whoever else wants it."""
+    while not done():
+        os.sched_yield()
