@@ -32,6 +32,8 @@ class Communicator(ArgumentChecks):
     checked: before each collective the group agrees on operation, shape, dtype, reduction, root and stream; if it
         does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
     name: what errors and traces call the group.
+    deterministic: every reduction of host tensors is in rank order, so that its bits depend on nothing but its inputs
+        and the size of the group; MPI may choose by size, placement or luck. Costs a copy of the tensor, and time.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
         are missing; holds for what is split from it, too. Below THREAD_MULTIPLE: see `commengine.watch`.
 
@@ -50,6 +52,7 @@ class Communicator(ArgumentChecks):
         *,
         device: str | None = None,
         checked: bool = False,
+        deterministic: bool = False,
         name: str = "world",
         timeout: float | None = None,
     ) -> None:
@@ -63,9 +66,10 @@ class Communicator(ArgumentChecks):
         check_timeout(timeout)
         own = mpi_comm.Dup()
         self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
-        self._own(own, checked, name, None if self._root_watch is None else self._root_watch.group(own, name))
+        watched = None if self._root_watch is None else self._root_watch.group(own, name)
+        self._own(own, checked, deterministic, name, watched)
 
-    def _own(self, comm: Any, checked: bool, name: str, watched: WatchedGroup | None) -> None:
+    def _own(self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None) -> None:
         """Take over ``comm``, which nobody else knows."""
         self.mpi: MPI.Intracomm = comm
         # Inherited from the caller's: an error must not end the process before it can be told.
@@ -79,11 +83,17 @@ class Communicator(ArgumentChecks):
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
         self._watched = watched
         self._shared = SharedTensors(comm)
-        self._host: Any = HostTransport(comm, look=self._look(), shared=self._shared)
+        self.deterministic = deterministic
+        self._host: Any = self._new_host(comm)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
         self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
         self._slow = checked  # whether a call takes more looks than one
+
+    def _new_host(self, comm: Any, *, polling: bool = False) -> HostTransport:
+        return HostTransport(
+            comm, polling=polling, look=self._look(), shared=self._shared, deterministic=self.deterministic
+        )
 
     def _look(self) -> Callable[[], None] | None:
         """What a rank without a watcher thread does while it waits."""
@@ -256,7 +266,7 @@ class Communicator(ArgumentChecks):
         index = len(self._streams) + 1
         comm = self._live_mpi()
         with self._watching("new_stream", "life"):
-            transport = HostTransport(comm.Dup(), polling=True, look=self._look(), shared=self._shared)
+            transport = self._new_host(comm.Dup(), polling=True)
         threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         stream = Stream(f"{self.name}/stream{index}", index, transport, threaded=threaded)
         self._streams.append(stream)
@@ -281,7 +291,8 @@ class Communicator(ArgumentChecks):
             return None
         made = Communicator.__new__(Communicator)
         made._root_watch = None
-        made._own(part, self.checked, name, None if self._watched is None else self._watched.part(part, name))
+        watched = None if self._watched is None else self._watched.part(part, name)
+        made._own(part, self.checked, self.deterministic, name, watched)
         return made
 
     def close(self) -> None:

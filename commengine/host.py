@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .dtypes import HALF_TYPES, MpiTypes, reduce_in_order
+from .dtypes import DTYPES, HALF_TYPES, MpiTypes, reduce_in_order
 from .shared import SHARED_BYTES, Place, SharedLane, SharedTensors, spin
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: halves up to this many bytes are all-gathered and reduced everywhere: one round trip instead of two
-SMALL_HALVES = 16 * 1024
+#: what is reduced in rank order is all-gathered and reduced everywhere up to this many bytes: one round trip, not two
+SMALL_BYTES = 16 * 1024
 
 #: longer reductions go in pieces of this many bytes. An MPI's temporary copy of a longer one no longer fits the caches,
 #: and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md: 2.5 times the time)
@@ -86,6 +86,7 @@ class HostTransport:
     comm: an MPI intracommunicator that nothing else communicates on.
     polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
     shared: the tensors in windows, on which large collectives go through memory (see `commengine.shared`).
+    deterministic: reduce every dtype as halves are, in rank order.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class HostTransport:
         polling: bool = False,
         look: Callable[[], None] | None = None,
         shared: SharedTensors | None = None,
+        deterministic: bool = False,
     ) -> None:
         mpi = load_mpi()
         self.rank = comm.rank
@@ -108,6 +110,7 @@ class HostTransport:
         self._shared = shared
         self._segments = [] if shared is None else shared.segments  # looked at in every call
         self._made_lane: SharedLane | None = None
+        self._in_order = DTYPES if deterministic else HALF_TYPES
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
@@ -143,8 +146,8 @@ class HostTransport:
             self._lane.all_reduce(place, op)
             return
         dtype = tensor.dtype
-        if dtype in HALF_TYPES:
-            self._all_reduce_halves(tensor, op)
+        if dtype in self._in_order:
+            self._all_reduce_in_order(tensor, op)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
         nbytes = tensor.nbytes
@@ -163,7 +166,7 @@ class HostTransport:
             yield self._address(address + start, min(PIECE_BYTES, nbytes - start))
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
-        if tensor.dtype in HALF_TYPES:
+        if tensor.dtype in self._in_order:
             chunk, counts, starts = self._reduce_chunks(tensor, op)
             buffer = self._moved(tensor)
             received = (buffer[0], counts, starts, buffer[1]) if self.rank == root else None
@@ -183,7 +186,7 @@ class HostTransport:
         if self._segments and (place := self._place(input)) is not None:
             self._lane.reduce_scatter(output, place, op)
             return
-        if input.dtype in HALF_TYPES:
+        if input.dtype in self._in_order:
             parts = torch.empty_like(input)
             self._calls.Alltoall(self._moved(input), self._moved(parts))
             reduce_in_order(parts.view(self.size, *output.shape), op, output)
@@ -195,10 +198,10 @@ class HostTransport:
         if op == "avg":
             _divide(output, self.size)
 
-    def _all_reduce_halves(self, tensor: Tensor, op: str) -> None:
+    def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
             return
-        if tensor.nbytes <= SMALL_HALVES:
+        if tensor.nbytes <= SMALL_BYTES:
             parts = tensor.new_empty((self.size, *tensor.shape))
             self._calls.Allgather(self._moved(tensor), self._moved(parts))
             reduce_in_order(parts, op, tensor)

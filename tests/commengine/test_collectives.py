@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from commengine import CollectiveError
+from commengine import CollectiveError, Communicator
 from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
-from commengine.host import PIECE_BYTES, SMALL_HALVES
+from commengine.host import PIECE_BYTES, SMALL_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -231,7 +231,7 @@ def test_halves_are_rounded_once(world):
             for _ in range(3):
                 stepwise = stepwise + torch.tensor(small, dtype=dtype)
             assert expected == 1 + ulp and stepwise == 1  # the example tells the two apart
-        for count in (1, SMALL_HALVES):  # both algorithms
+        for count in (1, SMALL_BYTES):  # both algorithms
             tensor = torch.full((count,), 1.0 if world.rank == 0 else small, dtype=dtype)
             world.all_reduce(tensor)
             assert (tensor == expected).all(), dtype
@@ -253,7 +253,7 @@ def test_half_sums_round_ties_to_even(world):
 
 
 def test_half_sums_do_not_overflow_on_the_way(world):
-    for count in (3, SMALL_HALVES):
+    for count in (3, SMALL_BYTES):
         tensor = torch.full((count,), 60000.0, dtype=torch.float16)
         world.all_reduce(tensor, "avg")
         assert (tensor == 60000).all()
@@ -262,16 +262,40 @@ def test_half_sums_do_not_overflow_on_the_way(world):
         assert (tensor == (60000 if world.size == 1 else 0)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("numel", [5, 70_001])
+def test_deterministic_sums_are_in_rank_order(mpi_world, dtype, numel):
+    """Bit for bit, small and large, of numbers whose sum depends on the order."""
+    parts = [torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) * 10**r
+             for r in range(mpi_world.size)]  # fmt: skip
+    parts = [(part > 0) if dtype == torch.bool else part.to(dtype) for part in parts]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total | part if dtype == torch.bool else total + part
+    with Communicator(mpi_world, deterministic=True) as comm, comm.split(0) as part:
+        for group in (comm, part):
+            mine = parts[comm.rank].clone()
+            group.all_reduce(mine)
+            assert torch.equal(mine, total)
+        rows = torch.cat([parts[comm.rank]] * comm.size)
+        own = torch.empty(numel, dtype=dtype)
+        comm.reduce_scatter(own, rows)
+        assert torch.equal(own, total)
+        mine = parts[comm.rank].clone()
+        comm.reduce(mine, 0)
+        assert torch.equal(mine, total if comm.rank == 0 else parts[comm.rank])
+
+
 @by_half
 def test_large_and_small_halves_agree_bit_for_bit(world, dtype):
-    count = 3 * SMALL_HALVES // 2 + 5  # three pieces that are small, one that is not
+    count = 3 * SMALL_BYTES // 2 + 5  # three pieces that are small, one that is not
     whole = torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
-    assert whole.nbytes > SMALL_HALVES
+    assert whole.nbytes > SMALL_BYTES
     for op in OPS:
         large, small, rooted = whole.clone(), whole.clone(), whole.clone()
         world.all_reduce(large, op)
-        for piece in small.split(SMALL_HALVES // 2):
-            assert piece.nbytes <= SMALL_HALVES
+        for piece in small.split(SMALL_BYTES // 2):
+            assert piece.nbytes <= SMALL_BYTES
             world.all_reduce(piece, op)
         world.reduce(rooted, world.size - 1, op)
         assert bits(large) == bits(small), op
@@ -282,7 +306,7 @@ def test_large_and_small_halves_agree_bit_for_bit(world, dtype):
 @by_half
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_halves_about_the_threshold(world, dtype, extra):
-    count = SMALL_HALVES // 2 + extra
+    count = SMALL_BYTES // 2 + extra
     parts = [given(dtype, (count,), rank) for rank in range(world.size)]
     tensor = parts[world.rank].clone()
     world.all_reduce(tensor)
