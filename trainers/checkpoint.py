@@ -1,12 +1,13 @@
 """Saving and resuming: a folder per checkpoint, complete or absent, and a pointer to the newest.
 
     SAVE/iter_0000100/model.safetensors        global parameters under global names
-                      optimizer.safetensors    AdamW's moments, likewise
-                      state.json               iteration, settings, placements
+                      optimizer.safetensors    AdamW's moments, and fp32 masters of half parameters, likewise
+                      state.json               iteration, updates, loss scaler, settings, placements
     SAVE/latest                                the name of the newest folder, written last
 
 Everything else that a run needs (order of samples, dropout, learning rate) is a function of the iteration, so a
-resumed run continues bit for bit. The tensors are global: nothing in them tells how many ranks wrote them.
+resumed run continues bit for bit. The tensors are global: nothing in them tells how many ranks wrote them, or whether
+their optimizer was sharded. A run may go on in another precision, from the masters where there are any.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from commengine import ProcessGrid, UsageError
 from tplayers import Placement, placement_of
 
 from . import parallel_safetensors
-from .optimizer import moments, prepare_moments
+from .buckets import MOMENTS
+from .optimizer import Optimizer
 from .rank_zero import on_every_rank, on_rank_zero
 
-FORMAT = 1
+FORMAT = 2
+
+#: 1: without half precision, so without masters, loss scaler, and steps that were skipped
+READABLE = (1, 2)
 
 #: settings that must be those of the checkpoint: the model, and what decides which samples come next
 FIXED_SETTINGS = (
@@ -38,29 +43,42 @@ FIXED_SETTINGS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. updates: the steps that were not skipped. loss_scaler: its state, of an fp16 run."""
+
+    iteration: int
+    updates: int
+    loss_scaler: dict[str, Any] | None = None
+    masters: bool = False
+
+
 def save(
     folder: Path,
-    iteration: int,
+    progress: Progress,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     settings: Mapping[str, Any],
     grid: ProcessGrid,
 ) -> None:
-    """Write the state after ``iteration`` steps. Collective over the grid's world."""
-    name = f"iter_{iteration:07d}"
+    """Write the state after ``progress.iteration`` steps. Collective over the grid's world."""
+    name = f"iter_{progress.iteration:07d}"
     beside = folder / f"{name}.tmp"
     on_rank_zero(grid.world, lambda: _make_empty(beside))
-    if grid.data.rank == 0:  # one tensor group holds everything
-        placements = {key: placement_of(p) for key, p in model.named_parameters()}
-        weights = {key: (p.detach(), placements[key]) for key, p in model.named_parameters()}
-        state = {key: (tensor, placement_of(p)) for key, (tensor, p) in moments(optimizer, model).items()}
-        parallel_safetensors.write(beside / "model.safetensors", weights, grid.tensor)
-        parallel_safetensors.write(beside / "optimizer.safetensors", state, grid.tensor)
+    optimizer.wait_for_parameters()
+    if grid.data.rank == 0:  # one tensor group holds everything, but for what the data group has sharded
+        weights = {key: (p.dtype, placement_of(p)) for key, p in model.named_parameters()}
+        parallel_safetensors.write(beside / "model.safetensors", weights, model.named_parameters(), grid.tensor)
+        state = optimizer.described()
+        parallel_safetensors.write(beside / "optimizer.safetensors", state, optimizer.tensors(), grid.tensor)
+    else:
+        for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
+            pass
     grid.world.barrier()
 
     def publish() -> None:
         described = {key: _describe(placement_of(p)) for key, p in model.named_parameters()}
-        written = {"format": FORMAT, "iteration": iteration, "settings": dict(settings), "parameters": described}
+        written = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
         _write_synced(beside / "state.json", json.dumps(written, indent=1))
         final, old = folder / name, folder / f"{name}.old"
         _sync_folder(beside)
@@ -90,15 +108,18 @@ def latest(folder: Path) -> Path | None:
     return found
 
 
-def read_state(found: Path, settings: Mapping[str, Any]) -> int:
-    """The iteration of the checkpoint. Raises UsageError where it is of another model or format."""
+def read_state(found: Path, settings: Mapping[str, Any]) -> Progress:
+    """How far the checkpoint's run was. Raises UsageError where it is of another model or format."""
     try:
         state = json.loads((found / "state.json").read_text())
         iteration, saved = int(state["iteration"]), state["settings"]
+        progress = Progress(
+            iteration, int(state.get("updates", iteration)), state.get("loss_scaler"), bool(state.get("masters"))
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
-    if state.get("format") != FORMAT:
-        raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {FORMAT}")
+    if state.get("format") not in READABLE:
+        raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {READABLE}")
     for name in FIXED_SETTINGS:
         theirs = saved.get(name)
         if theirs != settings[name]:
@@ -108,31 +129,37 @@ def read_state(found: Path, settings: Mapping[str, Any]) -> int:
     if positions != theirs:
         flag = f"--max-position-embeddings {positions} (default --seq-length)"
         raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
-    return iteration
+    return progress
 
 
-def load(found: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, grid: ProcessGrid) -> None:
-    """Fill model and optimizer with the state saved after ``iteration`` steps. Every rank reads its own parts.
+def load(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, grid: ProcessGrid) -> None:
+    """Fill model and optimizer with the state that ``progress`` is of. Every rank reads its own parts.
 
     Collective over the grid's world. Raises UsageError, on all ranks, where a file is damaged or of another model.
     """
-    on_every_rank(grid.world, lambda: _read(found, iteration, model, optimizer))
+    on_every_rank(grid.world, lambda: _read(found, progress, model, optimizer))
 
 
-def _read(found: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     placements = {name: placement_of(p) for name, p in model.named_parameters()}
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    _read_file(found / "model.safetensors", placements, weights)
-    prepare_moments(optimizer, model, iteration)
-    state = moments(optimizer, model)
-    targets = {name: tensor for name, (tensor, _) in state.items()}
-    of_moments = {name: placement_of(p) for name, (_, p) in state.items()}
-    _read_file(found / "optimizer.safetensors", of_moments, targets)
+    # Masters are the parameters too, before they were rounded.
+    kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
+    if not progress.masters:
+        _fill(optimizer, found / "model.safetensors", {("master", name): name for name in placements}, placements)
+    state = {(kind, name): f"{kind}.{name}" for kind in kinds for name in placements}
+    _fill(optimizer, found / "optimizer.safetensors", state, placements)
+    optimizer.set_updates(progress.updates)
 
 
-def _read_file(path: Path, placements: Mapping[str, Placement], into: Mapping[str, Tensor]) -> None:
+def _fill(
+    optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placements: Mapping[str, Placement]
+) -> None:
+    """Fill each (kind of state, parameter) from the tensor of the file that ``names`` says."""
+    targets = {key: target for target, key in names.items()}
+    placed = {key: placements[name] for key, (_, name) in targets.items()}
     try:
-        parallel_safetensors.read(path, placements, into)
+        for key, values in parallel_safetensors.read(path, placed):
+            optimizer.fill(*targets[key], values)
     except (SafetensorError, ValueError, OSError) as error:
         raise UsageError(f"--load: {path} cannot be read: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from argparse import BooleanOptionalAction
@@ -58,7 +59,21 @@ class TrainConfig:
     adam_beta2: float = option(0.999, "decay of the gradient's square")
     adam_eps: float = option(1e-8, "added to the root of the gradient's square")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    # precision
+    bf16: bool = option(False, "parameters and activations in bfloat16, with fp32 masters and gradient sums")
+    fp16: bool = option(False, "the same in float16, with a scaled loss")
+    loss_scale: float | None = option(None, "a constant scale of the fp16 loss (default: a dynamic one)")
+    initial_loss_scale: float = option(2.0**16, "first scale of the fp16 loss")
+    loss_scale_window: int = option(1000, "steps in a row without overflow after which the scale doubles")
+    hysteresis: int = option(2, "overflows until the scale halves; before, they only skip their step")
+    min_loss_scale: float = option(1.0, "smallest scale; an overflow there ends the run")
     # gradient reduction
+    grad_reduce_in_fp32: bool = option(
+        False, "reduce fp32 gradients of half parameters (default: in the parameters' dtype)"
+    )
+    use_distributed_optimizer: bool = option(
+        False, "shard masters and AdamW's moments over the data-parallel ranks (ZeRO-1)"
+    )
     overlap_grad_reduce: bool | None = option(
         None, "reduce a bucket while backward runs (default: on for devices, off on the host)"
     )
@@ -135,7 +150,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
         "tensor_model_parallel_size", "num_layers", "hidden_size", "num_attention_heads", "seq_length",
         "make_vocab_size_divisible_by", "micro_batch_size", "train_iters", "log_interval", "eval_interval",
         "ddp_bucket_size", "ffn_hidden_size", "max_position_embeddings", "global_batch_size", "exit_interval",
-        "lr_decay_iters", "save_interval", "vocab_size",
+        "lr_decay_iters", "save_interval", "vocab_size", "loss_scale_window", "hysteresis",
     ):  # fmt: skip
         value = getattr(config, name)
         require(value is None or value >= 1, f"{flag(name)}: must be at least 1")
@@ -144,6 +159,13 @@ def validate(config: TrainConfig, world_size: int) -> None:
         require(getattr(config, name) >= 0, f"{flag(name)}: must not be negative")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")
+    require(not (config.bf16 and config.fp16), "--bf16 and --fp16: exclude each other; leave one of them out")
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(config, name)
+        require(value is None or 0 < value < math.inf, f"{flag(name)}: must be positive and finite")
+    require(config.loss_scale is None or config.fp16, f"{flag('loss_scale')}: needs --fp16")
+    smallest = flag("min_loss_scale")
+    require(config.min_loss_scale <= config.initial_loss_scale, f"{smallest}: must not exceed --initial-loss-scale")
     require(config.min_lr <= config.lr, f"{flag('min_lr')}: must not exceed --lr {config.lr}")
     longest = flag("max_position_embeddings")
     require(config.seq_length <= config.positions, f"{flag('seq_length')}: must not exceed {longest}")

@@ -1,26 +1,16 @@
-"""Gradients in flat buckets: their reduction over the data group, their norm, clipping."""
+"""Gradients in flat buckets: accumulated over microbatches, summed over the data group."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
-from tplayers import placement_of
 
-
-@dataclass
-class _Bucket:
-    """Parameters whose gradients are views of one flat tensor."""
-
-    flat: Tensor | None
-    names: dict[nn.Parameter, str]
-    waiting: set[nn.Parameter] = field(default_factory=set)
-    work: Work | None = None
+from .buckets import Bucket, parts
 
 
 class GradientBuckets:
@@ -29,23 +19,48 @@ class GradientBuckets:
     data: the data group. Every rank must build it from the same parameters in the same order.
     overlap: reduce a bucket on a stream of its own as soon as its last gradient is there, while backward goes on.
     bucket_size: elements, at most, unless one parameter is larger.
+    tensor: the tensor group; needed where a parameter's placement is ``partial``.
+    shard: reduce-scatter instead of all-reduce: this rank gets the sum of its part of a bucket only (ZeRO-1,
+        Rajbhandari et al. 2020, section 5.1), for an optimizer that is sharded alike.
+    reduce_in_fp32: send the fp32 sums of half parameters as they are, not rounded to the parameters' dtype.
 
-    In a data group of one rank there is nothing to send, and the gradients stay where autograd puts them: filling
-    and adding into a buffer would cost two passes over memory.
+    In single precision, in a data group of one rank, there is nothing to send, and the gradients stay where autograd
+    puts them: filling and adding into a buffer would cost two passes over memory. The gradients of half parameters are
+    added up in fp32 as autograd delivers them, and ``parameter.grad`` is None after a backward.
+
+    Half parameters, and all where the buckets are sharded, become views of flat buffers: build it when the parameters
+    have their values, which the masters copy.
 
     A step is: `zero`; for each microbatch a backward, the last one inside `last_microbatch`; `finish`. The loss is
-    already divided by the global number of tokens, so the sum over the group is the gradient. Buckets follow the
-    parameters backwards, and are launched by index, so in one order on every rank; nothing is sent before the last
-    microbatch. A parameter that got no gradient is a RuntimeError that names it.
+    already divided by the global number of tokens, so the sum over the group is the gradient: it is ``values.grad`` of
+    each of ``segments``. Buckets follow the parameters backwards, and are launched by index, so in one order on every
+    rank; nothing is sent before the last microbatch. A parameter that got no gradient is a RuntimeError that names it.
     """
 
-    def __init__(self, module: nn.Module, data: Communicator, *, overlap: bool, bucket_size: int) -> None:
-        self.data = data
-        parts = _parts(reversed(list(module.named_parameters())), bucket_size)
-        self.buckets = [_bucket(part, flat=data.size > 1) for part in parts]
-        self._stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Communicator,
+        *,
+        overlap: bool,
+        bucket_size: int,
+        tensor: Communicator | None = None,
+        shard: bool = False,
+        reduce_in_fp32: bool = False,
+    ) -> None:
+        self.data, self.tensor = data, tensor
+        self.shard, self.reduce_in_fp32 = shard, reduce_in_fp32
+        self.named = dict(module.named_parameters())
+        self.buckets = [
+            Bucket(part, data, shard=shard) for part in parts(reversed(list(self.named.items())), bucket_size)
+        ]
+        #: in the order of the module's parameters
+        self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
+        if tensor is None and any(segment.kind.partial for segment in self.segments):
+            raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
+        self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False
-        self._launched = 0
+        self._in_flight: list[tuple[Work, Tensor]] = []  # of the buckets launched, what each will have received
         bucket_of = {p: bucket for bucket in self.buckets for p in bucket.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
@@ -54,20 +69,11 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
+        for work, _ in self._in_flight:  # of a step that failed: a buffer in flight is not touched
+            work.wait()
+        self._in_flight.clear()
         for bucket in self.buckets:
-            if bucket.flat is None:
-                for p in bucket.names:
-                    p.grad = None
-                continue
-            bucket.flat.zero_()
-            bucket.work = None
-            offset = 0
-            for p in bucket.names:  # whoever set a gradient to None took it out of the bucket
-                view = bucket.flat[offset : offset + p.numel()].view_as(p)
-                if p.grad is None or p.grad.data_ptr() != view.data_ptr():
-                    p.grad = view
-                offset += p.numel()
-        self._launched = 0
+            bucket.zero()
 
     @contextlib.contextmanager
     def last_microbatch(self) -> Iterator[None]:
@@ -81,77 +87,57 @@ class GradientBuckets:
             self._last = False
 
     def finish(self) -> None:
-        """End a step: every gradient is the sum over the data group. Collective over it."""
+        """End a step: every gradient is the sum over the data group, and a partial one over the tensor group.
+
+        Collective over both.
+        """
         missing = [bucket.names[p] for bucket in self.buckets for p in bucket.waiting]
         if missing:
             raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-            elif bucket.flat is not None:
-                self.data.all_reduce(bucket.flat)
+        if self.data.size > 1:
+            for index, bucket in enumerate(self.buckets):
+                work, received = self._in_flight[index] if self.stream is not None else self._send(bucket)
+                work.wait()
+                if received is not bucket.gradients:
+                    bucket.reduced.copy_(received)
+            self._in_flight.clear()
+        self._sum_partial()
 
     def remove(self) -> None:
         """Take the hooks off the module."""
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+    def _arrived(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        if bucket.mixed:
+            bucket.accumulate(parameter)
         if not self._last:
             return
         bucket.waiting.discard(parameter)
-        if self._stream is None:
+        if self.stream is None:
             return
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
-            ready = self.buckets[self._launched]
-            ready.work = self.data.all_reduce(ready.flat, stream=self._stream)
-            self._launched += 1
+        while (launched := len(self._in_flight)) < len(self.buckets) and not self.buckets[launched].waiting:
+            self._in_flight.append(self._send(self.buckets[launched]))
 
+    def _send(self, bucket: Bucket) -> tuple[Work, Tensor]:
+        """Start to sum ``bucket`` over the data group: the Work, and the tensor that then has the result."""
+        assert bucket.gradients is not None
+        sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.dtype)
+        if not self.shard:
+            return self.data.all_reduce(sent, stream=self.stream), sent
+        received = sent.new_empty(bucket.size // self.data.size)
+        return self.data.reduce_scatter(received, sent, stream=self.stream), received
 
-def gradient_norm(module: nn.Module, tensor: Communicator) -> float:
-    """The Euclidean norm of the whole model's gradient: the same at every TP size. Collective over ``tensor``.
+    def _sum_partial(self) -> None:
+        """Sum over the tensor group what each of its ranks has a part of, in one all-reduce.
 
-    The squares of split parameters are summed over the tensor group; replicated ones, and a tied one, count once.
-    """
-    squares = torch.zeros(2, dtype=torch.float64)
-    gradients: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            gradients[placement_of(parameter).sharded].append(parameter.grad)
-    for kind, grads in enumerate(gradients):
-        if grads:
-            squares[kind] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-    sharded = squares[1:]
-    tensor.all_reduce(sharded)
-    return float(squares.sum().sqrt())
-
-
-def clip(module: nn.Module, norm: float, largest: float) -> None:
-    """Scale all gradients of ``module`` by ``largest / norm`` where ``norm`` is larger; 0 turns it off."""
-    if largest > 0 and norm > largest:
-        torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], largest / (norm + 1e-6))
-
-
-def _parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Runs of one dtype, of at most ``size`` elements each (or one parameter)."""
-    part: list[tuple[str, nn.Parameter]] = []
-    elements = 0
-    for name, parameter in parameters:
-        full = elements + parameter.numel() > size
-        if part and (full or part[0][1].dtype != parameter.dtype):
-            yield part
-            part, elements = [], 0
-        part.append((name, parameter))
-        elements += parameter.numel()
-    if part:
-        yield part
-
-
-def _bucket(part: list[tuple[str, nn.Parameter]], *, flat: bool) -> _Bucket:
-    names = {parameter: name for name, parameter in part}
-    if not flat:
-        return _Bucket(None, names)
-    total = sum(parameter.numel() for parameter in names)
-    first = part[0][1]
-    buffer = torch.zeros(total, dtype=first.dtype, device=first.device)
-    return _Bucket(buffer, names)
+        A bucket's segments have the same bounds on all ranks of a tensor group, sharded over the data group or not.
+        """
+        gradients = [segment.values.grad for segment in self.segments if segment.kind.partial]
+        found = [gradient for gradient in gradients if gradient is not None]
+        if self.tensor is None or self.tensor.size == 1 or not found:
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        self.tensor.all_reduce(flat)
+        sums = torch.split(flat, [gradient.numel() for gradient in found])
+        torch._foreach_copy_(found, [total.view_as(one) for total, one in zip(sums, found, strict=True)])

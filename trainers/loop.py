@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from .corpus import Corpus, open_corpus
 from .data.samples import EpochPermutation
 from .evaluation import evaluate
 from .generation import generate
-from .gradients import GradientBuckets, clip, gradient_norm
+from .gradients import GradientBuckets
 from .metrics import Metrics
-from .optimizer import build_optimizer, set_learning_rate
+from .norm import clip, gradient_norm
+from .optimizer import Optimizer
+from .precision import LossScaler, on_any_rank, parameter_dtype
 from .rank_zero import on_every_rank, on_rank_zero
 from .report import Report, communication_rows
 from .schedule import learning_rate
@@ -35,11 +37,16 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Step:
-    """What one step came to. loss: nats per token over the global batch. norm: of the gradient before clipping."""
+    """What one step came to.
+
+    loss: nats per token over the global batch. norm: of the gradient before clipping, neither of them scaled.
+    skipped: the fp16 gradient overflowed, and nothing was updated.
+    """
 
     loss: float
     norm: float
     rate: float
+    skipped: bool = False
 
 
 class GPTTrainer:
@@ -51,17 +58,19 @@ class GPTTrainer:
     def __init__(self, config: TrainConfig, world: Communicator, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-        self.model = GPT(config.model(), self.grid.tensor)
+        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+        self.model = GPT(config.model(), self.grid.tensor, dtype=dtype)
         initialize(self.model, config.seed)
-        self.optimizer = build_optimizer(
-            self.model,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-        )
         self.gradients = GradientBuckets(
-            self.model, self.grid.data, overlap=bool(config.overlap_grad_reduce), bucket_size=config.ddp_bucket_size
-        )
+            self.model, self.grid.data, tensor=self.grid.tensor, overlap=bool(config.overlap_grad_reduce),
+            bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
+            reduce_in_fp32=config.grad_reduce_in_fp32,
+        )  # fmt: skip
+        self.optimizer = Optimizer(
+            self.gradients, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+        )  # fmt: skip
+        self.scaler = _loss_scaler(config) if config.fp16 else None
         size = config.global_batch_size or config.micro_batch_size * self.grid.data.size
         self.batches = self._batches(corpus.training, size, EpochPermutation(len(corpus.training), config.seed))
         self.held_out = None if corpus.held_out is None else self._batches(corpus.held_out, size, None)
@@ -70,20 +79,22 @@ class GPTTrainer:
     def _batches(self, samples: Any, size: int, order: EpochPermutation | None) -> GlobalBatches:
         return GlobalBatches(samples, order, size=size, micro=self.config.micro_batch_size, data=self.grid.data)
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before a backward."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the whole run that updated nothing."""
+        return self.iteration - self.optimizer.updates
+
     def step(self) -> Step:
-        """Forward, backward, reduce, clip, update: iteration + 1."""
+        """Forward, backward, reduce, clip, update: iteration + 1. A skipped step changes the loss scale alone."""
         config, data = self.config, self.grid.data
         microbatches = list(self.batches(self.iteration))
-        # Divided by what the whole global batch counts: not a mean of means, and a rank may have none.
-        outside = not all(batch.fits(self.model.config.vocab_size) for batch in microbatches)
-        counts = torch.tensor([sum(batch.counted for batch in microbatches), outside])
-        data.all_reduce(counts)
-        if counts[1]:
-            raise UsageError(
-                f"step {self.iteration + 1}: a token lies outside the vocabulary of {config.vocab_size}: was "
-                f"--data-path {config.data_path} made with another tokenizer, or is --vocab-size too small?"
-            )
-        tokens = int(counts[0])
+        tokens = self._counted(microbatches)
+        self.optimizer.wait_for_parameters()
         self.gradients.zero()
         loss = torch.zeros(1, dtype=torch.float64)
         for batch in microbatches[:-1]:
@@ -92,24 +103,51 @@ class GPTTrainer:
             loss += self._backward(microbatches[-1], tokens)
         self.gradients.finish()
         data.all_reduce(loss)
-        norm = gradient_norm(self.model, self.grid.tensor)
-        if not math.isfinite(norm):
+        shards = data if self.gradients.shard else None
+        norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
+        rate = self._rate(self.optimizer.updates)
+        skipped = self._overflowed(norm, loss.item())
+        if not skipped:
+            clip(self.gradients.segments, norm, config.clip_grad, scale=self.loss_scale)
+            self.optimizer.step(rate)
+        if self.scaler is not None:
+            self.scaler = self.scaler.after(overflow=skipped)
+        self.iteration += 1
+        return Step(loss.item(), norm, rate, skipped)
+
+    def _counted(self, microbatches: list[Microbatch]) -> int:
+        """The labels that the whole global batch counts; collective over the data group.
+
+        Losses are divided by it: that is no mean of means, and a rank may have none.
+        """
+        outside = not all(batch.fits(self.model.config.vocab_size) for batch in microbatches)
+        counts = torch.tensor([sum(batch.counted for batch in microbatches), outside])
+        self.grid.data.all_reduce(counts)
+        if counts[1]:
+            raise UsageError(
+                f"step {self.iteration + 1}: a token lies outside the vocabulary of {self.config.vocab_size}: was "
+                f"--data-path {self.config.data_path} made with another tokenizer, or is --vocab-size too small?"
+            )
+        return int(counts[0])
+
+    def _overflowed(self, norm: float, loss: float) -> bool:
+        """Whether an fp16 gradient is not finite on any rank of the world. Of other precisions that is a UsageError."""
+        finite = math.isfinite(norm)
+        if self.scaler is not None:
+            # Agreed: a replicated parameter's gradient may overflow on one rank of a tensor group alone.
+            return on_any_rank(not finite, self.grid.tensor, self.grid.data)
+        if not finite:
             raise UsageError(  # the norm is the same on every rank
-                f"step {self.iteration + 1}: the loss is {loss.item()}, the gradient's norm {norm}: the run has "
+                f"step {self.iteration + 1}: the loss is {loss}, the gradient's norm {norm}: the run has "
                 "diverged; the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad "
                 "may help)"
             )
-        clip(self.model, norm, config.clip_grad)
-        rate = self._rate(self.iteration)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.iteration += 1
-        return Step(loss.item(), norm, rate)
+        return False
 
     def _backward(self, batch: Microbatch, tokens: int) -> float:
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers)
         loss = self.model(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
-        loss.backward()
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()
         return float(loss.item())
 
     def _rate(self, iteration: int) -> float:
@@ -123,13 +161,16 @@ class GPTTrainer:
         """(Held-out loss in nats per token, tokens), or None where evaluation is off."""
         if self.config.eval_iters == 0 or self.held_out is None:
             return None
+        self.optimizer.wait_for_parameters()
         return evaluate(self.model, self.held_out, self.grid.data, iterations=self.config.eval_iters)
 
     def save(self) -> None:
         """Write a checkpoint of this iteration into ``--save``."""
         assert self.config.save is not None
         folder, settings = Path(self.config.save), self._settings()
-        checkpoint.save(folder, self.iteration, self.model, self.optimizer, settings, self.grid)
+        scaler = None if self.scaler is None else self.scaler.to_json()
+        progress = checkpoint.Progress(self.iteration, self.optimizer.updates, scaler, self.optimizer.masters)
+        checkpoint.save(folder, progress, self.model, self.optimizer, settings, self.grid)
 
     def resume(self) -> bool:
         """Load the newest checkpoint of ``--load``; False where there is none."""
@@ -139,13 +180,16 @@ class GPTTrainer:
 
         def find() -> list[Any]:
             found = checkpoint.latest(folder)
-            return [None, 0] if found is None else [str(found), checkpoint.read_state(found, settings)]
+            return [None, None] if found is None else [str(found), asdict(checkpoint.read_state(found, settings))]
 
-        found, iteration = on_rank_zero(self.grid.world, find)
+        found, state = on_rank_zero(self.grid.world, find)
         if found is None:
             return False
-        checkpoint.load(Path(found), iteration, self.model, self.optimizer, self.grid)
-        self.iteration = iteration
+        progress = checkpoint.Progress(**state)
+        checkpoint.load(Path(found), progress, self.model, self.optimizer, self.grid)
+        self.iteration = progress.iteration
+        if self.scaler is not None and progress.loss_scaler is not None:
+            self.scaler = self.scaler.from_json(progress.loss_scaler)
         return True
 
     def _settings(self) -> dict[str, Any]:
@@ -202,8 +246,9 @@ def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report
             metrics.progress(step.loss, speed)
             if iteration % config.log_interval == 0 or iteration == config.train_iters:
                 metrics.log(
-                    {"iteration": iteration, "lm_loss": step.loss, "grad_norm": step.norm, "learning_rate": step.rate,
-                     "tokens_per_second": speed, "iteration_ms": 1e3 * step_times[-1]}
+                    {"iteration": iteration, "lm_loss": step.loss, "grad_norm": None if step.skipped else step.norm,
+                     "learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * step_times[-1]}
+                    | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
                 )  # fmt: skip
             with log.paused():
                 if iteration % config.eval_interval == 0:
@@ -216,6 +261,12 @@ def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report
     if folder is not None and saved != trainer.iteration:
         trainer.save()
     return _report(trainer, metrics, folder, step, evaluated, step_times, communication_rows(log.totals()))
+
+
+def _loss_scaler(config: TrainConfig) -> LossScaler:
+    if config.loss_scale is not None:
+        return LossScaler(config.loss_scale, window=None)
+    return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, config.min_loss_scale)
 
 
 def _iterations(trainer: GPTTrainer) -> Iterator[int]:
@@ -243,6 +294,7 @@ def _report(
     batch_tokens = trainer.batches.size * config.seq_length
     source = corpus.training if corpus.held_out is None else corpus.held_out
     prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
+    trainer.optimizer.wait_for_parameters()
     sample = generate(trainer.model, prompt, config.sample_tokens, seed=config.seed)
     unigram = None
     if evaluated is not None:
@@ -262,6 +314,8 @@ def _report(
         sample=corpus.decode(sample),
         communication=communication,
         step_seconds=sum(step_times),
+        loss_scale=trainer.loss_scale if config.fp16 else None,
+        skipped_steps=trainer.skipped,
     )
     if trainer.grid.world.rank == 0:
         metrics.close()

@@ -35,7 +35,7 @@ class Metrics:
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row; it has an ``iteration``."""
+        """Write one row; it has an ``iteration``. None stands for what could not be computed."""
         if not self._active:
             return
         self.rows.append(row)
@@ -44,7 +44,7 @@ class Metrics:
                 file.write(json.dumps(row) + "\n")
         if self._board is not None:
             for name, value in row.items():
-                if name != "iteration":
+                if name != "iteration" and value is not None:
                     self._board.add_scalar(name, value, row["iteration"])
 
     def progress(self, loss: float, tokens_per_second: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,28 @@ _CODES = {
 }  # fmt: skip
 
 
-def write(path: Path, tensors: Mapping[str, tuple[Tensor, Placement]], comm: Communicator) -> None:
+def write(
+    path: Path,
+    described: Mapping[str, tuple[torch.dtype, Placement]],
+    tensors: Iterable[tuple[str, Tensor]],
+    comm: Communicator,
+) -> None:
     """Write the global tensors of which each rank of ``comm`` holds the parts that their placements say.
 
-    Collective; the same names in the same order on every rank. The file is on disk when it returns; whoever calls
-    makes it visible under its final name.
+    described: what the file will have, in its order. tensors: this rank's part of each, in any order that is the same
+    on every rank; of an iterator each is taken when those before it are written. Collective. The file is on disk when
+    it returns; whoever calls makes it visible under its final name.
     """
     from mpi4py import MPI
 
-    header, starts, total = _layout(tensors)
+    header, starts, total = _layout(described)
     file = MPI.File.Open(comm.mpi, str(path), MPI.MODE_CREATE | MPI.MODE_WRONLY)
     try:
         file.Set_size(total)
         if comm.rank == 0:
             file.Write_at(0, header)
-        for name, (tensor, placement) in tensors.items():
-            _write_tensor(file, starts[name], tensor, placement, comm)
+        for name, tensor in tensors:
+            _write_tensor(file, starts[name], tensor, described[name][1], comm)
         file.Sync()
     except MPI.Exception as error:
         raise CollectiveError(f"writing {path}: {error}") from error
@@ -47,29 +53,27 @@ def write(path: Path, tensors: Mapping[str, tuple[Tensor, Placement]], comm: Com
         file.Close()
 
 
-def read(path: Path, placements: Mapping[str, Placement], into: Mapping[str, Tensor]) -> None:
-    """Fill ``into`` with this rank's parts of the file's tensors. Raises ValueError where names or shapes differ."""
+def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parts of the file's tensors, one after the other. Raises ValueError where names or shapes differ."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        if names != set(into):
-            missing, extra = sorted(set(into) - names), sorted(names - set(into))
+        if names != set(placements):
+            missing, extra = sorted(set(placements) - names), sorted(names - set(placements))
             raise ValueError(f"{path}: lacks {_some(missing)}; has unknown {_some(extra)}")
-        for name, target in into.items():
+        for name, placement in placements.items():
             whole = file.get_tensor(name)
-            if tuple(whole.shape) != placements[name].shape:
-                shape = list(placements[name].shape)
-                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {shape}")
-            with torch.no_grad():
-                target.copy_(placements[name].part(whole))
+            if tuple(whole.shape) != placement.shape:
+                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {list(placement.shape)}")
+            yield name, placement.part(whole)
 
 
-def _layout(tensors: Mapping[str, tuple[Tensor, Placement]]) -> tuple[bytes, dict[str, int], int]:
+def _layout(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[bytes, dict[str, int], int]:
     """The header, each tensor's first byte in the file, and the file's size."""
     entries: dict[str, Any] = {}
     offset = 0
-    for name, (tensor, placement) in tensors.items():
-        end = offset + math.prod(placement.shape) * tensor.element_size()
-        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(placement.shape), "data_offsets": [offset, end]}
+    for name, (dtype, placement) in described.items():
+        end = offset + math.prod(placement.shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(placement.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format's alignment

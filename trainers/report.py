@@ -27,6 +27,8 @@ class Report:
     sample: str
     communication: list[dict[str, Any]]
     step_seconds: float
+    loss_scale: float | None = None
+    skipped_steps: int = 0
 
     def text(self) -> str:
         """The report for people."""
@@ -41,6 +43,9 @@ class Report:
                 f"held-out loss             {self.validation_loss:8.4f} nats/token over {tokens}",
                 f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: the model is {gain:.4f} below",
             ]
+        if self.loss_scale is not None:
+            scale = f"the loss scale is {self.loss_scale:g}"
+            lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
         lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")
         lines += ["", "communication of rank 0 in training steps", *self._communication(), ""]
         if self.sample:

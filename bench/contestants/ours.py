@@ -14,7 +14,8 @@ from bench.task import Task
 from bench.worker import serve
 from commengine import Communicator, ProcessGrid, launch
 from tplayers import GPT, GPTConfig, placement_of
-from trainers.gradients import GradientBuckets, clip, gradient_norm
+from trainers.gradients import GradientBuckets
+from trainers.norm import clip, gradient_norm
 
 #: parts of the reference state's names -> ours
 NAMES = {
@@ -65,7 +66,7 @@ def main(world: Communicator) -> None:
             loss = model(tokens, labels).sum() / count
             loss.backward()
         gradients.finish()
-        clip(model, gradient_norm(model, grid.tensor), task.clip_grad)
+        clip(gradients.segments, gradient_norm(gradients.segments, grid.tensor), task.clip_grad)
         optimizer.step()
         return loss.item() * grid.data.size  # the mean over this rank's samples
 

@@ -243,12 +243,14 @@ def folder(world, tmp_path):
 def made(world, tensor, *, seed=1):
     from commengine import ProcessGrid
     from tplayers import GPT, GPTConfig, initialize
-    from trainers.optimizer import build_optimizer
+    from trainers.gradients import GradientBuckets
+    from trainers.optimizer import Optimizer
 
     grid = ProcessGrid(world, tensor=tensor)
     model = GPT(GPTConfig(2, 32, 4, 100, 16, make_vocab_size_divisible_by=128), grid.tensor)
     initialize(model, seed)
-    return grid, model, build_optimizer(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    gradients = GradientBuckets(model, grid.data, overlap=False, bucket_size=10_000)
+    return grid, model, Optimizer(gradients, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
 
 
 def stepped(model, optimizer):
@@ -259,32 +261,37 @@ def stepped(model, optimizer):
         placement = placement_of(p)
         whole = torch.randn(placement.shape, generator=torch.Generator().manual_seed(number))
         p.grad = placement.part(whole).contiguous()
-    optimizer.step()
+    optimizer.step(1e-3)
 
 
 SETTINGS = {"num_layers": 2}
+
+
+def progress(iteration):
+    from trainers.checkpoint import Progress
+
+    return Progress(iteration, iteration)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, tensor):
     from trainers import checkpoint
-    from trainers.optimizer import moments
 
     if world.size % tensor:
         pytest.skip(f"{world.size} ranks do not form groups of {tensor}")
     grid, model, optimizer = made(world, tensor)
     stepped(model, optimizer)
-    checkpoint.save(folder, 1, model, optimizer, SETTINGS, grid)
+    checkpoint.save(folder, progress(1), model, optimizer, SETTINGS, grid)
     whole_grid, whole, whole_optimizer = made(alone, 1)
     stepped(whole, whole_optimizer)
     files = [load_file(folder / "iter_0000001" / f"{name}.safetensors") for name in ("model", "optimizer")]
     assert files[0].keys() == dict(whole.named_parameters()).keys()
     for name, p in whole.named_parameters():
         torch.testing.assert_close(files[0][name], p.detach(), rtol=0, atol=0, msg=name)
-    expected = moments(whole_optimizer, whole)
+    expected = dict(whole_optimizer.tensors())
     assert files[1].keys() == expected.keys()
-    for name, (state, _) in expected.items():
+    for name, state in expected.items():
         torch.testing.assert_close(files[1][name], state, rtol=0, atol=0, msg=name)
     world.barrier()
     whole_grid.close()
@@ -294,24 +301,23 @@ def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, t
 @pytest.mark.mpi
 def test_a_round_trip_between_all_tensor_sizes(world, folder):
     from trainers import checkpoint
-    from trainers.optimizer import moments
 
     sizes = [n for n in (1, 2, 4) if world.size % n == 0]
     for saved in sizes:
         grid, model, optimizer = made(world, saved)
         stepped(model, optimizer)
-        checkpoint.save(folder / str(saved), 3, model, optimizer, SETTINGS, grid)
+        checkpoint.save(folder / str(saved), progress(3), model, optimizer, SETTINGS, grid)
         for loaded in sizes:
             other_grid, other, other_optimizer = made(world, loaded, seed=99)
-            checkpoint.load(folder / str(saved) / "iter_0000003", 3, other, other_optimizer, other_grid)
+            checkpoint.load(folder / str(saved) / "iter_0000003", progress(3), other, other_optimizer, other_grid)
             expected_grid, expected, expected_optimizer = made(world, loaded)
             stepped(expected, expected_optimizer)
             for (name, p), q in zip(other.named_parameters(), expected.parameters(), strict=True):
                 assert torch.equal(p, q), name
-            truth = moments(expected_optimizer, expected)
-            for name, (state, p) in moments(other_optimizer, other).items():
-                assert torch.equal(state, truth[name][0]), name
-                assert other_optimizer.state[p]["step"] == 3
+            truth = dict(expected_optimizer.tensors())
+            for name, state in other_optimizer.tensors():
+                assert torch.equal(state, truth[name]), name
+            assert other_optimizer.updates == 3
             other_grid.close()
             expected_grid.close()
         grid.close()
@@ -327,13 +333,13 @@ def test_saving_again_replaces_the_checkpoint(world, folder):
     for value in (1.0, 2.0):
         with torch.no_grad():
             model.final_norm.bias.fill_(value)
-        checkpoint.save(folder, 5, model, optimizer, SETTINGS, grid)
+        checkpoint.save(folder, progress(5), model, optimizer, SETTINGS, grid)
         found = checkpoint.latest(folder)
         assert found == folder / "iter_0000005"
         assert bool((load_file(found / "model.safetensors")["final_norm.bias"] == value).all())
         assert sorted(path.name for path in folder.iterdir()) == ["iter_0000005", "latest"]
         world.barrier()
-    checkpoint.save(folder, 6, model, optimizer, SETTINGS, grid)
+    checkpoint.save(folder, progress(6), model, optimizer, SETTINGS, grid)
     assert checkpoint.latest(folder) == folder / "iter_0000006"
     assert (folder / "iter_0000005" / "state.json").is_file()  # the older one stays
     world.barrier()
@@ -347,7 +353,7 @@ def test_an_error_while_saving_leaves_the_pointer_alone(world, folder, monkeypat
 
     grid, model, optimizer = made(world, 1)
     stepped(model, optimizer)
-    checkpoint.save(folder, 5, model, optimizer, SETTINGS, grid)
+    checkpoint.save(folder, progress(5), model, optimizer, SETTINGS, grid)
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -355,7 +361,7 @@ def test_an_error_while_saving_leaves_the_pointer_alone(world, folder, monkeypat
     monkeypatch.setattr(checkpoint, "_write_synced", full)
     for iteration in (5, 6):
         with pytest.raises(UsageError, match="No space left on device"):
-            checkpoint.save(folder, iteration, model, optimizer, SETTINGS, grid)
+            checkpoint.save(folder, progress(iteration), model, optimizer, SETTINGS, grid)
         assert checkpoint.latest(folder) == folder / "iter_0000005"
         assert load_file(folder / "iter_0000005" / "model.safetensors").keys() == dict(model.named_parameters()).keys()
         world.barrier()
@@ -393,7 +399,7 @@ def test_whatever_step_of_saving_fails_there_is_a_whole_checkpoint(world, folder
     def save(value: float, iteration: int) -> None:
         with torch.no_grad():
             model.final_norm.bias.fill_(value)
-        checkpoint.save(folder, iteration, model, optimizer, SETTINGS, grid)
+        checkpoint.save(folder, progress(iteration), model, optimizer, SETTINGS, grid)
 
     def newest() -> float:
         found = checkpoint.latest(folder)

@@ -9,7 +9,9 @@ from torch import nn
 from commengine import ProcessGrid, trace
 from tplayers import GPT, GPTConfig, Randomness, initialize, placement_of
 from trainers.batches import IGNORED, GlobalBatches
-from trainers.gradients import GradientBuckets, clip, gradient_norm
+from trainers.buckets import Segment
+from trainers.gradients import GradientBuckets
+from trainers.norm import clip, gradient_norm
 
 pytestmark = pytest.mark.mpi
 
@@ -43,6 +45,10 @@ def truth(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def buckets(module, world, overlap, size=42):  # a layer each
     return GradientBuckets(module, world, overlap=overlap, bucket_size=size)
+
+
+def segments(module):
+    return [Segment.of(p) for p in module.parameters()]
 
 
 def step(module, gradients, microbatches, order=None):
@@ -79,10 +85,10 @@ def test_buckets_are_of_the_size_asked_for_and_hold_every_gradient_once(world):
     for size, expected in ((1, [6, 36] * 4), (42, [42] * 4), (50, [48, 42, 42, 36]), (90, [90, 78]), (9999, [168])):
         gradients = buckets(module, world, False, size)
         gradients.zero()
-        assert [bucket.flat.numel() for bucket in gradients.buckets] == expected
+        assert [bucket.gradients.numel() for bucket in gradients.buckets] == expected
         for p in module.parameters():
             p.grad.fill_(1.0)
-        assert all(bool((bucket.flat == 1).all()) for bucket in gradients.buckets)
+        assert all(bool((bucket.gradients == 1).all()) for bucket in gradients.buckets)
         gradients.remove()
 
 
@@ -202,9 +208,9 @@ def test_clip_scales_all_gradients_by_the_same_factor(world):
     before = {name: p.grad.clone() for name, p in module.named_parameters()}
     norm = torch.cat([grad.flatten() for grad in before.values()]).norm().item()
     for largest in (0.0, norm * 2):  # off; not reached
-        clip(module, norm, largest)
+        clip(gradients.segments, norm, largest)
         assert_gradients(module, before)
-    clip(module, norm, norm / 4)
+    clip(gradients.segments, norm, norm / 4)
     for name, p in module.named_parameters():
         torch.testing.assert_close(p.grad, before[name] / 4, rtol=1e-5, atol=0)
     after = torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item()
@@ -237,11 +243,11 @@ def test_norm_is_that_of_the_assembled_gradient_at_every_split(world, alone):
     whole(tokens, labels).mean().backward()
     every = torch.cat([p.grad.flatten() for p in whole.parameters()])
     expected = every.norm().item()
-    assert gradient_norm(whole, alone) == pytest.approx(expected, rel=1e-12)
+    assert gradient_norm(segments(whole), alone) == pytest.approx(expected, rel=1e-12)
 
     model = gpt(world)
     model(tokens, labels).mean().backward()
-    assert gradient_norm(model, world) == pytest.approx(expected, rel=1e-10)
+    assert gradient_norm(segments(model), world) == pytest.approx(expected, rel=1e-10)
     # It is no accident: leaving the sum out, or counting replicated ones on every rank, would show.
     kinds = dict.fromkeys((False, True), 0.0)
     for p in model.parameters():
@@ -255,13 +261,13 @@ def test_norm_does_not_overflow_or_vanish(world):
         for p in model.parameters():
             p.grad = torch.full_like(p, scale)
         count = sum(torch.Size(placement_of(p).shape).numel() for p in model.parameters())
-        assert gradient_norm(model, world) == pytest.approx(scale * count**0.5, rel=1e-9)
+        assert gradient_norm(segments(model), world) == pytest.approx(scale * count**0.5, rel=1e-9)
     for p in model.parameters():
         p.grad.zero_()
-    assert gradient_norm(model, world) == 0.0
+    assert gradient_norm(segments(model), world) == 0.0
     if world.rank == world.size - 1:
         model.embedding.weight.grad[0, 0] = float("nan")
-    assert gradient_norm(model, world) != gradient_norm(model, world)  # NaN on every rank
+    assert gradient_norm(segments(model), world) != gradient_norm(segments(model), world)  # NaN on every rank
 
 
 @pytest.mark.parametrize("ignored", ["rank 0", "half of the others", "most"])
