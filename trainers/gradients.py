@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
 
-from .buckets import Bucket, parts
+from .buckets import Bucket, Kind, parts
 
 
 class GradientBuckets:
@@ -56,7 +56,7 @@ class GradientBuckets:
         ]
         #: in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
-        if tensor is None and any(segment.kind.partial for segment in self.segments):
+        if tensor is None and any(Kind.of(p).partial for p in self.named.values()):
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False

@@ -23,9 +23,9 @@ MOCK = ["--mock-data", "--vocab-size", "100"]
 
 #: the settings of such a model where a test drives the trainer itself; its buckets are of several parameters each
 MINIATURE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 100,
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 100,
     "make_vocab_size_divisible_by": 128, "hidden_dropout": 0.0, "attention_dropout": 0.0, "mock_data": True,
-    "micro_batch_size": 4, "global_batch_size": 8, "train_iters": 20, "lr": 1e-2, "lr_warmup_iters": 4,
+    "micro_batch_size": 2, "global_batch_size": 8, "train_iters": 20, "lr": 1e-2, "lr_warmup_iters": 4,
     "weight_decay": 0.5, "clip_grad": 0.0, "eval_iters": 0, "sample_tokens": 0, "ddp_bucket_size": 5000,
 }  # fmt: skip
 

@@ -1,13 +1,14 @@
 """Buckets of gradients: when they are sent, in which order, what they sum to; the norm; clipping."""
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from commengine import ProcessGrid, trace
-from tplayers import GPT, GPTConfig, Randomness, initialize, placement_of
+from tplayers import GPT, GPTConfig, Placement, Randomness, initialize, placement_of
 from trainers.batches import IGNORED, GlobalBatches
 from trainers.buckets import Segment
 from trainers.gradients import GradientBuckets
@@ -342,3 +343,57 @@ def test_the_trainers_step_divides_by_the_global_count(world):
         losses = trainer.model(last[:, :-1], last[:, 1:].contiguous(), Randomness(0, 0, (0,)))
     assert trainer.step().loss == pytest.approx(losses[0, 1::2].mean().item(), rel=1e-6)
     trainer.close()
+
+
+# Partial gradients ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartialPlacement(Placement):
+    """Of a parameter of which each rank of the tensor group computes a part of the gradient."""
+
+    partial: bool = True
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_partial_gradients_are_summed_over_the_tensor_group_too(world, tensor, dtype, overlap, shard):
+    """In one all-reduce, after that over the data group; the others are left alone. Small integers are exact."""
+    if world.size % tensor:
+        pytest.skip(f"{world.size} ranks do not form groups of {tensor}")
+    with ProcessGrid(world, tensor=tensor) as grid:
+        module = Branches().to(dtype)
+        partial = {p: n % 3 == 0 for n, p in enumerate(module.parameters())}
+        for p, is_partial in partial.items():
+            p.placement = (PartialPlacement if is_partial else Placement)(tuple(p.shape))
+        options = {"overlap": overlap, "bucket_size": 90, "shard": shard}
+        with pytest.raises(ValueError, match="needs tensor="):
+            GradientBuckets(module, grid.data, **options)
+        gradients = GradientBuckets(module, grid.data, tensor=grid.tensor, **options)
+        found = [s for s in gradients.segments if s.kind.partial]  # of a shard perhaps none
+        gradients.zero()
+        with gradients.last_microbatch(), trace(grid.tensor) as log:
+            sum((p * (world.rank + 1) * n).sum() for n, p in enumerate(partial, 1)).backward()
+            gradients.finish()
+        assert [event.operation for event in log.events if tensor > 1] == ["all_reduce"] * (
+            tensor > 1 and len(found) > 0
+        )
+        ranks = range(world.size)
+        of_data = sum(rank + 1 for rank in ranks if rank % tensor == grid.tensor.rank)
+        expected = {
+            p: n * (sum(rank + 1 for rank in ranks) if partial[p] else of_data) for n, p in enumerate(partial, 1)
+        }
+        for bucket in gradients.buckets:
+            if not bucket.flat:
+                assert all(bool((p.grad == expected[p]).all()) for p in bucket.names)
+                continue
+            whole = torch.zeros(bucket.size, dtype=bucket.gradients.dtype)
+            for p in bucket.names:
+                bucket.view(whole, p).fill_(expected[p])
+            assert torch.equal(bucket.reduced, whole[bucket.mine])
+        norm = sum(p.numel() * expected[p] ** 2 for p in partial if partial[p])
+        data = grid.data if shard else None
+        assert gradient_norm(found, grid.tensor, data) == pytest.approx(norm**0.5, rel=1e-6)
+        gradients.remove()
