@@ -164,8 +164,8 @@ def validate(config: TrainConfig, world_size: int) -> None:
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf, f"{flag(name)}: must be positive and finite")
     require(config.loss_scale is None or config.fp16, f"{flag('loss_scale')}: needs --fp16")
-    smallest = flag("min_loss_scale")
-    require(config.min_loss_scale <= config.initial_loss_scale, f"{smallest}: must not exceed --initial-loss-scale")
+    fits, largest = config.min_loss_scale <= config.initial_loss_scale, config.initial_loss_scale
+    require(fits, f"{flag('min_loss_scale')}: must not exceed --initial-loss-scale {largest}")
     require(config.min_lr <= config.lr, f"{flag('min_lr')}: must not exceed --lr {config.lr}")
     longest = flag("max_position_embeddings")
     require(config.seq_length <= config.positions, f"{flag('seq_length')}: must not exceed {longest}")

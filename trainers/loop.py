@@ -110,8 +110,7 @@ class GPTTrainer:
         if not skipped:
             clip(self.gradients.segments, norm, config.clip_grad, scale=self.loss_scale)
             self.optimizer.step(rate)
-        if self.scaler is not None:
-            self.scaler = self.scaler.after(overflow=skipped)
+        self._rescale(overflow=skipped)
         self.iteration += 1
         return Step(loss.item(), norm, rate, skipped)
 
@@ -143,6 +142,12 @@ class GPTTrainer:
                 "may help)"
             )
         return False
+
+    def _rescale(self, *, overflow: bool) -> None:
+        try:
+            self.scaler = None if self.scaler is None else self.scaler.after(overflow=overflow)
+        except UsageError as error:  # the scaler's state is the same on every rank
+            raise UsageError(f"step {self.iteration + 1}: {error}") from error
 
     def _backward(self, batch: Microbatch, tokens: int) -> float:
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers)

@@ -79,7 +79,7 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
         assert_same_bits(tensors, plain)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_shard_is_clipped_as_the_whole_is(world, alone, trainer, precision):
     """Clipped runs differ by the rounding of the norm; with the norm of a shard alone they would be far off."""
     clipped = {"clip_grad": 0.3, **PRECISIONS[precision]}

@@ -124,6 +124,18 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "save below a file": (["--save", "{dir}/file/run"], ["--save {dir}/file/run"]),
     "save is a file": (["--save", "{dir}/file"], ["--save {dir}/file"]),
     "tensorboard below a file": (["--tensorboard-dir", "{dir}/file/run"], ["--tensorboard-dir {dir}/file/run"]),
+    "two half precisions": (["--bf16", "--fp16"], ["--bf16 and --fp16", "exclude each other"]),
+    "loss scale without fp16": (["--loss-scale", "8"], ["--loss-scale 8.0", "--fp16"]),
+    "loss scale 0": (["--fp16", "--loss-scale", "0"], ["--loss-scale 0.0", "positive"]),
+    "smallest loss scale above the first": (
+        ["--fp16", "--min-loss-scale", "4", "--initial-loss-scale", "2"],
+        ["--min-loss-scale 4.0", "--initial-loss-scale 2.0"],
+    ),
+    "no hysteresis": (["--fp16", "--hysteresis", "0"], ["--hysteresis 0", "at least 1"]),
+    "smallest loss scale overflows": (
+        ["--fp16", "--min-loss-scale", "1e30", "--initial-loss-scale", "1e30", "--train-iters", "3"],
+        ["step 2", r"loss scale of 1e\+30", "--min-loss-scale", "--bf16"],
+    ),
     "exit without save": (["--exit-interval", "2"], ["--exit-interval", "--save"]),
     "save interval without save": (["--save-interval", "2"], ["--save-interval", "--save"]),
 }
@@ -267,6 +279,30 @@ def test_rows_are_those_asked_for(learned, report, rows):
     assert [row["iteration"] for row in evaluations] == [50, 100, 120]
     assert evaluations[-1]["validation_loss"] == report["validation_loss"]
     assert evaluations[0]["validation_loss"] > evaluations[-1]["validation_loss"]
+
+
+def test_what_an_fp16_run_says_of_its_loss_scale(tmp_path, mock, pretrain, rows):
+    """It begins with a scale that truly overflows, and finds one that does not. The losses are not scaled."""
+    options = ["--fp16", "--initial-loss-scale", str(2.0**26), "--hysteresis", "1", "--loss-scale-window", "4"]
+    layout = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--lr-warmup-iters", "10"]
+    words = [*mock, *options, *layout, "--lr", "1e-3", "--train-iters", "20", "--save", tmp_path]
+    (outcome,) = pretrain((2, words))
+    assert outcome.codes == [0, 0], outcome.err
+    found = rows(tmp_path)
+    skipped = [row["grad_norm"] is None for row in found]
+    assert 3 < skipped.count(True) < 15 and all(skipped[:3])
+    scale = 2.0**26
+    good = 0
+    for number, (row, bad) in enumerate(zip(found, skipped, strict=True), 1):
+        good = 0 if bad else good + 1
+        scale *= 0.5 if bad else 2.0 if good % 4 == 0 else 1.0
+        assert row["loss_scale"] == scale and row["skipped"] == sum(skipped[:number])
+        done = number - 1 - sum(skipped[: number - 1])
+        assert done >= 10 or row["learning_rate"] == pytest.approx(1e-3 * (done + 1) / 10)
+        assert 4 < row["lm_loss"] < 5
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["skipped_steps"] == sum(skipped) and report["loss_scale"] == scale
+    assert f"skipped steps{sum(skipped):>21,} of 20: the loss scale is {scale:g}" in outcome.out[0]
 
 
 def test_it_learns_more_than_how_often_tokens_occur(report):

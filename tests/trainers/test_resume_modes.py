@@ -48,8 +48,13 @@ def assert_same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("saving", "loading"), [({}, SHARDED), (SHARDED, SHARDED), (SHARDED, {})])
+@pytest.mark.parametrize(
+    ("precision", "saving", "loading"),
+    [  # a plain fp32 run is test_checkpoint's
+        ("fp32", {}, SHARDED), ("fp32", SHARDED, SHARDED), ("bf16", {}, {}), ("bf16", SHARDED, {}),
+        ("fp16", {}, {}), ("fp16", SHARDED, SHARDED),
+    ],
+)  # fmt: skip
 def test_resuming_is_bit_for_bit_with_and_without_shards(world, trainer, folder, precision, saving, loading):
     """Where the two add alike (no clipping, a data group of at most two) they may take turns."""
     settings = {"save": str(folder), "hidden_dropout": 0.1, "attention_dropout": 0.1, **PRECISIONS[precision]}
