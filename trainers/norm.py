@@ -31,6 +31,7 @@ def gradient_norm(segments: Sequence[Segment], tensor: Communicator, data: Commu
             squares[kind] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
     if data is not None:
         data.all_reduce(squares)
+    squares[1] += 0.0 * squares[0]  # NaN where a replicated gradient is not finite on this rank: then so for all
     sharded = squares[1:]
     tensor.all_reduce(sharded)
     return float(squares.sum().sqrt())

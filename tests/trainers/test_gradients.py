@@ -1,6 +1,7 @@
 """Buckets of gradients: when they are sent, in which order, what they sum to; the norm; clipping."""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -266,9 +267,13 @@ def test_norm_does_not_overflow_or_vanish(world):
     for p in model.parameters():
         p.grad.zero_()
     assert gradient_norm(segments(model), world) == 0.0
-    if world.rank == world.size - 1:
-        model.embedding.weight.grad[0, 0] = float("nan")
-    assert gradient_norm(segments(model), world) != gradient_norm(segments(model), world)  # NaN on every rank
+    for p in (model.embedding.weight, model.final_norm.bias):  # one that is split, one that is not
+        for value in (float("nan"), float("inf")):
+            if world.rank == world.size - 1:
+                p.grad.view(-1)[0] = value
+            assert not math.isfinite(gradient_norm(segments(model), world))  # on every rank
+        p.grad.zero_()
+        assert gradient_norm(segments(model), world) == 0.0
 
 
 @pytest.mark.parametrize("ignored", ["rank 0", "half of the others", "most"])
