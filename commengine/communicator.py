@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import operators
 from .agreement import agree
 from .checks import INT_MAX, ArgumentChecks, TensorLike, is_c_int
 from .dtypes import reduction_error
@@ -89,6 +90,8 @@ class Communicator(ArgumentChecks):
         self._logs: tuple[Trace, ...] = ()
         self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
         self._slow = checked  # whether a call takes more looks than one
+        #: names this communicator in a compiled graph
+        self.handle = operators.register(self)
 
     def _new_host(self, comm: Any, *, polling: bool = False) -> HostTransport:
         return HostTransport(
@@ -303,6 +306,7 @@ class Communicator(ArgumentChecks):
         if isinstance(self._host, _Closed):
             return
         host, self._host = self._host, _Closed(self)
+        operators.unregister(self.handle)
         alive = not load_mpi().Is_finalized()
         with self._watching("close", "life"):
             for stream in self._streams:

@@ -8,7 +8,17 @@ from .gpt import GPT, GPTConfig
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .norm import LayerNorm, ParallelLayerNorm
-from .placement import Constant, Normal, Placement, initialize, new_parameter, placement_of, require_divisible
+from .placement import (
+    Constant,
+    Normal,
+    Placement,
+    initialize,
+    new_parameter,
+    placement_of,
+    require_divisible,
+    sum_partial_gradients,
+)
+from .recompute import Recompute
 from .regions import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -30,6 +40,7 @@ __all__ = [
     "ParallelLayerNorm",
     "Placement",
     "Randomness",
+    "Recompute",
     "RowParallelLinear",
     "SelfAttention",
     "TransformerBlock",
@@ -45,5 +56,6 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "require_divisible",
     "scatter_to_tensor_parallel_region",
+    "sum_partial_gradients",
     "vocab_parallel_cross_entropy",
 ]

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, Stream
 
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal, require_divisible
+from .recompute import recomputed
 from .rng import Randomness, dropout
 
 
@@ -22,8 +23,12 @@ class SelfAttention(nn.Module):
     heads (else ValueError). The fused weight's rows are [queries; keys; values], each ordered by head.
     output_init: of the projection that ends the residual branch.
     site: names this layer's dropout mask.
+    sequence_parallel, overlap_stream: as in the two layers (`ColumnParallelLinear`, `RowParallelLinear`).
+    recompute_core: keep queries, keys and values, and compute scores, softmax and dropout again in the backward: the
+        selective recomputation of Korthikanti et al. 2022, section 5. No communication, the same numbers.
 
-    forward: x [s, b, h], equal on all ranks -> the same. Without attention dropout the core is
+    forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
+    sequence shard -> the same. Without attention dropout the core is
     `scaled_dot_product_attention`; with it, the mask is a function of position, which no fused kernel takes.
     """
 
@@ -35,6 +40,9 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         attention_dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        recompute_core: bool = False,
+        overlap_stream: Stream | None = None,
         init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
         site: str = "attention",
@@ -50,26 +58,38 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.attention_dropout = attention_dropout
         self.site = site
-        self.qkv = ColumnParallelLinear(hidden_size, 3 * hidden_size, comm, blocks=3, init=init, dtype=dtype)
-        self.projection = RowParallelLinear(hidden_size, hidden_size, comm, init=output_init, dtype=dtype)
+        self.recompute_core = recompute_core
+        self.qkv = ColumnParallelLinear(
+            hidden_size, 3 * hidden_size, comm, blocks=3,
+            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
+        )  # fmt: skip
+        self.projection = RowParallelLinear(
+            hidden_size, hidden_size, comm, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
+        )
 
     def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
-        s, b, _ = x.shape
+        qkv = self.qkv(x)
+        s, b, _ = qkv.shape
         shape = (s, b, self.num_heads, self.head_size)
-        q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in self.qkv(x).chunk(3, dim=-1))  # [b, heads, s, d]
+        q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
+        keys = None
         if self.training and self.attention_dropout > 0:
-            context = self._with_dropout(q, k, v, randomness)
+            keys = needed(randomness, self.site).keys(self.site, self.heads)
+        if self.recompute_core and torch.is_grad_enabled():
+            context = recomputed(self._core, q, k, v, keys)
         else:
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            context = self._core(q, k, v, keys)
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
 
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, randomness: Randomness | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
+        """The weighted values; keys [b, heads] of the dropout mask, or None for no dropout."""
+        if keys is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(self.head_size))
         if self.causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, -torch.inf)
-        keys = needed(randomness, self.site).keys(self.site, self.heads)
         return dropout(scores.softmax(dim=-1), self.attention_dropout, keys) @ v
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, Stream
 
 from .attention import SelfAttention, needed
 from .linear import DEFAULT_INIT
 from .mlp import MLP
 from .norm import LayerNorm
 from .placement import Normal
+from .recompute import Recompute, recomputed, require_known
 from .rng import Randomness, dropout
 
 
@@ -21,8 +22,16 @@ class TransformerBlock(nn.Module):
     Two all-reduces of b * s * h elements forward and two backward, as in the paper's Figure 4; norms, dropout and
     residuals are computed by every rank alike.
 
-    forward: x [s, b, h], equal on all ranks -> the same.
+    With sequence_parallel (Korthikanti et al. 2022, section 4.2.2) norms, dropout and residuals are of this rank's
+    sequence shard, and each all-reduce becomes a reduce-scatter and an all-gather: the same volume, but for two more
+    all-gathers backward, of what the column-parallel layers kept a shard of.
+
+    forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
+    sequence shard -> the same.
     site: names this layer's dropout masks, such as "layers.3".
+    recompute: "full" keeps only x for the backward, and runs the forward again, communication included;
+        "selective" recomputes the inside of attention (`SelfAttention`).
+    overlap_stream: of ``comm``; what the backward of column-parallel layers communicates runs there.
     """
 
     def __init__(
@@ -36,23 +45,39 @@ class TransformerBlock(nn.Module):
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        recompute: Recompute = None,
+        overlap_stream: Stream | None = None,
         init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
         site: str = "layer",
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_known(recompute)
+        self.comm = comm
+        self.sequence_parallel = sequence_parallel
+        self.recompute = recompute
         self.hidden_dropout = hidden_dropout
         self.site = site
-        self.attention_norm = LayerNorm(hidden_size, eps, dtype=dtype)
+        self.attention_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
         self.attention = SelfAttention(
             hidden_size, num_heads, comm, causal=causal, attention_dropout=attention_dropout,
-            init=init, output_init=output_init, site=f"{site}.attention", dtype=dtype,
+            sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
+            overlap_stream=overlap_stream, init=init, output_init=output_init, site=f"{site}.attention", dtype=dtype,
         )  # fmt: skip
-        self.mlp_norm = LayerNorm(hidden_size, eps, dtype=dtype)
-        self.mlp = MLP(hidden_size, ffn_hidden_size, comm, init=init, output_init=output_init, dtype=dtype)
+        self.mlp_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.mlp = MLP(
+            hidden_size, ffn_hidden_size, comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream,
+            init=init, output_init=output_init, dtype=dtype,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return recomputed(self._layer, x, randomness)
+        return self._layer(x, randomness)
+
+    def _layer(self, x: Tensor, randomness: Randomness | None) -> Tensor:
         x = x + self._dropped(self.attention(self.attention_norm(x), randomness), "after_attention", randomness)
         return x + self._dropped(self.mlp(self.mlp_norm(x)), "after_mlp", randomness)
 
@@ -60,4 +85,5 @@ class TransformerBlock(nn.Module):
         if not self.training or self.hidden_dropout == 0:
             return x
         site = f"{self.site}.{branch}"
-        return dropout(x, self.hidden_dropout, needed(randomness, site).keys(site))
+        first_row = self.comm.rank * x.shape[0] if self.sequence_parallel else 0
+        return dropout(x, self.hidden_dropout, needed(randomness, site).keys(site), first_row)

@@ -6,20 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, Stream
 
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, new_parameter, require_divisible
-from .regions import reduce_own_from_tensor_parallel_region
+from .regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 
 
 class VocabParallelEmbedding(nn.Module):
     """Rank i holds rows i * v/p to (i+1) * v/p of the embedding table; g sums what each rank looked up.
 
     num_embeddings: rows of the whole table; ``comm.size`` must divide it (else ValueError).
+    sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
+        ValueError): one reduce-scatter instead of the all-reduce. `logits` takes such a shard.
+    overlap_stream: for `logits`, as in `column_parallel_linear`.
 
     forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError
     on the host for a token outside the table. `logits` uses the same table as the output layer: tied.
+    With sequence_parallel: tokens [s, ...] -> [s / comm.size, ..., embedding_dim].
     """
 
     def __init__(
@@ -28,6 +32,8 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         comm: Communicator,
         *,
+        sequence_parallel: bool = False,
+        overlap_stream: Stream | None = None,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -35,6 +41,8 @@ class VocabParallelEmbedding(nn.Module):
         require_divisible(comm.size, num_embeddings=num_embeddings)
         self.comm = comm
         self.num_embeddings = num_embeddings
+        self.sequence_parallel = sequence_parallel
+        self.overlap_stream = overlap_stream
         rows = Placement((num_embeddings, embedding_dim), init, dim=0, index=comm.rank, count=comm.size)
         self.weight = new_parameter(rows, dtype)
 
@@ -47,8 +55,17 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.comm.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_own_from_tensor_parallel_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.comm)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(found, self.comm)
+        return reduce_own_from_tensor_parallel_region(found, self.comm)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of x [..., embedding_dim], equal on all ranks: this rank's logits [..., num_embeddings / comm.size]."""
-        return column_parallel_linear(x, self.weight, None, self.comm)
+        """Of x [..., embedding_dim], equal on all ranks: this rank's logits [..., num_embeddings / comm.size].
+
+        With sequence_parallel: of x [s / comm.size, ..., embedding_dim], this rank's shard, the logits of all s.
+        """
+        return column_parallel_linear(
+            x, self.weight, None, self.comm,
+            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
+        )  # fmt: skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, Stream
 
 from .attention import needed
 from .block import TransformerBlock
@@ -16,6 +17,7 @@ from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
 from .norm import LayerNorm
 from .placement import Normal, Placement, new_parameter, require_divisible
+from .recompute import Recompute
 from .rng import Randomness, dropout
 
 
@@ -25,6 +27,7 @@ class GPTConfig:
 
     ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple
     of it, whatever the TP size, so that a model is the same model at every TP size.
+    sequence_parallel, recompute: as in `TransformerBlock`: how it is computed, not what.
     """
 
     num_layers: int
@@ -38,6 +41,8 @@ class GPTConfig:
     init_method_std: float = 0.02
     layernorm_epsilon: float = 1e-5
     make_vocab_size_divisible_by: int = 1024
+    sequence_parallel: bool = False
+    recompute: Recompute = None
 
     @property
     def ffn_size(self) -> int:
@@ -69,9 +74,21 @@ class GPT(nn.Module):
     tokens, labels: int64 [b, s], equal on all ranks of ``comm``, s at most ``max_position_embeddings``.
     randomness: needed by a training pass with dropout. Every rank must call forward, and backward.
     Activations are [s, b, h] inside, so that a sequence shard is contiguous.
+    overlap_stream: a stream of ``comm`` for what the backward of column-parallel layers communicates
+        (`column_parallel_linear`).
+
+    With sequence_parallel, ``comm.size`` must divide s (else ValueError), and after a backward the gradients of some
+    parameters are partial: `sum_partial_gradients(model, comm)`.
     """
 
-    def __init__(self, config: GPTConfig, comm: Communicator, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        comm: Communicator,
+        *,
+        overlap_stream: Stream | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         config.require_parallel(comm.size)
         self.config = config
@@ -79,31 +96,38 @@ class GPT(nn.Module):
         init = Normal(config.init_method_std)
         # The branches add up along the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
+        split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
         self.embedding = VocabParallelEmbedding(
-            config.padded_vocab_size, config.hidden_size, comm, init=init, dtype=dtype
-        )
-        positions = Placement((config.max_position_embeddings, config.hidden_size), init)
-        self.position_embedding = new_parameter(positions, dtype)
+            config.padded_vocab_size, config.hidden_size, comm, overlap_stream=overlap_stream, init=init, dtype=dtype,
+            **split,
+        )  # fmt: skip
+        positions = (config.max_position_embeddings, config.hidden_size)
+        self.position_embedding = new_parameter(Placement(positions, init, partial=config.sequence_parallel), dtype)
         self.layers = nn.ModuleList(
             TransformerBlock(
                 config.hidden_size, config.num_attention_heads, config.ffn_size, comm,
                 hidden_dropout=config.hidden_dropout, attention_dropout=config.attention_dropout,
-                eps=config.layernorm_epsilon, init=init, output_init=output_init, site=f"layers.{number}", dtype=dtype,
+                eps=config.layernorm_epsilon, recompute=config.recompute, overlap_stream=overlap_stream,
+                init=init, output_init=output_init, site=f"layers.{number}", dtype=dtype, **split,
             )
             for number in range(config.num_layers)
         )  # fmt: skip
-        self.final_norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, dtype=dtype)
+        self.final_norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, dtype=dtype, **split)
 
     def hidden_states(self, tokens: Tensor, randomness: Randomness | None = None) -> Tensor:
-        """Of tokens [b, s]: the final norm's output [s, b, h], equal on all ranks."""
+        """Of tokens [b, s]: the final norm's output [s, b, h], equal on all ranks, or this rank's shard of it."""
         s = tokens.shape[1]
         if s > self.config.max_position_embeddings:
             raise ValueError(
                 f"a sequence of {s} tokens exceeds max_position_embeddings={self.config.max_position_embeddings}"
             )
-        x = self.embedding(tokens.t()) + self.position_embedding[:s].unsqueeze(1)
+        first, end = 0, s
+        if self.config.sequence_parallel:
+            require_divisible(self.comm.size, sequence_length=s)
+            first, end = self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size
+        x = self.embedding(tokens.t()) + self.position_embedding[first:end].unsqueeze(1)
         if self.training and self.config.hidden_dropout > 0:
-            x = dropout(x, self.config.hidden_dropout, needed(randomness, "embedding").keys("embedding"))
+            x = dropout(x, self.config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
         for layer in self.layers:
             x = layer(x, randomness)
         normed: Tensor = self.final_norm(x)

@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from commengine import Communicator
+from commengine import Communicator, Stream
+from commengine.operators import all_gather_into_, all_reduce_, reduce_scatter_into_
 
 from .placement import Constant, Normal, Placement, new_parameter, require_divisible
 from .regions import (
     gather_from_tensor_parallel_region,
+    new_whole,
     reduce_own_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
 
@@ -28,9 +31,13 @@ class ColumnParallelLinear(nn.Module):
     comm: the tensor group. gather_output: return Y whole instead of this rank's part.
     blocks: the output features are this many equal blocks, each split over the ranks (3 for a fused QKV).
     init: of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
+    sequence_parallel: x is this rank's sequence shard along dim 0 (Korthikanti et al. 2022, section 4.2.2).
+    overlap_stream: of ``comm``: what the backward communicates runs there while it computes (`column_parallel_linear`).
 
     forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size] (or [..., out_features]).
     One all-reduce of x's gradient backward (f).
+    With sequence_parallel: x [s / comm.size, ..., in_features] -> [s, ..., out_features / comm.size]. One all-gather of
+    x forward and again backward, where one reduce-scatter of its gradient follows.
     """
 
     def __init__(
@@ -42,6 +49,8 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         *,
         blocks: int = 1,
+        sequence_parallel: bool = False,
+        overlap_stream: Stream | None = None,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -51,6 +60,8 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
         self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.overlap_stream = overlap_stream
         block = out_features // blocks
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
         weight = Placement((out_features, in_features), init, view=(blocks, block, in_features), **split)
@@ -58,7 +69,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = new_parameter(Placement((out_features,), view=(blocks, block), **split), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = column_parallel_linear(x, self.weight, self.bias, self.comm)
+        y = column_parallel_linear(
+            x, self.weight, self.bias, self.comm,
+            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
+        )  # fmt: skip
         return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
 
 
@@ -67,9 +81,13 @@ class RowParallelLinear(nn.Module):
 
     in_features, out_features: of the whole layer; ``comm.size`` must divide in_features (else ValueError).
     input_is_parallel: x is already this rank's part; else it is equal on all ranks and split here.
+    sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
+        ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
 
     forward: x [..., in_features / comm.size] (or [..., in_features]) -> [..., out_features], equal on all ranks.
     One all-reduce of the output forward (g).
+    With sequence_parallel: x [s, ..., in_features / comm.size] -> [s / comm.size, ..., out_features]. One
+    reduce-scatter of the output forward, one all-gather of its gradient backward.
     """
 
     def __init__(
@@ -80,6 +98,7 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         *,
+        sequence_parallel: bool = False,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -87,47 +106,95 @@ class RowParallelLinear(nn.Module):
         require_divisible(comm.size, in_features=in_features)
         self.comm = comm
         self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
         weight = Placement((out_features, in_features), init, dim=1, index=comm.rank, count=comm.size)
         self.weight = new_parameter(weight, dtype)
-        # Replicated, added after the sum: every rank then has its whole gradient, without communication.
-        self.bias = new_parameter(Placement((out_features,)), dtype) if bias else None
+        # Replicated, added after the sum: every rank then has its whole gradient, without communication, or its
+        # sequence shard's part.
+        self.bias = new_parameter(Placement((out_features,), partial=sequence_parallel), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
-        y = reduce_own_from_tensor_parallel_region(F.linear(x, self.weight), self.comm)
+        y = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel_region(y, self.comm)
+        else:
+            y = reduce_own_from_tensor_parallel_region(y, self.comm)
         return y if self.bias is None else y.add_(self.bias)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Communicator,
+    *,
+    sequence_parallel: bool = False,
+    overlap_stream: Stream | None = None,
+) -> Tensor:
     """f, then x A_i^T + b_i, as one autograd Function: the gradient of x is reduced where the product left it.
 
     x [..., in], equal on all ranks of ``comm``; weight [out / comm.size, in], bias [out / comm.size], this rank's
     rows. One all-reduce of x's gradient backward, which every rank must run.
+
+    sequence_parallel: x [s / comm.size, ..., in] is this rank's shard along dim 0. It is gathered for the product, and
+        again in the backward: between them only the shard is kept.
+    overlap_stream: a stream of ``comm``. There x's gradient is reduced while those of weight and bias are computed, and
+        the shard gathered while x's gradient is. The same collectives in the same order; without it each is done before
+        the computation goes on. A compiled backward does not use it.
     """
     if comm.size == 1:
         return F.linear(x, weight, bias)
-    return _ColumnParallelLinear.apply(x, weight, bias, comm)  # type: ignore[no-untyped-call, no-any-return]
+    return _ColumnParallelLinear.apply(x, weight, bias, comm, sequence_parallel, overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: Communicator,
+        sequence_parallel: bool,
+        stream: Stream | None,
+    ) -> Tensor:
+        if sequence_parallel:
+            x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.comm = comm
+        ctx.comm, ctx.sequence_parallel, ctx.stream = comm, sequence_parallel, stream
+        if sequence_parallel:
+            whole = new_whole(x, comm)
+            all_gather_into_(whole, x, comm)
+            x = whole
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
+        comm, stream = ctx.comm, ctx.stream
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = gathering = reducing = None
         rows = grads[0].reshape(-1, grads[0].shape[-1])
-        if ctx.needs_input_grad[0]:
-            grad_x = (rows @ weight).view_as(x)
-            ctx.comm.all_reduce(grad_x)  # this product is ours alone: no copy, unlike f's
-        if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-        if ctx.needs_input_grad[2]:
+        whole = x
+        if ctx.sequence_parallel and need_weight:
+            whole = new_whole(x, comm)
+            gathering = all_gather_into_(whole, x, comm, stream)
+        if need_x:
+            grad_x = (rows @ weight).view(*grads[0].shape[:-1], weight.shape[1])
+            if ctx.sequence_parallel:
+                partial, grad_x = grad_x, torch.empty_like(x)
+                reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
+            else:
+                reducing = all_reduce_(grad_x, comm, stream=stream)  # this product is ours alone: no copy, unlike f's
+        if need_weight:
+            if gathering is not None:
+                gathering.wait()
+            grad_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
+        if need_bias:
             grad_bias = rows.sum(dim=0)
-        return grad_x, grad_weight, grad_bias, None
+        if reducing is not None:
+            reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, Stream
 
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal
@@ -15,7 +15,10 @@ from .placement import Normal
 class MLP(nn.Module):
     """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
 
+    sequence_parallel, overlap_stream: as in the two layers (`ColumnParallelLinear`, `RowParallelLinear`).
+
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
+    With sequence_parallel: x [s / comm.size, ..., hidden_size], this rank's sequence shard -> the same.
     GELU is the tanh form that GPT-2 and Megatron-LM use.
     """
 
@@ -25,13 +28,20 @@ class MLP(nn.Module):
         ffn_hidden_size: int,
         comm: Communicator,
         *,
+        sequence_parallel: bool = False,
+        overlap_stream: Stream | None = None,
         init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, comm, init=init, dtype=dtype)
-        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, init=output_init, dtype=dtype)
+        self.up = ColumnParallelLinear(
+            hidden_size, ffn_hidden_size, comm,
+            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
+        )  # fmt: skip
+        self.down = RowParallelLinear(
+            ffn_hidden_size, hidden_size, comm, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))

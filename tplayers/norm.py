@@ -10,18 +10,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
+from commengine.operators import all_gather_into_, all_reduce_
 
 from .placement import Constant, Placement, new_parameter, require_divisible
+from .regions import new_whole
 
 
 class LayerNorm(nn.Module):
-    """torch.nn.LayerNorm over the last dimension, with parameters that every rank holds whole."""
+    """torch.nn.LayerNorm over the last dimension, with parameters that every rank holds whole.
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, *, dtype: torch.dtype | None = None) -> None:
+    sequence_parallel: what it is given is this rank's sequence shard: the parameters' gradients are partial (see
+        `Placement`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0)), dtype)
-        self.bias = new_parameter(Placement((hidden_size,)), dtype)
+        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
+        self.bias = new_parameter(Placement((hidden_size,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -61,8 +74,8 @@ class _Normalise(torch.autograd.Function):
         wide = _wide(x)
         local_var, local_mean = torch.var_mean(wide, dim=-1, correction=0)
         mine = torch.stack((local_mean, local_var))
-        ranks = mine.new_empty((comm.size * 2, *local_mean.shape))
-        comm.all_gather(ranks, mine)
+        ranks = new_whole(mine, comm)
+        all_gather_into_(ranks, mine, comm)
         means, variances = ranks[0::2], ranks[1::2]
         mean = means.mean(dim=0)
         var = variances.mean(dim=0) + (means - mean).square().mean(dim=0)
@@ -77,7 +90,7 @@ class _Normalise(torch.autograd.Function):
         x, mean, scale = ctx.saved_tensors
         normalised, grad = (_wide(x) - mean) * scale, _wide(grads[0])
         sums = torch.stack((grad.sum(dim=-1), (grad * normalised).sum(dim=-1)))
-        ctx.comm.all_reduce(sums)
+        all_reduce_(sums, ctx.comm)
         sums /= grad.shape[-1] * ctx.comm.size
         result = (grad - sums[0].unsqueeze(-1) - normalised * sums[1].unsqueeze(-1)) * scale
         return result.to(x.dtype), None, None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from commengine import Communicator
+
 from .rng import generator
 
 
@@ -45,6 +47,8 @@ class Placement:
     index, count: this rank holds part ``index`` of ``count`` equal ones.
     view: a shape that the global tensor is seen as before it is split, where the parts are not contiguous blocks
         of one of its own dimensions: (3, hidden, hidden) with dim 1 for a fused QKV weight [3 * hidden, hidden].
+    partial: each rank of the tensor group computes only its sequence shard's part of the gradient; it must be summed
+        over the group (`sum_partial_gradients`). About the gradient, not the values: it does not enter comparison.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +57,7 @@ class Placement:
     index: int = 0
     count: int = 1
     view: tuple[int, ...] = ()
+    partial: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.view:
@@ -64,6 +69,8 @@ class Placement:
         if math.prod(self.local_shape) != math.prod(self.part_view):
             split = f"one of {self.count} parts of dim {self.dim} of {self.view}"
             raise ValueError(f"no shape like {self.shape} holds {split}")
+        if self.partial and self.dim is not None:
+            raise ValueError("a parameter whose gradient is partial is held whole by every rank: dim must be None")
 
     @property
     def sharded(self) -> bool:
@@ -136,6 +143,25 @@ def initialize(module: nn.Module, seed: int) -> None:
             placement = placement_of(parameter)
             if hasattr(parameter, "placement"):
                 parameter.copy_(placement.part(placement.init.draw(placement.shape, seed, name)))
+
+
+def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
+    """Sum the gradients that `Placement.partial` calls partial over the tensor group ``comm``, in place.
+
+    After the last backward of a step, before anything reads them. One all-reduce for each dtype (so one), of a copy.
+    Every rank must call it, with gradients for the same parameters. A group of one communicates nothing.
+    """
+    if comm.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in module.parameters():
+        if placement_of(parameter).partial and parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        comm.all_reduce(flat)
+        sums = torch.split(flat, [gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [s.view_as(g) for s, g in zip(sums, gradients, strict=True)])
 
 
 def require_divisible(parallel_size: int, **values: int) -> None:

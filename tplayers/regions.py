@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
+from commengine.operators import all_gather_into_, all_reduce_, reduce_scatter_into_
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -96,6 +97,11 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
 # The collectives, on any dimension and layout ---------------------------------------------------------------------
 
 
+def new_whole(part: Tensor, comm: Communicator) -> Tensor:
+    """What all ranks' contiguous ``part`` are gathered into along dim 0: uninitialised."""
+    return part.new_empty((comm.size * part.shape[0], *part.shape[1:]))
+
+
 def _fresh(x: Tensor) -> Tensor:
     """A contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
@@ -103,7 +109,7 @@ def _fresh(x: Tensor) -> Tensor:
 
 def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
     result = _fresh(x)
-    comm.all_reduce(result)
+    all_reduce_(result, comm)
     return result
 
 
@@ -114,16 +120,21 @@ def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
-    whole = front.new_empty((comm.size * front.shape[0], *front.shape[1:]))
-    comm.all_gather(whole, front)
-    return whole.movedim(0, dim).contiguous()
+    whole = new_whole(front, comm)
+    all_gather_into_(whole, front, comm)
+    return _from_front(whole, dim)
 
 
 def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     part = front.new_empty((front.shape[0] // comm.size, *front.shape[1:]))
-    comm.reduce_scatter(part, front)
-    return part.movedim(0, dim).contiguous()
+    reduce_scatter_into_(part, front, comm)
+    return _from_front(part, dim)
+
+
+def _from_front(x: Tensor, dim: int) -> Tensor:
+    """``x``, whose dimension 0 belongs at ``dim``; itself where it is there, for nothing may write into a view."""
+    return x if dim in (0, -x.dim()) else x.movedim(0, dim).contiguous()
 
 
 # The autograd Functions -------------------------------------------------------------------------------------------
@@ -167,7 +178,7 @@ class _ReduceOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.mark_dirty(x)
-        comm.all_reduce(x)
+        all_reduce_(x, comm)
         return x
 
     @staticmethod

@@ -28,6 +28,7 @@ class TrainConfig:
 
     # parallel layout
     tensor_model_parallel_size: int = option(1, "ranks that one model is split over; the rest is data-parallel")
+    sequence_parallel: bool = option(False, "split norms, dropout and residuals over the tensor group by sequence")
     distributed_timeout_minutes: float = option(
         10.0, "a collective that takes longer ends the job, with a report of who is missing; 0: no limit"
     )
@@ -106,6 +107,7 @@ class TrainConfig:
             self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size, self.positions,
             self.ffn_hidden_size, self.hidden_dropout, self.attention_dropout, self.init_method_std,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+            sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -174,6 +176,10 @@ def validate(config: TrainConfig, world_size: int) -> None:
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     split = flag("tensor_model_parallel_size")
     require(world_size % tensor == 0, f"{split}: does not divide the {world_size} ranks; {sizes} do")
+    require(
+        not config.sequence_parallel or config.seq_length % tensor == 0,
+        f"{flag('seq_length')}: with --sequence-parallel it must be a multiple of {split}",
+    )
     step = config.micro_batch_size * (world_size // tensor)
     batch = config.global_batch_size or step
     require(

@@ -20,12 +20,16 @@ def generate(
     comm, config = model.comm, model.config
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
+    # Shards of the sequence are of one size: the window is filled up at its end, which no earlier token sees.
+    parts = comm.size if config.sequence_parallel else 1
+    longest = config.max_position_embeddings // parts * parts
     training = model.training
     model.eval()
     with torch.no_grad():
         for _ in range(count):
-            window = torch.tensor([tokens[-config.max_position_embeddings :]])
-            mine = model(window)[0, -1].float()  # this rank's columns
+            window = tokens[-longest:]
+            filled = window + [0] * (-len(window) % parts)
+            mine = model(torch.tensor([filled]))[0, len(window) - 1].float()  # this rank's columns
             logits = mine.new_empty(mine.numel() * comm.size)
             comm.all_gather(logits, mine.contiguous())
             choice = _draw(logits[: config.vocab_size], generator, temperature, top_k)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.mpi
 VOCAB, PADDED, POSITIONS = 50, 64, 12
 
 
-def gpt(comm):
-    config = GPTConfig(2, 32, 4, VOCAB, POSITIONS, init_method_std=0.3, make_vocab_size_divisible_by=PADDED)
+def gpt(comm, **options):
+    config = GPTConfig(2, 32, 4, VOCAB, POSITIONS, init_method_std=0.3, make_vocab_size_divisible_by=PADDED, **options)
     model = GPT(config, comm)
     initialize(model, 9)
     return model
@@ -25,6 +25,13 @@ def test_the_same_text_at_every_tensor_size(world, alone, options):
     assert found == expected
     assert world.mpi.allgather(found) == [found] * world.size
     assert len(found) == 20 and set(found) <= set(range(VOCAB))
+
+
+def test_the_same_text_from_shards_of_the_sequence(world, alone):
+    """At every length, also those that the tensor group does not divide."""
+    for count in (3, 20):
+        expected = generate(gpt(alone), [3, 1, 4], count, seed=1, temperature=0)
+        assert generate(gpt(world, sequence_parallel=True), [3, 1, 4], count, seed=1, temperature=0) == expected
 
 
 def test_greedy_takes_the_argmax_of_the_models_logits(world, alone):

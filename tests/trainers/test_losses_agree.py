@@ -22,18 +22,20 @@ VARIANTS = {
     # The same with what must change nothing.
     "accumulated": [*OFF, "--micro-batch-size", "1"],
     "bucketed": [*OFF, "--micro-batch-size", "2", "--ddp-bucket-size", "3000"],
+    "sequence": ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sequence-parallel"],
     "overlapped": [*OFF, "--micro-batch-size", "2", "--ddp-bucket-size", "3000", "--overlap-grad-reduce"],
 }
-EVERYWHERE = ("initial", "plain", "dropout")
 BOTH = [(1, 1), (1, 2), (2, 2)]  # where gradients are accumulated or reduced
 REDUCED = [(1, 2), (2, 2)]
+TENSOR = [(2, 1), (2, 2), (4, 1)]
+RUN = {"accumulated": BOTH, "bucketed": BOTH, "overlapped": BOTH, "sequence": TENSOR}  # the others at every layout
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, pretrain, mock):
     """The folder of each (TP, DP, variant)."""
     root = tmp_path_factory.mktemp("runs")
-    wanted = [(*layout, name) for layout in LAYOUTS for name in VARIANTS if name in EVERYWHERE or layout in BOTH]
+    wanted = [(*layout, name) for layout in LAYOUTS for name in VARIANTS if layout in RUN.get(name, LAYOUTS)]
     folders = {key: root / "-".join(map(str, key)) for key in wanted}
     base = [*mock, *RATE, "--seed", str(SEED), "--train-iters", str(STEPS)]
     commands = [
@@ -66,6 +68,15 @@ def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, lay
         print(f"{layout} {variant}: {key} differs by at most {worst:.1e}")
         assert worst < 1e-5  # seen: 5e-7
     assert torch.equal(*(numbers(runs, rows, at, variant, "learning_rate") for at in ((1, 1), layout)))
+
+
+@pytest.mark.parametrize("layout", TENSOR)
+def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
+    for key in ("lm_loss", "grad_norm"):
+        one, other = (
+            numbers(runs, rows, where, name, key) for where, name in (((1, 1), "dropout"), (layout, "sequence"))
+        )
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_the_runs_have_something_to_agree_on(runs, rows):
