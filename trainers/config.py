@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
-from tplayers import GPTConfig
+from tplayers import GPTConfig, Recompute
 
 from .options import Parser
 
@@ -43,6 +43,11 @@ class TrainConfig:
     attention_dropout: float = option(0.1, "dropout on attention probabilities")
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
     make_vocab_size_divisible_by: int = option(1024, "pad the vocabulary to a multiple of this, at every TP size")
+    recompute_granularity: str | None = option(
+        None,
+        "compute again in the backward instead of keeping: each whole layer, or the inside of attention",
+        choices=("full", "selective"),
+    )
     # batches and steps
     micro_batch_size: int = option(1, "samples a rank takes through the model at once")
     global_batch_size: int | None = option(None, "samples a step (default micro-batch-size * data-parallel size)")
@@ -108,6 +113,7 @@ class TrainConfig:
             self.ffn_hidden_size, self.hidden_dropout, self.attention_dropout, self.init_method_std,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             sequence_parallel=self.sequence_parallel,
+            recompute=typing.cast(Recompute, self.recompute_granularity),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
