@@ -86,10 +86,10 @@ class SelfAttention(nn.Module):
         """The weighted values; keys [b, heads] of the dropout mask, or None for no dropout."""
         if keys is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(self.head_size))
+        scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
         if self.causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
+            # Added, because the backward of an addition keeps nothing: masked_fill would keep the mask.
+            scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
         return dropout(scores.softmax(dim=-1), self.attention_dropout, keys) @ v
 
 

@@ -1,0 +1,53 @@
+"""What a layer keeps for its backward, in bytes, against the formulas of Korthikanti et al. 2022 (Table 2)."""
+
+import pytest
+import torch
+
+from tplayers import Randomness, TransformerBlock, initialize
+
+S, B, H, HEADS = 256, 2, 256, 4
+SBH = S * B * H
+SCORES = 5 * HEADS * S / H  # 5as/h: softmax, its dropped-out form, and a mask
+
+# options -> bytes / sbh with t ranks: the published formula
+PUBLISHED = {
+    "tensor": ({}, lambda t: 10 + 24 / t + SCORES / t),
+    "tensor + selective": ({"recompute": "selective"}, lambda t: 10 + 24 / t),
+    "tensor + sequence": ({"sequence_parallel": True}, lambda t: 34 / t + SCORES / t),
+    "tensor + sequence + selective": ({"sequence_parallel": True, "recompute": "selective"}, lambda t: 34 / t),
+    "tensor + sequence + full": ({"sequence_parallel": True, "recompute": "full"}, lambda t: 2 / t),
+}
+
+
+def kept_bytes(layer, x):
+    """Bytes of the distinct memory that autograd holds between forward and backward, parameters aside."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x, Randomness(1, 2, tuple(range(B))))
+    for parameter in layer.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    kept = sum(storage.nbytes() for storage in storages.values())
+    y.sum().backward()
+    return kept
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_bytes_kept(group, record_property, case):
+    options, formula = PUBLISHED[case]
+    layer = TransformerBlock(
+        H, HEADS, 4 * H, group.comm, hidden_dropout=0.1, attention_dropout=0.1, dtype=torch.bfloat16, **options
+    )
+    initialize(layer, 1)
+    rows = S // group.size if options.get("sequence_parallel") else S
+    kept = kept_bytes(layer, torch.randn(rows, B, H, dtype=torch.bfloat16, requires_grad=True)) / SBH
+    record_property("bytes / sbh", kept)
+    print(f"t={group.size} {case}: kept {kept:.3f} sbh, published {formula(group.size):.3f} sbh")
+    # The statistics of norms, and keys and rows of dropout, are not in the formulas. Less would be something unseen.
+    assert 0.999 < kept / formula(group.size) < 1.01
