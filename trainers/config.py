@@ -29,6 +29,9 @@ class TrainConfig:
     # parallel layout
     tensor_model_parallel_size: int = option(1, "ranks that one model is split over; the rest is data-parallel")
     sequence_parallel: bool = option(False, "split norms, dropout and residuals over the tensor group by sequence")
+    async_tensor_model_parallel_allreduce: bool | None = option(
+        None, "reduce an input's gradient while the weight's is computed (default: on for devices, off on the host)"
+    )
     distributed_timeout_minutes: float = option(
         10.0, "a collective that takes longer ends the job, with a report of who is missing; 0: no limit"
     )

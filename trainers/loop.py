@@ -59,7 +59,12 @@ class GPTTrainer:
         self.config, self.corpus = config, corpus
         self.grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
         dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-        self.model = GPT(config.model(), self.grid.tensor, dtype=dtype)
+        tensor = self.grid.tensor
+        overlap = config.async_tensor_model_parallel_allreduce
+        if overlap is None:  # on the host ranks fill the cores: there is nothing to hide a collective under
+            overlap = tensor.device.type != "cpu"
+        stream = tensor.new_stream() if overlap and tensor.size > 1 else None
+        self.model = GPT(config.model(), tensor, dtype=dtype, overlap_stream=stream)
         initialize(self.model, config.seed)
         self.gradients = GradientBuckets(
             self.model, self.grid.data, tensor=self.grid.tensor, overlap=bool(config.overlap_grad_reduce),

@@ -23,12 +23,34 @@ VARIANTS = {
     "accumulated": [*OFF, "--micro-batch-size", "1"],
     "bucketed": [*OFF, "--micro-batch-size", "2", "--ddp-bucket-size", "3000"],
     "sequence": ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sequence-parallel"],
+    "replayed": [
+        "--hidden-dropout",
+        "0.1",
+        "--attention-dropout",
+        "0.1",
+        "--sequence-parallel",
+        "--recompute-granularity",
+        "full",
+        "--async-tensor-model-parallel-allreduce",
+    ],
+    "selective": [
+        "--hidden-dropout",
+        "0.1",
+        "--attention-dropout",
+        "0.1",
+        "--recompute-granularity",
+        "selective",
+        "--async-tensor-model-parallel-allreduce",
+    ],
     "overlapped": [*OFF, "--micro-batch-size", "2", "--ddp-bucket-size", "3000", "--overlap-grad-reduce"],
 }
 BOTH = [(1, 1), (1, 2), (2, 2)]  # where gradients are accumulated or reduced
 REDUCED = [(1, 2), (2, 2)]
 TENSOR = [(2, 1), (2, 2), (4, 1)]
-RUN = {"accumulated": BOTH, "bucketed": BOTH, "overlapped": BOTH, "sequence": TENSOR}  # the others at every layout
+RUN = {
+    "accumulated": BOTH, "bucketed": BOTH, "overlapped": BOTH, "sequence": TENSOR,
+    "replayed": [(2, 1)], "selective": [(2, 1)],
+}  # the others at every layout  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +99,16 @@ def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
             numbers(runs, rows, where, name, key) for where, name in (((1, 1), "dropout"), (layout, "sequence"))
         )
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant, plain", [("replayed", "sequence"), ("selective", "dropout")])
+def test_recomputation_and_asynchronous_gradients_change_no_bit(runs, rows, variant, plain):
+    for key in ("lm_loss", "grad_norm"):
+        assert torch.equal(*(numbers(runs, rows, (2, 1), name, key) for name in (variant, plain)))
+    one, other = (model(runs, (2, 1), name) for name in (variant, plain))
+    assert all(torch.equal(one[name], whole) for name, whole in other.items())
+    report = json.loads((runs[(2, 1, variant)] / "report.json").read_text())
+    assert any(row["hidden_seconds"] > 0 for row in report["communication"] if row["group"] == "tensor")
 
 
 def test_the_runs_have_something_to_agree_on(runs, rows):
