@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
+from commengine.operators import all_reduce_
 
 
 def vocab_parallel_cross_entropy(
@@ -32,7 +33,7 @@ def vocab_parallel_cross_entropy(
         less. A second backward through the same graph then raises.
 
     Two all-reduces forward (the maxima; the sums and target logits together), none backward. Every rank must call
-    it. Raises ValueError on a shape that does not fit, or (on the host) a target outside the vocabulary.
+    it. Raises ValueError on a shape that does not fit, or (on the host, not compiled) a target outside the vocabulary.
     """
     if logits_shard.shape[:-1] != target.shape:
         fitting = list(logits_shard.shape[:-1])
@@ -41,9 +42,14 @@ def vocab_parallel_cross_entropy(
     vocab_size = padded if vocab_size is None else vocab_size
     if not 0 < vocab_size <= padded:
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
-    if target.is_cpu and bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any()):
+    compiling = torch.compiler.is_compiling()  # then no value can be looked at, and buffers are the compiler's affair
+    if (
+        not compiling
+        and target.is_cpu
+        and bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any())
+    ):
         raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
-    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite)  # type: ignore[no-untyped-call, no-any-return]
+    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite and not compiling)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -66,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         peak = logits.new_full(target.shape, -torch.inf, dtype=precision)
         if real:
             peak = logits[..., :real].amax(dim=-1).to(precision)
-        comm.all_reduce(peak, "max")
+        all_reduce_(peak, comm, "max")
 
         ctx.overwrite = overwrite and real == width and precision == logits.dtype
         if ctx.overwrite:
@@ -81,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums[1] = torch.where(mine, shifted.gather(-1, column).squeeze(-1), 0.0)
         exponentials = shifted.exp_()
         sums[0] = exponentials.sum(dim=-1)
-        comm.all_reduce(sums)
+        all_reduce_(sums, comm)
 
         counted = target != ignore_index
         ctx.save_for_backward(exponentials, sums[0], column, mine, counted)
@@ -102,5 +108,5 @@ class _CrossEntropy(torch.autograd.Function):
 def _shift_real(logits: Tensor, peak: Tensor, real: int) -> Tensor:
     """Logits minus the maximum, with -inf (exp 0) in the padding columns."""
     shifted = peak.new_full(logits.shape, -torch.inf)
-    torch.sub(logits[..., :real].to(peak.dtype), peak.unsqueeze(-1), out=shifted[..., :real])
+    shifted[..., :real].copy_(logits[..., :real]).sub_(peak.unsqueeze(-1))
     return shifted

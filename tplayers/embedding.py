@@ -22,7 +22,7 @@ class VocabParallelEmbedding(nn.Module):
     overlap_stream: for `logits`, as in `column_parallel_linear`.
 
     forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError
-    on the host for a token outside the table. `logits` uses the same table as the output layer: tied.
+    on the host, not compiled, for a token outside the table. `logits` uses the same table as the output layer: tied.
     With sequence_parallel: tokens [s, ...] -> [s / comm.size, ..., embedding_dim].
     """
 
@@ -47,7 +47,11 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = new_parameter(rows, dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.is_cpu and bool(((tokens < 0) | (tokens >= self.num_embeddings)).any()):
+        if (
+            not torch.compiler.is_compiling()
+            and tokens.is_cpu
+            and bool(((tokens < 0) | (tokens >= self.num_embeddings)).any())
+        ):
             raise ValueError(f"a token lies outside 0 to {self.num_embeddings - 1}")
         if self.comm.size == 1:
             return F.embedding(tokens, self.weight)

@@ -56,6 +56,11 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
 
     Autograd is told, so that a tensor which something else has saved for its backward raises an error there.
     """
+    if comm.size > 1 and not (x.requires_grad and torch.is_grad_enabled()):  # the compiler knows no mark_dirty here
+        all_reduce_(x, comm)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(x)
+        return x
     return _apply(_ReduceOwn, x, comm)
 
 
@@ -99,7 +104,8 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
 
 def new_whole(part: Tensor, comm: Communicator) -> Tensor:
     """What all ranks' contiguous ``part`` are gathered into along dim 0: uninitialised."""
-    return part.new_empty((comm.size * part.shape[0], *part.shape[1:]))
+    # torch.empty: the compiler takes two new_empty for one, and so the backward's gathering for the forward's.
+    return torch.empty((comm.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
 
 
 def _fresh(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ global head: the same at every TP and DP size, replicated where the activation i
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,25 +28,35 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stable_hash(seed, name))
 
 
-@dataclass(frozen=True)
 class Randomness:
     """What a forward pass needs to know to draw its dropout masks.
 
     seed: of the run. iteration: of training. samples: the global number of each sample of the microbatch, in order.
+    device: where ``base`` is to lie.
+
+    What changes from step to step is held as a tensor (``base``, int64, a hash a sample): a compiled model takes it as
+    an input, and is not compiled anew for every step. Sites are constants of the program.
     """
 
-    seed: int
-    iteration: int
-    samples: tuple[int, ...]
+    def __init__(
+        self, seed: int, iteration: int, samples: Sequence[int], *, device: torch.device | None = None
+    ) -> None:
+        hashes = [stable_hash(seed, iteration, sample) for sample in samples]
+        self.base = torch.tensor(hashes, dtype=torch.int64, device=device)
 
     def keys(self, site: str, heads: range | None = None) -> Tensor:
         """One int64 key a sample [b], or a sample and global head [b, heads], for the dropout at ``site``."""
-        samples = [stable_hash(self.seed, self.iteration, sample, site) for sample in self.samples]
-        keys = torch.tensor(samples, dtype=torch.int64)
+        keys = _mix64(self.base ^ _hash_of_site(site))
         if heads is None:
             return keys
-        numbers = torch.arange(heads.start, heads.stop, dtype=torch.int64)
-        return _mix64(keys[:, None] + numbers * _GOLDEN)
+        # Numbers, not arange * _GOLDEN: the compiler works that out in integers that do not wrap around.
+        offsets = torch.tensor([_int64(head * _GOLDEN) for head in heads], dtype=torch.int64, device=keys.device)
+        return _mix64(keys[:, None] + offsets)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hash_of_site(site: str) -> int:
+    return stable_hash(site)
 
 
 def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
@@ -83,6 +93,11 @@ def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
     bits ^= _shifted(bits, 13)
     bits *= -1028477379
     return bits >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _int64(x: int) -> int:
+    """``x`` modulo 2^64, as int64."""
+    return (x + 2**63) % 2**64 - 2**63
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

@@ -51,6 +51,7 @@ class TrainConfig:
         "compute again in the backward instead of keeping: each whole layer, or the inside of attention",
         choices=("full", "selective"),
     )
+    compile: bool = option(False, "train with the model compiled by torch.compile; needs a C++ compiler")
     # batches and steps
     micro_batch_size: int = option(1, "samples a rank takes through the model at once")
     global_batch_size: int | None = option(None, "samples a step (default micro-batch-size * data-parallel size)")

@@ -18,6 +18,7 @@ from tplayers import GPT, Randomness, initialize, placement_of, sum_partial_grad
 
 from . import checkpoint
 from .batches import GlobalBatches, Microbatch
+from .compiler import require_compiler
 from .config import TrainConfig
 from .corpus import Corpus, open_corpus
 from .data.samples import EpochPermutation
@@ -66,6 +67,8 @@ class GPTTrainer:
         stream = tensor.new_stream() if overlap and tensor.size > 1 else None
         self.model = GPT(config.model(), tensor, dtype=dtype, overlap_stream=stream)
         initialize(self.model, config.seed)
+        # Training steps alone: their shapes never change. The parameters are the model's own.
+        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if config.compile else self.model
         self.gradients = GradientBuckets(
             self.model, self.grid.data, tensor=self.grid.tensor, overlap=bool(config.overlap_grad_reduce),
             bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
@@ -157,7 +160,7 @@ class GPTTrainer:
 
     def _backward(self, batch: Microbatch, tokens: int) -> float:
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers)
-        loss = self.model(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
+        loss = self.forward(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
         return float(loss.item())
 
@@ -219,6 +222,8 @@ class GPTTrainer:
 
 def train(config: TrainConfig, world: Communicator) -> Report:
     """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective."""
+    if config.compile:
+        on_every_rank(world, require_compiler)
     trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     resumed = trainer.resume()
     first = world.rank == 0

@@ -1,0 +1,112 @@
+"""torch.compile of layers and models: one graph, the numbers and the collectives of eager, no second compilation."""
+
+import shutil
+
+import pytest
+import torch
+
+import commengine
+from commengine import CollectiveError, Communicator
+from tplayers import GPT, MLP, GPTConfig, Randomness, TransformerBlock, dropout, initialize
+from tplayers import sum_partial_gradients as sum_partial
+
+pytestmark = pytest.mark.mpi
+
+S, B, H, HEADS, STEPS = 8, 2, 16, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compare(comm, module, inputs, backend, **tolerance):
+    """Steps of ``module``, eager and compiled; what each communicates. inputs: of a step, the arguments."""
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    said = []
+    for step in range(STEPS):
+        results = []
+        for call in (module, compiled):
+            module.zero_grad()
+            # Iteration and samples change from step to step: the graph must take them as they come.
+            with torch._dynamo.config.patch(error_on_recompile=step > 0), commengine.trace(comm) as log:
+                y = call(*inputs(step))
+                y.sum().backward()
+            results.append([y.detach(), *(p.grad for p in module.parameters())])
+            said.append([(event.operation, event.redop, event.elements) for event in log.events])
+        torch.testing.assert_close(results[1], results[0], **tolerance)
+    assert said == said[:2] * STEPS
+    return said[:2]
+
+
+def test_model(group):
+    """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
+    shape = GPTConfig(
+        1, H, HEADS, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.1,
+        sequence_parallel=True, recompute="selective",
+    )  # fmt: skip
+    model = GPT(shape, group.comm, overlap_stream=group.comm.new_stream())
+    initialize(model, 3)
+
+    def inputs(step):
+        tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:], Randomness(1, step, (step, 7))
+
+    eager, compiled = compare(group.comm, model, inputs, "aot_eager", rtol=0, atol=0)
+    assert compiled == eager
+
+
+def test_block_with_full_recompute(group):
+    """The compiler drops a replayed collective whose result nothing reads, and adds none."""
+    layer = TransformerBlock(H, HEADS, 4 * H, group.comm, hidden_dropout=0.1, attention_dropout=0.1, recompute="full")
+    initialize(layer, 3)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    eager, compiled = compare(
+        group.comm, layer, lambda step: (x, Randomness(1, step, (3, 4))), "aot_eager", rtol=0, atol=0
+    )
+    assert len(compiled) <= len(eager)
+    assert set(compiled) == set(eager)
+
+
+class Branch(torch.nn.Module):
+    """What a compiled kernel could get wrong, in few kernels: the mask's integers, and collectives on its buffers."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self.mlp = MLP(H, 2 * H, comm, sequence_parallel=True)
+
+    def forward(self, x, randomness):
+        return dropout(self.mlp(x), 0.3, randomness.keys("branch"))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.slow
+def test_inductor(group):
+    if group.size != 2:
+        pytest.skip("two ranks are enough for what takes so long")
+    if shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    layer = Branch(group.comm)
+    initialize(layer, 3)
+    x = torch.randn(S // group.size, B, H, generator=torch.Generator().manual_seed(group.rank)).requires_grad_()
+    eager, compiled = compare(
+        group.comm, layer, lambda step: (x, Randomness(1, step, (3, 4))), "inductor", rtol=1e-5, atol=1e-5
+    )
+    assert compiled == eager
+    sum_partial(layer, group.comm)
+    group.same(layer.mlp.down.bias.grad)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_graph_outlives_its_communicator_and_says_so(mpi_world):
+    with Communicator(mpi_world) as comm:
+        layer = MLP(H, 2 * H, comm)
+        initialize(layer, 3)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(torch.ones(S, H)), layer(torch.ones(S, H)), rtol=0, atol=0)
+        handle = comm.handle
+    with torch.no_grad(), pytest.raises(CollectiveError, match=f"uses communicator {handle}, which is closed"):
+        compiled(torch.ones(S, H))
