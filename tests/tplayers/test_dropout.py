@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tplayers import Randomness, dropout
-from tplayers.rng import keep_mask
+from tplayers.rng import keep_mask, stable_hash
 
 M32 = 2**32 - 1
 BITS = 1 << 20
@@ -61,8 +61,26 @@ def test_mask_is_the_same_in_every_release():
     assert "".join(str(int(bit)) for bit in mask) == ATTENTION
 
 
-HIDDEN = "10010100100110111100111010101100"
-ATTENTION = "00011110110101010101110101101000"
+HIDDEN = "01010101001001100100111000000101"
+ATTENTION = "00101100110111011000110100010011"
+
+
+def scalar_mix(x):
+    """The finaliser of SplitMix64 (Steele et al. 2014) in Python's integers, modulo 2^64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def test_keys_in_python_integers():
+    """Of every sample, and of every sample and head, signs and all."""
+    samples, heads = (3, 2**40, 9), range(5, 300, 59)
+    randomness = Randomness(7, 11, samples)
+    for site in ("embedding", "layers.0.after_mlp"):
+        keys = [scalar_mix((stable_hash(7, 11, n) ^ stable_hash(site)) % 2**64) for n in samples]
+        assert [key % 2**64 for key in randomness.keys(site).tolist()] == keys
+        of_heads = [[scalar_mix((key + head * 0x9E3779B97F4A7C15) % 2**64) for head in heads] for key in keys]
+        assert [[key % 2**64 for key in row] for row in randomness.keys(site, heads).tolist()] == of_heads
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
