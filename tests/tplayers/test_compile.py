@@ -41,6 +41,7 @@ def compare(comm, module, inputs, backend, **tolerance):
     return said[:2]
 
 
+@pytest.mark.mpi(min_size=2)
 def test_model(group):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
     shape = GPTConfig(

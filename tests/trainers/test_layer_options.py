@@ -30,7 +30,7 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     """With the backend that runs eager's operations; inductor's own kernels: tests/tplayers/test_compile.py."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
