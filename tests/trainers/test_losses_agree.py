@@ -46,7 +46,7 @@ VARIANTS = {
 }
 BOTH = [(1, 1), (1, 2), (2, 2)]  # where gradients are accumulated or reduced
 REDUCED = [(1, 2), (2, 2)]
-TENSOR = [(2, 1), (2, 2), (4, 1)]
+TENSOR = [(2, 1), (2, 2)]
 RUN = {
     "accumulated": BOTH, "bucketed": BOTH, "overlapped": BOTH, "sequence": TENSOR,
     "replayed": [(2, 1)], "selective": [(2, 1)],
