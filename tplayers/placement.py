@@ -148,20 +148,28 @@ def initialize(module: nn.Module, seed: int) -> None:
 def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
     """Sum the gradients that `Placement.partial` calls partial over the tensor group ``comm``, in place.
 
-    After the last backward of a step, before anything reads them. One all-reduce for each dtype (so one), of a copy.
-    Every rank must call it, with gradients for the same parameters. A group of one communicates nothing.
+    After the last backward of a step, before anything reads them. Every rank must call it, with gradients for the same
+    parameters. (`trainers.gradients` does it for its buckets.)
+    """
+    partial = [p.grad for p in module.parameters() if placement_of(p).partial and p.grad is not None]
+    all_reduce_together(partial, comm)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Sum each of ``tensors`` over ``comm``, in place: one all-reduce for each dtype, of a copy.
+
+    Every rank must call it, with as many elements. A group of one communicates nothing.
     """
     if comm.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in module.parameters():
-        if placement_of(parameter).partial and parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         comm.all_reduce(flat)
-        sums = torch.split(flat, [gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [s.view_as(g) for s, g in zip(sums, gradients, strict=True)])
+        sums = torch.split(flat, [tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [total.view_as(one) for total, one in zip(sums, alike, strict=True)])
 
 
 def require_divisible(parallel_size: int, **values: int) -> None:

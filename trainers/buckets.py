@@ -37,7 +37,7 @@ class Kind:
     def of(cls, parameter: Tensor) -> Kind:
         """The kind of ``parameter``, by its placement."""
         placement = placement_of(parameter)
-        return cls(parameter.dim() > 1, placement.sharded, getattr(placement, "partial", False))
+        return cls(parameter.dim() > 1, placement.sharded, placement.partial)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
+from tplayers import all_reduce_together
 
 from .buckets import Bucket, Kind, parts
 
@@ -134,10 +134,5 @@ class GradientBuckets:
         A bucket's segments have the same bounds on all ranks of a tensor group, sharded over the data group or not.
         """
         gradients = [segment.values.grad for segment in self.segments if segment.kind.partial]
-        found = [gradient for gradient in gradients if gradient is not None]
-        if self.tensor is None or self.tensor.size == 1 or not found:
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in found])
-        self.tensor.all_reduce(flat)
-        sums = torch.split(flat, [gradient.numel() for gradient in found])
-        torch._foreach_copy_(found, [total.view_as(one) for total, one in zip(sums, found, strict=True)])
+        if self.tensor is not None:
+            all_reduce_together([gradient for gradient in gradients if gradient is not None], self.tensor)

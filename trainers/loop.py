@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commengine import Communicator, ProcessGrid, UsageError, trace
-from tplayers import GPT, Randomness, initialize, placement_of, sum_partial_gradients
+from tplayers import GPT, Randomness, initialize, placement_of
 
 from . import checkpoint
 from .batches import GlobalBatches, Microbatch
@@ -110,7 +110,6 @@ class GPTTrainer:
         with self.gradients.last_microbatch():
             loss += self._backward(microbatches[-1], tokens)
         self.gradients.finish()
-        sum_partial_gradients(self.model, self.grid.tensor)
         data.all_reduce(loss)
         shards = data if self.gradients.shard else None
         norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
