@@ -1,0 +1,347 @@
+"""The time and memory of a GPT's training step on a cluster, part by part.
+
+The layer is that of Megatron-LM: what is counted, kernel by kernel, is the eager code of 2019 (``unfused``: mpu/transformer.py
+of NVIDIA/Megatron-LM at commit a0368dd) or of today (``fused``: one kernel each for attention, bias + GELU, and
+bias + dropout + residual). Collectives are rings, as NCCL's for long messages; tensor-parallel ones hide behind nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from bench.cluster import Cluster, Device
+from bench.kernels import Parts, Work, gemm_seconds, memory_seconds
+from commengine import cost
+from commengine.cost import TransformerShape
+
+MODELS = {
+    "355m": TransformerShape(24, 1024, 16, 1024, 51200),  # Shoeybi et al. 2019, Table 2
+    "1.2b": TransformerShape(40, 1536, 16, 1024, 51200),  # Table 1
+    "2.5b": TransformerShape(54, 1920, 20, 1024, 51200),
+    "4.2b": TransformerShape(64, 2304, 24, 1024, 51200),
+    "8.3b": TransformerShape(72, 3072, 32, 1024, 51200),
+    "175b": TransformerShape(96, 12288, 96, 2048, 51200),  # GPT-3
+}
+
+# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023, section 4.1), less at usual lengths.
+FUSED_ATTENTION = (0.6, 0.5)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread: tensor x data ranks, each running ``micro_batches`` micro-batches of ``micro_batch``."""
+
+    tensor: int = 1
+    data: int = 1
+    micro_batch: int = 8
+    micro_batches: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    zero1: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Devices."""
+        return self.tensor * self.data
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over all devices."""
+        return self.data * self.micro_batch * self.micro_batches
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step. seconds: by part, exposed ones only. hidden: of the gradients' reduction, under backward.
+
+    memory: bytes a device by part. flops: of all devices, recomputed ones included.
+    """
+
+    seconds: dict[str, float]
+    hidden: float
+    memory: dict[str, float]
+    flops: float
+    ranks: int
+
+    @property
+    def total(self) -> float:
+        """Seconds a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOP/s."""
+        return self.flops / self.total / self.ranks
+
+    @property
+    def communication(self) -> float:
+        """The share of the step in which a device waits for a collective."""
+        return (self.seconds["tensor_communication"] + self.seconds["data_communication"]) / self.total
+
+    @property
+    def memory_total(self) -> float:
+        """Bytes a device."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
+
+    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h / t;
+    or "scores", over a s / t a token. 0 backward: none.
+    """
+
+    over: str
+    forward: float
+    backward: float
+    width: float = 1
+    count: int = 1
+    layernorm: bool = False
+
+
+# Each line: read and written by the operations of the comment, in order.
+_UNFUSED = (
+    _Kernel("hidden", 4, 6, count=2, layernorm=True),
+    _Kernel("hidden", 5, 5, count=2),  # dropout
+    _Kernel("hidden", 6, 6, count=2),  # residual; backward, the two gradients that meet
+    _Kernel("hidden", 4, 2, count=2),  # bias after the row-parallel product; backward, its sum
+    _Kernel("split", 4, 2, width=3),  # bias of QKV
+    _Kernel("split", 4, 2, width=4),  # bias of h -> 4h
+    _Kernel("split", 4, 8, width=3),  # heads made contiguous for the batched product; backward, and joined again
+    _Kernel("split", 4, 4),  # context made contiguous
+    _Kernel("split", 4, 6, width=4),  # GELU, one kernel by torch.jit
+    _Kernel("scores", 4, 4),  # divided by sqrt(d)
+    _Kernel("scores", 4, 4),  # times the mask
+    _Kernel("scores", 4, 0),  # minus 10000 (1 - mask)
+    _Kernel("scores", 4, 6),  # softmax
+    _Kernel("scores", 5, 5),  # dropout
+)
+_FUSED = (
+    _Kernel("hidden", 4, 6, count=2, layernorm=True),
+    _Kernel("hidden", 7, 11, count=2),  # bias + dropout + residual; backward, dropout and the two gradients that meet
+    _Kernel("split", 4, 2, width=3),  # bias of QKV
+    _Kernel("split", 4, 6, width=4),  # bias + GELU
+    _Kernel("split", 0, 4, width=3),  # gradients of q, k, v joined
+)
+# Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32 10,
+# fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and for Adam 4,
+# master weight and moments read and written 24, weight 2.
+_OPTIMIZER = {"unfused": 72.0, "fused": 30.0}
+# Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8; backward
+# times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
+_CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
+
+
+def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> Step:
+    """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated where the cluster has a calibration.
+
+    Raises ValueError where the shape cannot be split so.
+    """
+    parts = parts or Parts()
+    return _predict(shape, layout, cluster, parts, calibration_scale(cluster, parts))
+
+
+def calibration_scale(cluster: Cluster, parts: Parts) -> float:
+    """What all computing is multiplied by so that the calibrating step takes as long as was measured; 1 without one."""
+    if not cluster.calibration:
+        return 1.0
+    given = cluster.calibration
+    layout = Layout(micro_batch=given.micro_batch, recompute=given.recompute)
+    step = _predict(MODELS[given.model], layout, cluster, parts, 1.0)
+    return step.flops_per_device / given.flops
+
+
+def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, scale: float) -> Step:
+    shape.require_tensor_parallel(layout.tensor)
+    if layout.sequence_parallel and shape.seq % layout.tensor:
+        raise ValueError(f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism")
+    device = cluster.device
+    forward, backward, again = _layer(shape, layout, device, parts)
+    ends = _ends(shape, layout, device, parts)
+    owned = cost.parameters(shape, layout.tensor)
+
+    seconds = dict.fromkeys(("gemm", "attention", "elementwise", "launch", "recompute", "ends", "optimizer"), 0.0)
+    for work, passes in ((forward, shape.layers), (backward, shape.layers), (ends, 1)):
+        for part, value in work.seconds.items():
+            seconds["ends" if work is ends else part] += passes * value
+        seconds["launch"] += passes * _launch(work, device, parts)
+    seconds["recompute"] = shape.layers * (again.total() + _launch(again, device, parts))
+    seconds = {part: scale * layout.micro_batches * value for part, value in seconds.items()}
+    under_backward = scale * shape.layers * (backward.total() + again.total())  # of the last micro-batch
+
+    if parts.optimizer:
+        moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
+        moved += owned * 6 * (layout.micro_batches - 1)  # gradients accumulated
+        seconds["optimizer"] = scale * memory_seconds(device, moved)
+    seconds["tensor_communication"] = _tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
+    exposed = hidden = 0.0
+    if parts.data_communication:
+        exposed, hidden = _data_communication(owned, layout, cluster, under_backward, scale)
+    seconds["data_communication"] = exposed
+
+    recompute = layout.recompute
+    activations = cost.activation_bytes(
+        shape, layout.micro_batch, layout.tensor, recompute=recompute, sequence_parallel=layout.sequence_parallel
+    )
+    if device.kernels == "fused" and recompute == "none":  # fused attention keeps no scores
+        kept = replace(layout, recompute="selective")
+        activations = shape.layers * _saved(shape, kept) + activations - shape.layers * _saved(shape, layout)
+    memory = {
+        "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
+        "activations": activations,
+    }
+    # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
+    flops = cost.model_flops(shape, layout.batch, recompute)
+    return Step(seconds, hidden, memory, flops, layout.ranks)
+
+
+def _saved(shape: TransformerShape, layout: Layout) -> float:
+    return cost.layer_activation_bytes(
+        shape,
+        layout.micro_batch,
+        layout.tensor,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> tuple[Work, Work, Work]:
+    """One layer's micro-batch: forward, backward, and what is computed again before backward."""
+    h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
+    tokens, head, batch = s * b, h // shape.heads, b * shape.heads // t
+    forward, backward, attention = Work(), Work(), Work()
+
+    def gemm(m: int, n: int, k: int, batch: int = 1) -> float:
+        return gemm_seconds(device, m, n, k, batch, by_shape=parts.gemm_shape)
+
+    for n, k in ((3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)):
+        forward.add("gemm", gemm(tokens, n, k), 1)
+        backward.add("gemm", gemm(tokens, k, n) + gemm(k, n, tokens), 2)
+
+    if device.kernels == "unfused":
+        attention.add("attention", gemm(s, s, head, batch) + gemm(s, head, s, batch), 2)
+        backward.add("attention", gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch), 4)
+    else:
+        flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
+        attention.add("attention", flops / (device.peak_flops * FUSED_ATTENTION[0]), 1)
+        backward.add("attention", 2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]), 1)
+
+    for kernel in _UNFUSED if device.kernels == "unfused" else _FUSED:
+        scores = kernel.over == "scores"
+        if not (parts.attention_traffic if scores else parts.elementwise):
+            continue
+        elements = kernel.count * tokens * _width(kernel, shape, layout) * device.element_bytes / 2
+        for work, each, way in ((attention if scores else forward, kernel.forward, 0), (backward, kernel.backward, 1)):
+            efficiency = device.layernorm_efficiency[way] if kernel.layernorm else None
+            took = memory_seconds(device, elements * each, efficiency)
+            work.add("attention" if scores else "elementwise", took, kernel.count if each else 0)
+
+    again = Work()
+    if parts.recompute and layout.recompute != "none":
+        again.add("recompute", attention.total(), attention.kernels)
+        if layout.recompute == "full":
+            again.add("recompute", forward.total(), forward.kernels)
+    for part, value in attention.seconds.items():
+        forward.add(part, value)
+    forward.kernels += attention.kernels
+    return forward, backward, again
+
+
+def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
+    """Elements a token on one device."""
+    if kernel.over == "scores":
+        return shape.heads * shape.seq / layout.tensor
+    if kernel.over == "split":
+        return kernel.width * shape.hidden / layout.tensor
+    return shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> Work:
+    """Embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
+    work = Work()
+    tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
+    for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
+        work.add("logits", gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape), 1)
+    if parts.elementwise:
+        size = device.element_bytes / 2
+        for way, each in enumerate((4, 6)):
+            took = memory_seconds(device, size * each * tokens * h, device.layernorm_efficiency[way])
+            work.add("layernorm", took, 1)
+        # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the logits'.
+        work.add("embedding", memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)), 8)
+        moved = sum(_CROSS_ENTROPY[device.kernels]) * tokens * vocab
+        work.add("loss", memory_seconds(device, moved), 12 if device.kernels == "unfused" else 4)
+    return work
+
+
+def _launch(work: Work, device: Device, parts: Parts) -> float:
+    """Time between kernels, and waiting for the host where it issues them more slowly than they run."""
+    if not parts.launch:
+        return 0.0
+    gaps = work.kernels * device.launch
+    return max(gaps, work.kernels * device.dispatch - work.total())
+
+
+def _tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
+    ranks = cluster.machine.ranks_per_node
+    members = min(layout.tensor, ranks)
+    groups = max(1, min(ranks, layout.ranks) // members)
+    run = cost.tensor_parallel_collectives(
+        shape,
+        layout.micro_batch,
+        layout.tensor,
+        element_bytes=cluster.device.element_bytes,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    run += cost.loss_collectives(shape, layout.micro_batch, layout.tensor)
+    return layout.micro_batches * sum(
+        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run
+    )
+
+
+def _data_communication(
+    owned: float, layout: Layout, cluster: Cluster, under_backward: float, scale: float
+) -> tuple[float, float]:
+    """Seconds of the gradients' reduction that a device waits for, and those that pass under backward."""
+    if layout.data == 1:
+        return 0.0, 0.0
+    node = cluster.machine.ranks_per_node
+    groups = min(layout.tensor, node)
+    members = max(1, min(layout.data, node // layout.tensor))
+    size = cluster.device.element_bytes
+    run = cost.data_parallel_collectives(
+        owned, layout.data, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
+    )
+    times = [ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run]
+    copies = 0.0
+    if not cluster.overlap:  # into one flat tensor, divided, and back
+        copies = scale * memory_seconds(cluster.device, 6 * size * owned)
+        return sum(times) + copies, 0.0
+    # Gradients of the first layers are there last: nothing hides the last layer's share.
+    hidden = min(times[0] * (1 - 1 / 24), under_backward)
+    return sum(times) - hidden, hidden
+
+
+def ring_seconds(
+    cluster: Cluster, operation: str, size: float, ranks: int, members_per_node: int, groups_per_node: int
+) -> float:
+    """A collective by one ring through all ranks of a group, node by node.
+
+    The ``groups_per_node`` groups that run at once share the node's adapters; a lone group stripes over all of them.
+    """
+    if ranks == 1:
+        return 0.0
+    machine = cluster.machine
+    nodes = math.ceil(ranks / members_per_node)
+    ring = cost.collective(operation, "ring", size, ranks)
+    if nodes == 1:
+        if cluster.fitted:
+            return cluster.fitted.seconds(operation, size, ranks)
+        return cluster.base + ring.seconds(machine.inside)
+    crossing = ring.steps * (nodes - 1) / (ranks - 1)
+    alpha = (ring.steps - crossing) * machine.inside.alpha + crossing * machine.between.alpha
+    beta = max(machine.inside.beta, machine.between.beta * groups_per_node / machine.nics_per_node)
+    return cluster.base + alpha + ring.path_bytes * beta

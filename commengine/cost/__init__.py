@@ -1,0 +1,73 @@
+"""What a collective costs, on paper: formulas, fitted models, and the volumes of a transformer's training step.
+
+    cost.collective("all_reduce", "ring", 50e6, 8).seconds(cost.Link(alpha=3.4e-6, beta=1 / 120e9))
+    cost.bus_bandwidth("all_reduce", 50e6, 0.9e-3, 8)                      # bytes per second, as nccl-tests has it
+    cost.FittedModel.load("model.json").seconds("all_reduce", 50e6, 8)     # what bench.fit measured
+
+Pure arithmetic: no rank, no MPI, no tensor. Sizes are bytes and may be fractions of one, times are seconds. The size of
+a collective is that of nccl-tests: the whole buffer of a rank (all-reduce, broadcast, reduce, p2p, the sent buffer of
+all-to-all), or the larger of its two (all-gather: the output; reduce-scatter: the input).
+"""
+
+from .collectives import (
+    ALGORITHMS,
+    OPERATIONS,
+    Cost,
+    Link,
+    Machine,
+    Phase,
+    algorithm_bandwidth,
+    best_algorithm,
+    bus_bandwidth,
+    bus_factor,
+    collective,
+    hierarchical_all_reduce,
+    seconds_at_bus_bandwidth,
+)
+from .fitted import FittedModel, Segment
+from .transformer import (
+    ADAM_BYTES_PER_PARAMETER,
+    Collective,
+    TransformerShape,
+    activation_bytes,
+    data_parallel_collectives,
+    layer_activation_bytes,
+    layer_parameters,
+    loss_collectives,
+    model_flops,
+    parameter_bytes,
+    parameters,
+    tensor_parallel_collectives,
+    total_bytes_sent,
+)
+
+__all__ = [
+    "ADAM_BYTES_PER_PARAMETER",
+    "ALGORITHMS",
+    "OPERATIONS",
+    "Collective",
+    "Cost",
+    "FittedModel",
+    "Link",
+    "Machine",
+    "Phase",
+    "Segment",
+    "TransformerShape",
+    "activation_bytes",
+    "algorithm_bandwidth",
+    "best_algorithm",
+    "bus_bandwidth",
+    "bus_factor",
+    "collective",
+    "data_parallel_collectives",
+    "hierarchical_all_reduce",
+    "layer_activation_bytes",
+    "layer_parameters",
+    "loss_collectives",
+    "model_flops",
+    "parameter_bytes",
+    "parameters",
+    "seconds_at_bus_bandwidth",
+    "tensor_parallel_collectives",
+    "total_bytes_sent",
+]

@@ -1,0 +1,110 @@
+"""A measured alpha-beta model, piecewise in size: what bench.fit writes and everything else loads.
+
+The file is JSON:
+
+    {"format": 1,
+     "collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 2e-6, "beta": 1e-10}, ...], ...},
+     ...}
+
+Per operation, a list of segments: with ``ranks`` ranks and from ``from_bytes`` bytes on (nccl-tests' size) up to the next
+segment with as many ranks, the collective takes alpha + size * beta seconds. Every number of ranks starts at 0 bytes.
+Other keys, in the file and in a segment, are the writer's (how it was measured, confidence intervals) and are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .collectives import OPERATIONS, bus_factor
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From ``from_bytes`` on, a collective among ``ranks`` takes alpha + size * beta seconds."""
+
+    ranks: int
+    from_bytes: float
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """Segments per operation, sorted by ranks and size."""
+
+    collectives: dict[str, tuple[Segment, ...]]
+
+    def seconds(self, operation: str, size: float, ranks: int) -> float:
+        """The time of a collective of ``size`` bytes among ``ranks``; 0 with one rank.
+
+        With a number of ranks that was not measured, the nearest measured one's alpha is scaled by the steps of a ring
+        and its beta by the bus factor: the bus bandwidth is what stays. Raises ValueError for an operation not measured.
+        """
+        if size < 0:
+            raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")
+        if ranks == 1 and operation != "p2p":
+            return 0.0
+        segments = self.collectives.get(operation, ())
+        if not segments:
+            measured = ", ".join(self.collectives) or "nothing"
+            raise ValueError(f"this model was not fitted to {operation}: it has {measured}")
+        nearest = min({one.ranks for one in segments}, key=lambda measured: (abs(math.log(measured / ranks)), measured))
+        used = [one for one in segments if one.ranks == nearest and one.from_bytes <= size][-1]
+        if operation == "p2p" or nearest == ranks:
+            return used.alpha + size * used.beta
+        steps = (ranks - 1) / (nearest - 1)
+        return used.alpha * steps + size * used.beta * bus_factor(operation, ranks) / bus_factor(operation, nearest)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``load`` reads."""
+        collectives = {name: [asdict(one) for one in segments] for name, segments in self.collectives.items()}
+        return {"format": FORMAT, "collectives": collectives}
+
+    @staticmethod
+    def from_json(data: Any) -> FittedModel:
+        """The model in ``data``. Raises ValueError that names what is wrong."""
+        if not isinstance(data, dict) or not isinstance(data.get("collectives"), dict):
+            raise ValueError('a cost model is an object with "collectives": {"all_reduce": [...], ...}')
+        if data.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"the cost model has format {data['format']}, this version reads {FORMAT}")
+        found = {}
+        for operation, rows in data["collectives"].items():
+            if operation not in OPERATIONS:
+                raise ValueError(f"the cost model has {operation!r}: operations are {', '.join(OPERATIONS)}")
+            if not isinstance(rows, list) or not rows:
+                raise ValueError(f"{operation}: a list of segments, at least one")
+            segments = [_segment(operation, row) for row in rows]
+            segments.sort(key=lambda one: (one.ranks, one.from_bytes))
+            for ranks in {one.ranks for one in segments}:
+                starts = [one.from_bytes for one in segments if one.ranks == ranks]
+                if starts[0] != 0 or len(set(starts)) != len(starts):
+                    raise ValueError(f"{operation}, {ranks} ranks: segments start at 0 bytes and at different sizes: {starts}")
+            found[operation] = tuple(segments)
+        return FittedModel(found)
+
+    @staticmethod
+    def load(path: str | Path) -> FittedModel:
+        """Read a file. Raises ValueError that names the file and what is wrong with it."""
+        try:
+            return FittedModel.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _segment(operation: str, row: Any) -> Segment:
+    try:
+        ranks, start, alpha, beta = (row[name] for name in ("ranks", "from_bytes", "alpha", "beta"))
+    except (KeyError, TypeError):
+        raise ValueError(f"{operation}: a segment has ranks, from_bytes, alpha and beta, not {row}") from None
+    numbers = [number for number in (ranks, start, alpha, beta) if isinstance(number, int | float)]
+    if len(numbers) < 4 or not all(math.isfinite(number) and number >= 0 for number in numbers) or ranks != int(ranks):
+        raise ValueError(f"{operation}: ranks, from_bytes, alpha and beta are numbers, 0 or more, not {row}")
+    if ranks < 2:
+        raise ValueError(f"{operation}: a segment is of 2 ranks or more, not {ranks}")
+    return Segment(int(ranks), float(start), float(alpha), float(beta))

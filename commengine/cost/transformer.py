@@ -1,0 +1,210 @@
+"""Parameters, FLOPs, collectives and memory of a GPT's training step, by formula.
+
+    [M] Shoeybi et al., Megatron-LM, 2019: section 3, Figure 4; appendix B.1
+    [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1 (16 bytes a parameter), 5 and 7 (communication)
+    [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
+    [A] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021: appendix (FLOPs)
+
+s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t: tensor-parallel
+size, d: data-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .collectives import collective
+
+# fp16 weight and gradient, fp32 master weight, Adam's two moments [Z].
+ADAM_BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """A GPT with an MLP of 4 h and the output layer tied to the embedding. vocab: after padding."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "seq", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.hidden % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}")
+
+    def require_tensor_parallel(self, tensor: int) -> None:
+        """Raise ValueError unless ``tensor`` ranks can each have a part: of heads, hidden size and vocabulary."""
+        for name in ("heads", "hidden", "vocab"):
+            if tensor < 1 or getattr(self, name) % tensor:
+                raise ValueError(f"tensor-parallel size {tensor} does not divide {name}={getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a step runs ``count`` times: bytes as nccl-tests has them, and the ranks of its group."""
+
+    operation: str
+    size: float
+    ranks: int
+    count: int
+    why: str
+
+
+def layer_parameters(hidden: int, mlp: int | None = None) -> int:
+    """Weights and biases of a transformer layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
+    mlp = 4 * hidden if mlp is None else mlp
+    return (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden) + (2 * mlp * hidden + mlp + hidden) + 4 * hidden
+
+
+def parameters(shape: TransformerShape, tensor: int = 1) -> float:
+    """Parameters of one rank of ``tensor``: weights and column biases split, LayerNorms, row biases, positions whole [M]."""
+    h = shape.hidden
+    split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
+    whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
+    return split / tensor + whole
+
+
+def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:
+    """FLOPs of all matrix products of a step with ``batch`` sequences, recomputed ones included [A].
+
+    Forward 24 b s h^2 (1 + s / 6h) a layer and 2 b s h v for the logits; backward twice that; recompute "full" one more
+    forward of every layer: 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all; "selective" one more of the two products of
+    attention [K].
+    """
+    _require_recompute(recompute)
+    tokens = batch * shape.seq
+    h = shape.hidden
+    layer = 24 * tokens * h * h
+    attention = 4 * tokens * shape.seq * h
+    logits = 2 * tokens * h * shape.vocab
+    again = {"none": 0, "selective": attention, "full": layer + attention}[recompute]
+    return shape.layers * (3 * (layer + attention) + again) + 3 * logits
+
+
+def tensor_parallel_collectives(
+    shape: TransformerShape,
+    batch: int,
+    tensor: int,
+    *,
+    element_bytes: float = 2,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+) -> list[Collective]:
+    """What one micro-batch of ``batch`` sequences communicates over its tensor group, but for the loss.
+
+    A layer: 2 all-reduces of b s h elements forward and 2 backward [M], and the forward's 2 again where it is recomputed
+    whole; the embedding's g and the output layer's f add one each. With sequence parallelism each becomes a reduce-scatter
+    and an all-gather of the same size, and backward gathers each column-parallel input again for its weight gradient [K].
+    """
+    _require_recompute(recompute)
+    if tensor == 1:
+        return []
+    size = shape.seq * batch * shape.hidden * element_bytes
+    passes = 2 if recompute == "full" else 1
+    forward, backward = 2 * passes * shape.layers, 2 * shape.layers
+    if not sequence_parallel:
+        return [
+            Collective("all_reduce", size, tensor, forward, "g, after attention and MLP"),
+            Collective("all_reduce", size, tensor, backward, "f, before attention and MLP, backward"),
+            Collective("all_reduce", size, tensor, 2, "embedding's g, output layer's f"),
+        ]
+    return [
+        Collective("reduce_scatter", size, tensor, forward, "after attention and MLP"),
+        Collective("all_gather", size, tensor, forward, "before attention and MLP"),
+        Collective("reduce_scatter", size, tensor, backward, "before attention and MLP, backward"),
+        Collective("all_gather", size, tensor, backward, "after attention and MLP, backward"),
+        Collective("all_gather", size, tensor, backward, "column-parallel inputs again, for their weight gradients"),
+        Collective("reduce_scatter", size, tensor, 2, "embedding; output layer backward"),
+        Collective("all_gather", size, tensor, 3, "output layer; embedding backward; output layer's input again"),
+    ]
+
+
+def loss_collectives(shape: TransformerShape, batch: int, tensor: int, *, parallel: bool = True) -> list[Collective]:
+    """The loss of vocabulary-parallel logits: b s numbers three times, in fp32; or b s v logits gathered [M, section 3].
+
+    Maximum, target logit and sum of exponentials of each token. parallel=False: what gathering fp16 logits would take.
+    """
+    if tensor == 1:
+        return []
+    tokens = shape.seq * batch
+    if not parallel:
+        return [Collective("all_gather", 2 * tokens * shape.vocab, tensor, 1, "logits")]
+    return [Collective("all_reduce", 4 * tokens, tensor, 3, "maximum, target logit, sum of exponentials")]
+
+
+def data_parallel_collectives(
+    count: float, data: int, *, gradient_bytes: float = 2, parameter_bytes: float = 2, zero1: bool = False
+) -> list[Collective]:
+    """The gradients of ``count`` parameters summed over ``data`` replicas, once a step [M, appendix B.1].
+
+    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters instead of an all-reduce: the same
+    volume where both have as many bytes [Z, section 7].
+    """
+    if data == 1:
+        return []
+    if not zero1:
+        return [Collective("all_reduce", count * gradient_bytes, data, 1, "gradients")]
+    return [
+        Collective("reduce_scatter", count * gradient_bytes, data, 1, "gradients"),
+        Collective("all_gather", count * parameter_bytes, data, 1, "updated parameters"),
+    ]
+
+
+def total_bytes_sent(collectives: Iterable[Collective], algorithm: str = "ring") -> float:
+    """What the busiest rank sends in all of them."""
+    return sum(
+        one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives
+    )
+
+
+def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:
+    """Weights, gradients and Adam state of ``count`` parameters: 16 bytes each, of which ZeRO-1 splits 12 [Z]."""
+    return count * (4 + 12 / zero1_ranks)
+
+
+def layer_activation_bytes(
+    shape: TransformerShape, batch: int, tensor: int = 1, *, recompute: str = "none", sequence_parallel: bool = False
+) -> float:
+    """What a layer saves for backward, at 2 bytes an activation and 1 a dropout mask [K, Table 2].
+
+    Nothing recomputed: s b h (34 + 5 a s / h), of which 10 s b h is whole on every tensor rank without sequence parallelism;
+    selective: without the 5 a s / h of attention's scores; full: the layer's input, 2 s b h, which the paper's table keeps
+    on every rank.
+    """
+    _require_recompute(recompute)
+    shape.require_tensor_parallel(tensor)
+    sbh = shape.seq * batch * shape.hidden
+    if recompute == "full":
+        return 2.0 * sbh
+    scores = 5 * shape.heads * shape.seq / shape.hidden if recompute == "none" else 0.0
+    whole = 10 / tensor if sequence_parallel else 10.0
+    return sbh * (whole + (24 + scores) / tensor)
+
+
+def activation_bytes(
+    shape: TransformerShape, batch: int, tensor: int = 1, *, recompute: str = "none", sequence_parallel: bool = False
+) -> float:
+    """What is saved at the peak of a step: all layers, the ends of the model [K, section 4.3], and one layer recomputed.
+
+    The ends: dropout of the embedding (s b h), final LayerNorm and input of the output layer (2 s b h each), and the logits
+    in fp32 (4 s b v / t). Under "full" the layer being recomputed is there in full besides; under "selective" its attention.
+    """
+    layer = layer_activation_bytes(shape, batch, tensor, recompute=recompute, sequence_parallel=sequence_parallel)
+    tokens = shape.seq * batch
+    ends = 5 * tokens * shape.hidden / (tensor if sequence_parallel else 1) + 4 * tokens * shape.vocab / tensor
+    working = 0.0
+    if recompute != "none":
+        everything = layer_activation_bytes(shape, batch, tensor, sequence_parallel=sequence_parallel)
+        working = everything - (layer if recompute == "selective" else 0)
+    return shape.layers * layer + ends + working
+
+
+def _require_recompute(recompute: str) -> None:
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r}: one of {', '.join(RECOMPUTE)}")
