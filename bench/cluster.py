@@ -28,6 +28,7 @@ class Device:
     one per unit (SM) at a time. cache_bandwidth: what all units together read from the last cache. memory_efficiency: of
     memory_bandwidth, what a plain kernel reaches; layernorm_efficiency: what LayerNorm reaches, forward and backward.
     latency: of a first read from memory. launch: between two kernels in a stream. dispatch: the host's time to issue one.
+    random_state: to save and restore the generator of dropout once, during which the device waits.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Device:
     latency: float
     launch: float
     dispatch: float
+    random_state: float
     element_bytes: int
     kernels: str
 
@@ -85,7 +87,9 @@ def load(name: str) -> Cluster:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--cluster {name}: neither a file nor one of {', '.join(names())} ({error.strerror})") from error
+        raise UsageError(
+            f"--cluster {name}: neither a file nor one of {', '.join(names())} ({error.strerror})"
+        ) from error
     except yaml.YAMLError as error:
         raise UsageError(f"--cluster {path}: not YAML: {' '.join(str(error).split())}") from error
     try:
@@ -145,6 +149,7 @@ def _device(section: _Section) -> Device:
         latency=section.number("latency_us") / 1e6,
         launch=section.number("launch_us") / 1e6,
         dispatch=section.number("dispatch_us") / 1e6,
+        random_state=section.number("random_state_us") / 1e6,
         element_bytes=section.integer("element_bytes"),
         kernels=section.text("kernels", among=KERNELS),
     )
@@ -202,7 +207,9 @@ class _Section:
         valid = isinstance(value, int | float) and not isinstance(value, bool)
         if not valid or not max(0.0, above) <= value <= most or value == above:
             bound = f"above {above:g}" if above >= 0 else "0 or more"
-            raise ValueError(f"{self._full(key)}={value!r}: a number, {bound}{f', at most {most:g}' if most < 2 else ''}")
+            raise ValueError(
+                f"{self._full(key)}={value!r}: a number, {bound}{f', at most {most:g}' if most < 2 else ''}"
+            )
         return float(value)
 
     def _full(self, key: str) -> str:

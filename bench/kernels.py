@@ -22,7 +22,7 @@ class Parts:
     gemm_shape: bool = True
     attention_traffic: bool = True
     elementwise: bool = True
-    launch: bool = True
+    host: bool = True
     recompute: bool = True
     optimizer: bool = True
     tensor_communication: bool = True
@@ -35,19 +35,31 @@ class Parts:
 
 @dataclass
 class Work:
-    """Seconds of device time by part, and how many kernels it took."""
+    """Seconds of device time by part, apart for products and for kernels that only move memory, and the kernels' number."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    multiply: dict[str, float] = field(default_factory=dict)
+    move: dict[str, float] = field(default_factory=dict)
     kernels: float = 0
 
-    def add(self, part: str, seconds: float, kernels: float = 0) -> None:
+    def add(self, part: str, kernels: float, *, multiply: float = 0.0, move: float = 0.0) -> None:
         """More of one part."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        self.multiply[part] = self.multiply.get(part, 0.0) + multiply
+        self.move[part] = self.move.get(part, 0.0) + move
         self.kernels += kernels
 
-    def total(self) -> float:
+    def join(self, other: Work) -> None:
+        """All that the other does, too."""
+        for part in other.multiply:
+            self.add(part, 0, multiply=other.multiply[part], move=other.move[part])
+        self.kernels += other.kernels
+
+    def seconds(self, slowdown: float) -> dict[str, float]:
+        """By part; ``slowdown``: how much slower kernels move memory than their description says."""
+        return {part: self.multiply[part] + slowdown * self.move[part] for part in self.multiply}
+
+    def total(self, slowdown: float) -> float:
         """All parts."""
-        return sum(self.seconds.values())
+        return sum(self.seconds(slowdown).values())
 
 
 def gemm_seconds(device: Device, m: int, n: int, k: int, batch: int = 1, *, by_shape: bool = True) -> float:

@@ -129,6 +129,7 @@ _FUSED = (
 # fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and for Adam 4,
 # master weight and moments read and written 24, weight 2.
 _OPTIMIZER = {"unfused": 72.0, "fused": 30.0}
+_OPTIMIZER_WAITED = 10.0 + 4.0
 # Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8; backward
 # times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
 _CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
@@ -140,60 +141,71 @@ def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Pa
     Raises ValueError where the shape cannot be split so.
     """
     parts = parts or Parts()
-    return _predict(shape, layout, cluster, parts, calibration_scale(cluster, parts))
+    return _predict(shape, layout, cluster, parts, slowdown(cluster, parts))
 
 
-def calibration_scale(cluster: Cluster, parts: Parts) -> float:
-    """What all computing is multiplied by so that the calibrating step takes as long as was measured; 1 without one."""
+def slowdown(cluster: Cluster, parts: Parts) -> float:
+    """How much slower than the cluster says kernels move memory, so that the calibrating step takes what was measured.
+
+    1 without a calibration. What GEMMs reach is measured and published, and so is what a plain copy reaches; what eager
+    kernels reach of it is not, so that is what one measured step decides. Raises ValueError where no rate can explain it.
+    """
     if not cluster.calibration:
         return 1.0
     given = cluster.calibration
     layout = Layout(micro_batch=given.micro_batch, recompute=given.recompute)
-    step = _predict(MODELS[given.model], layout, cluster, parts, 1.0)
-    return step.flops_per_device / given.flops
+    low, high = (_predict(MODELS[given.model], layout, cluster, parts, factor) for factor in (1.0, 2.0))
+    measured = low.flops / given.flops
+    factor = 1 + (measured - low.total) / (high.total - low.total) if high.total > low.total else 0.0
+    if factor <= 0:
+        raise ValueError(f"calibration: {given.flops / 1e12:g} TFLOP/s cannot be met, whatever the rate of memory")
+    return factor
 
 
-def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, scale: float) -> Step:
+def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, slow: float) -> Step:
     shape.require_tensor_parallel(layout.tensor)
     if layout.sequence_parallel and shape.seq % layout.tensor:
-        raise ValueError(f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism")
+        raise ValueError(
+            f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
+        )
     device = cluster.device
     forward, backward, again = _layer(shape, layout, device, parts)
     ends = _ends(shape, layout, device, parts)
     owned = cost.parameters(shape, layout.tensor)
 
-    seconds = dict.fromkeys(("gemm", "attention", "elementwise", "launch", "recompute", "ends", "optimizer"), 0.0)
-    for work, passes in ((forward, shape.layers), (backward, shape.layers), (ends, 1)):
-        for part, value in work.seconds.items():
-            seconds["ends" if work is ends else part] += passes * value
-        seconds["launch"] += passes * _launch(work, device, parts)
-    seconds["recompute"] = shape.layers * (again.total() + _launch(again, device, parts))
-    seconds = {part: scale * layout.micro_batches * value for part, value in seconds.items()}
-    under_backward = scale * shape.layers * (backward.total() + again.total())  # of the last micro-batch
+    seconds = dict.fromkeys(("gemm", "attention", "elementwise", "host", "recompute", "ends", "optimizer"), 0.0)
+    for work, passes in ((forward, shape.layers), (backward, shape.layers), (again, shape.layers), (ends, 1)):
+        for part, value in work.seconds(slow).items():
+            seconds["ends" if work is ends else "recompute" if work is again else part] += passes * value
+        seconds["host"] += passes * _waiting(work, device, parts, slow)
+    if parts.host:
+        pairs = 2 if layout.recompute == "none" else 6  # around dropout; a checkpoint, its replay and their dropout
+        seconds["host"] += shape.layers * pairs * device.random_state
+    seconds = {part: layout.micro_batches * value for part, value in seconds.items()}
+    under_backward = shape.layers * (backward.total(slow) + again.total(slow))  # of the last micro-batch
 
     if parts.optimizer:
-        moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
-        moved += owned * 6 * (layout.micro_batches - 1)  # gradients accumulated
-        seconds["optimizer"] = scale * memory_seconds(device, moved)
-    seconds["tensor_communication"] = _tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
+        seconds["optimizer"] = _optimizer(owned, shape, layout, device, parts, slow)
+    seconds["tensor_communication"] = (
+        _tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
+    )
     exposed = hidden = 0.0
     if parts.data_communication:
-        exposed, hidden = _data_communication(owned, layout, cluster, under_backward, scale)
+        exposed, hidden = _data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
     seconds["data_communication"] = exposed
 
-    recompute = layout.recompute
     activations = cost.activation_bytes(
-        shape, layout.micro_batch, layout.tensor, recompute=recompute, sequence_parallel=layout.sequence_parallel
+        shape, layout.micro_batch, layout.tensor, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel
     )
-    if device.kernels == "fused" and recompute == "none":  # fused attention keeps no scores
+    if device.kernels == "fused" and layout.recompute == "none":  # fused attention keeps no scores
         kept = replace(layout, recompute="selective")
-        activations = shape.layers * _saved(shape, kept) + activations - shape.layers * _saved(shape, layout)
+        activations += shape.layers * (_saved(shape, kept) - _saved(shape, layout))
     memory = {
         "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
         "activations": activations,
     }
     # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
-    flops = cost.model_flops(shape, layout.batch, recompute)
+    flops = cost.model_flops(shape, layout.batch, layout.recompute)
     return Step(seconds, hidden, memory, flops, layout.ranks)
 
 
@@ -217,16 +229,16 @@ def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts
         return gemm_seconds(device, m, n, k, batch, by_shape=parts.gemm_shape)
 
     for n, k in ((3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)):
-        forward.add("gemm", gemm(tokens, n, k), 1)
-        backward.add("gemm", gemm(tokens, k, n) + gemm(k, n, tokens), 2)
+        forward.add("gemm", 1, multiply=gemm(tokens, n, k))
+        backward.add("gemm", 2, multiply=gemm(tokens, k, n) + gemm(k, n, tokens))
 
     if device.kernels == "unfused":
-        attention.add("attention", gemm(s, s, head, batch) + gemm(s, head, s, batch), 2)
-        backward.add("attention", gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch), 4)
+        attention.add("attention", 2, multiply=gemm(s, s, head, batch) + gemm(s, head, s, batch))
+        backward.add("attention", 4, multiply=gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch))
     else:
         flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
-        attention.add("attention", flops / (device.peak_flops * FUSED_ATTENTION[0]), 1)
-        backward.add("attention", 2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]), 1)
+        attention.add("attention", 1, multiply=flops / (device.peak_flops * FUSED_ATTENTION[0]))
+        backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]))
 
     for kernel in _UNFUSED if device.kernels == "unfused" else _FUSED:
         scores = kernel.over == "scores"
@@ -234,18 +246,17 @@ def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts
             continue
         elements = kernel.count * tokens * _width(kernel, shape, layout) * device.element_bytes / 2
         for work, each, way in ((attention if scores else forward, kernel.forward, 0), (backward, kernel.backward, 1)):
-            efficiency = device.layernorm_efficiency[way] if kernel.layernorm else None
-            took = memory_seconds(device, elements * each, efficiency)
-            work.add("attention" if scores else "elementwise", took, kernel.count if each else 0)
+            if each:
+                efficiency = device.layernorm_efficiency[way] if kernel.layernorm else None
+                took = memory_seconds(device, elements * each, efficiency)
+                work.add("attention" if scores else "elementwise", kernel.count, move=took)
 
     again = Work()
     if parts.recompute and layout.recompute != "none":
-        again.add("recompute", attention.total(), attention.kernels)
+        again.join(attention)
         if layout.recompute == "full":
-            again.add("recompute", forward.total(), forward.kernels)
-    for part, value in attention.seconds.items():
-        forward.add(part, value)
-    forward.kernels += attention.kernels
+            again.join(forward)
+    forward.join(attention)
     return forward, backward, again
 
 
@@ -263,25 +274,39 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
     work = Work()
     tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
     for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
-        work.add("logits", gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape), 1)
+        work.add("logits", 1, multiply=gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape))
     if parts.elementwise:
         size = device.element_bytes / 2
         for way, each in enumerate((4, 6)):
             took = memory_seconds(device, size * each * tokens * h, device.layernorm_efficiency[way])
-            work.add("layernorm", took, 1)
+            work.add("layernorm", 1, move=took)
         # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the logits'.
-        work.add("embedding", memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)), 8)
+        work.add("embedding", 8, move=memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)))
         moved = sum(_CROSS_ENTROPY[device.kernels]) * tokens * vocab
-        work.add("loss", memory_seconds(device, moved), 12 if device.kernels == "unfused" else 4)
+        work.add("loss", 12 if device.kernels == "unfused" else 4, move=memory_seconds(device, moved))
     return work
 
 
-def _launch(work: Work, device: Device, parts: Parts) -> float:
+def _waiting(work: Work, device: Device, parts: Parts, slow: float) -> float:
     """Time between kernels, and waiting for the host where it issues them more slowly than they run."""
-    if not parts.launch:
+    if not parts.host:
         return 0.0
-    gaps = work.kernels * device.launch
-    return max(gaps, work.kernels * device.dispatch - work.total())
+    return max(work.kernels * device.launch, work.kernels * device.dispatch - work.total(slow))
+
+
+def _optimizer(
+    owned: float, shape: TransformerShape, layout: Layout, device: Device, parts: Parts, slow: float
+) -> float:
+    """The update of all parameters. Unfused: a loop over tensors, which the host may be slower to issue than to run."""
+    moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
+    moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
+    runs = slow * memory_seconds(device, moved)
+    if device.kernels == "fused" or not parts.host:
+        return runs
+    tensors = 12 * shape.layers + 4
+    # The overflow check and the norm bring a number to the host for each tensor: what they run and issue adds up.
+    waited = _OPTIMIZER_WAITED / _OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
+    return waited + max(runs * (1 - _OPTIMIZER_WAITED / _OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)
 
 
 def _tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
@@ -303,7 +328,7 @@ def _tensor_communication(shape: TransformerShape, layout: Layout, cluster: Clus
 
 
 def _data_communication(
-    owned: float, layout: Layout, cluster: Cluster, under_backward: float, scale: float
+    owned: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
 ) -> tuple[float, float]:
     """Seconds of the gradients' reduction that a device waits for, and those that pass under backward."""
     if layout.data == 1:
@@ -318,10 +343,10 @@ def _data_communication(
     times = [ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run]
     copies = 0.0
     if not cluster.overlap:  # into one flat tensor, divided, and back
-        copies = scale * memory_seconds(cluster.device, 6 * size * owned)
+        copies = slow * memory_seconds(cluster.device, 6 * size * owned)
         return sum(times) + copies, 0.0
-    # Gradients of the first layers are there last: nothing hides the last layer's share.
-    hidden = min(times[0] * (1 - 1 / 24), under_backward)
+    # The first layer's gradients are there last: nothing is left to hide their share.
+    hidden = min(times[0] * (1 - 1 / layers), under_backward)
     return sum(times) - hidden, hidden
 
 

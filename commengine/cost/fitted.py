@@ -84,7 +84,9 @@ class FittedModel:
             for ranks in {one.ranks for one in segments}:
                 starts = [one.from_bytes for one in segments if one.ranks == ranks]
                 if starts[0] != 0 or len(set(starts)) != len(starts):
-                    raise ValueError(f"{operation}, {ranks} ranks: segments start at 0 bytes and at different sizes: {starts}")
+                    raise ValueError(
+                        f"{operation}, {ranks} ranks: segments start at 0 bytes and at different sizes: {starts}"
+                    )
             found[operation] = tuple(segments)
         return FittedModel(found)
 

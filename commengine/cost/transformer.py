@@ -59,7 +59,9 @@ class Collective:
 def layer_parameters(hidden: int, mlp: int | None = None) -> int:
     """Weights and biases of a transformer layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
     mlp = 4 * hidden if mlp is None else mlp
-    return (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden) + (2 * mlp * hidden + mlp + hidden) + 4 * hidden
+    return (
+        (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden) + (2 * mlp * hidden + mlp + hidden) + 4 * hidden
+    )
 
 
 def parameters(shape: TransformerShape, tensor: int = 1) -> float:
@@ -158,9 +160,7 @@ def data_parallel_collectives(
 
 def total_bytes_sent(collectives: Iterable[Collective], algorithm: str = "ring") -> float:
     """What the busiest rank sends in all of them."""
-    return sum(
-        one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives
-    )
+    return sum(one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives)
 
 
 def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:

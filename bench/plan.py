@@ -1,0 +1,102 @@
+"""Of all ways to spread a model over N devices, the fastest predicted one that fits, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.cluster import Cluster
+from bench.model_cost import Layout, Step, predict
+from commengine.cost import TransformerShape
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, its predicted step, and what is against it ("" for the winner)."""
+
+    layout: Layout
+    step: Step
+    fits: bool
+    why: str = ""
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide it, ascending."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def layouts(shape: TransformerShape, gpus: int, batch: int, zero1: bool = False) -> Iterator[Layout]:
+    """Every (tensor, data, micro-batch, recompute, sequence-parallel) whose sizes divide what they split."""
+    for tensor in divisors(gpus):
+        if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
+            continue
+        data = gpus // tensor
+        for micro_batch in divisors(batch // data):
+            for recompute in ("none", "selective", "full"):
+                for sequence in (False, True) if tensor > 1 and shape.seq % tensor == 0 else (False,):
+                    times = batch // data // micro_batch
+                    yield Layout(tensor, data, micro_batch, times, recompute, sequence, zero1)
+
+
+def plan(
+    shape: TransformerShape, cluster: Cluster, gpus: int, batch: int, *, zero1: bool = False, reserve: float = 2e9
+) -> list[Candidate]:
+    """All candidates: those that fit, fastest first, then those that do not, least memory first.
+
+    reserve: bytes a device keeps for CUDA's context, NCCL's buffers and workspaces. Raises ValueError where nothing divides.
+    """
+    room = cluster.device.memory_bytes - reserve
+    found = []
+    for layout in layouts(shape, gpus, batch, zero1):
+        step = predict(shape, layout, cluster)
+        found.append(Candidate(layout, step, step.memory_total <= room))
+    if not found:
+        raise ValueError(
+            f"no way to split {shape.heads} heads, hidden size {shape.hidden}, vocabulary {shape.vocab} and a batch of "
+            f"{batch} over {gpus} devices: the tensor-parallel size must divide the first three and the number of "
+            "devices, and the data-parallel size the batch"
+        )
+    fitting = sorted((one for one in found if one.fits), key=lambda one: one.step.total)
+    others = sorted((one for one in found if not one.fits), key=lambda one: one.step.memory_total)
+    result = [_with(one, "" if one is fitting[0] else _slower(one.step, fitting[0].step)) for one in fitting]
+    return result + [_with(one, _too_large(one.step, room)) for one in others]
+
+
+def _with(candidate: Candidate, why: str) -> Candidate:
+    return Candidate(candidate.layout, candidate.step, candidate.fits, why)
+
+
+def _slower(step: Step, best: Step) -> str:
+    """By how much, and which part of the step grew most."""
+    more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
+    part = max(more, key=lambda name: more[name])
+    return (
+        f"{100 * (step.total / best.total - 1):.0f}% slower, most by {part.replace('_', ' ')} "
+        f"(+{1e3 * more[part]:.0f} ms a step)"
+    )
+
+
+def _too_large(step: Step, room: float) -> str:
+    largest = max(step.memory, key=lambda name: step.memory[name])
+    return (
+        f"does not fit: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}, most of it {largest} "
+        f"({step.memory[largest] / 1e9:.1f})"
+    )
+
+
+def table(candidates: list[Candidate], top: int) -> Iterator[str]:
+    """Markdown: the winner and the ``top`` best of the rest; of those that do not fit, at least the three closest."""
+    fitting = [one for one in candidates if one.fits]
+    others = [one for one in candidates if not one.fits]
+    shown = fitting[:top] + others[: max(3, top - len(fitting))]
+    yield "| tensor | data | micro-batch | recompute | sequence parallel | s a step | TFLOP/s | waiting | memory, GB | why not |"
+    yield "|---:|---:|---:|---|---|---:|---:|---:|---:|---|"
+    for one in shown:
+        layout, step = one.layout, one.step
+        yield (
+            f"| {layout.tensor} | {layout.data} | {layout.micro_batch} x {layout.micro_batches} | {layout.recompute} "
+            f"| {'yes' if layout.sequence_parallel else 'no'} | {step.total:.3f} | {step.flops_per_device / 1e12:.1f} "
+            f"| {100 * step.communication:.0f}% | {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
+        )
+    yield ""
+    yield f"{len(candidates)} layouts divide, {len(fitting)} fit, {len(shown)} are shown."

@@ -1,0 +1,258 @@
+"""bench.predict: the paper's figures, the plan against an exhaustive search, machines from YAML, errors that name the cause."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench import cluster, kernels, model_cost, paper, plan, predict
+from commengine import UsageError, cost
+from commengine.cost import TransformerShape
+
+DGX_2H = cluster.load("dgx-2h")
+SMALL = TransformerShape(layers=4, hidden=512, heads=8, seq=256, vocab=8192)
+
+
+def call(*argv):
+    return predict.main([str(one) for one in argv])
+
+
+def test_the_papers_13_figures(tmp_path, capsys):
+    """Mean error at most 6 points and none above 12, as bench.predict --paper --json has them."""
+    assert call("--paper", "--json", tmp_path / "paper.json") == 0
+    found = json.loads((tmp_path / "paper.json").read_text())
+    published = {
+        "figure5-mp": [95, 82, 77], "figure5-mp-dp": [96, 83, 79, 74], "table7": [82, 80, 77], "table8": [1.64, 2.34, 2.98],
+    }  # fmt: skip
+    assert {name: [row["published"] for row in rows] for name, rows in found.items()} == published
+    errors = []
+    for name, rows in found.items():
+        for row, gpus in zip(rows, (2, 4, 8, 0), strict=False):
+            error = abs(row["predicted"] - row["published"])
+            errors.append(error / gpus * 100 if name == "table8" else error)
+    assert len(errors) == 13 and sum(errors) / 13 <= 6 and max(errors) <= 12
+    mean, largest = paper.errors(paper.figures(DGX_2H))
+    assert (mean, largest) == (pytest.approx(sum(errors) / 13), pytest.approx(max(errors)))
+    printed = capsys.readouterr().out
+    assert "within the bounds" in printed and printed.count("| Table 8") == 3
+
+
+def test_calibration_uses_the_single_gpu_and_nothing_else():
+    step = paper.run(DGX_2H, "1.2b")
+    assert step.flops_per_device == pytest.approx(39e12)
+    assert (
+        1 < model_cost.slowdown(DGX_2H, kernels.Parts()) < 2
+    )  # memory-bound kernels below a plain copy, not absurdly so
+    faster = replace(DGX_2H, calibration=replace(DGX_2H.calibration, flops=1e15))
+    with pytest.raises(ValueError, match="1000 TFLOP/s cannot be met"):
+        model_cost.slowdown(faster, kernels.Parts())
+
+
+def test_table_2_time_an_epoch():
+    """Published, but not among the 13 and used nowhere: 355M within 10%, 8.3B within 10%, 2.5B within 20%."""
+    for (model, heads, tensor, days), bound in zip(paper.EPOCHS, (0.10, 0.20, 0.10), strict=True):
+        step = paper.run(DGX_2H, model, tensor, data=64, heads=heads)
+        assert step.total == pytest.approx(days * 86400 / paper.EPOCH_ITERATIONS, rel=bound)
+
+
+def test_ablation_shows_each_part(capsys):
+    assert call("--paper", "--ablation") == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.count("|") == 18]
+    by_name = {row.split("|")[1].strip(): row for row in rows}
+    everything = by_name["everything"].split("|")
+    assert len(by_name) == 1 + 1 + 1 + 1 + 8 + 2  # header, rule, published, everything, parts, two variants
+    for name, row in by_name.items():
+        if name not in ("model", "---", "published", "everything"):
+            assert row.split("|")[2:] != everything[2:], name
+    # Free collectives cannot make anything slower.
+    free = [float(cell) for cell in by_name["tensor-parallel collectives are free"].split("|")[3:16]]
+    assert all(a >= b for a, b in zip(free, map(float, everything[3:16]), strict=True))
+
+
+# ---- the kernels
+
+
+def test_gemm_waves_and_tiles():
+    """An 81st tile on 80 SMs takes another wave; a row beyond a tile's edge another tile; K = 8192 reaches the ceiling."""
+    device = replace(DGX_2H.device, tiles=((128, 128),))
+    one, two = (kernels.gemm_seconds(device, 128 * tiles, 128, 4096) for tiles in (80, 81))
+    assert two == pytest.approx(2 * one, rel=0.01)
+    assert kernels.gemm_seconds(device, 128 * 79 + 1, 128, 4096) == one
+    # NVIDIA's V100: 90% of peak at 8192^3, far from it where K is a head's 96.
+    rate = 2 * 8192**3 / kernels.gemm_seconds(DGX_2H.device, 8192, 8192, 8192) / DGX_2H.device.peak_flops
+    assert 0.85 < rate <= 0.90
+    batched = 2 * 128 * 1024**2 * 96 / kernels.gemm_seconds(DGX_2H.device, 1024, 1024, 96, 128)
+    assert batched < 0.5 * DGX_2H.device.peak_flops
+    # Memory is the floor: a product with K = 1 writes its result.
+    assert kernels.gemm_seconds(DGX_2H.device, 8192, 8192, 1) >= 2 * 8192**2 / (900e9 * 0.833)
+
+
+def test_ring_seconds_by_hand():
+    """8 ranks over NVSwitch; 64 ranks over 32 nodes, 8 groups sharing 8 adapters; a lone group striping over 8."""
+    inside = model_cost.ring_seconds(DGX_2H, "all_reduce", 50e6, 8, 8, 1)
+    assert inside == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 50e6 / 120e9)
+    shared = model_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 2, 8)
+    assert shared == pytest.approx(8.4e-6 + 64 * 3.4e-6 + 62 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 12e9)
+    lone = model_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 16, 1)
+    assert lone == pytest.approx(8.4e-6 + 120 * 3.4e-6 + 6 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 96e9)
+    fitted = cost.FittedModel.from_json(
+        {"collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 1, "beta": 1}]}}
+    )
+    assert model_cost.ring_seconds(replace(DGX_2H, fitted=fitted), "all_reduce", 3, 2, 16, 1) == 4
+
+
+def test_options_move_the_step_the_right_way():
+    shape, base = model_cost.MODELS["8.3b"], model_cost.Layout(tensor=8, data=8, recompute="full")
+    step = model_cost.predict(shape, base, DGX_2H)
+    for recompute in ("none", "selective"):
+        other = model_cost.predict(shape, replace(base, recompute=recompute), DGX_2H)
+        assert other.total < step.total and other.memory_total > step.memory_total
+    sequence = model_cost.predict(shape, replace(base, sequence_parallel=True), DGX_2H)
+    assert sequence.seconds["elementwise"] < step.seconds["elementwise"]
+    zero = model_cost.predict(shape, replace(base, zero1=True), DGX_2H)
+    assert zero.memory["parameters and optimizer"] == pytest.approx(cost.parameters(shape, 8) * (4 + 12 / 8))
+    overlapped = model_cost.predict(shape, base, replace(DGX_2H, overlap=True))
+    assert overlapped.hidden > 0 and overlapped.total < step.total
+    twice = model_cost.predict(shape, replace(base, micro_batches=2), DGX_2H)
+    assert twice.flops == 2 * step.flops and step.total < twice.total < 2 * step.total  # one optimizer, one reduction
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize(("gpus", "batch", "gigabytes"), [(4, 8, 34.0), (8, 24, 3.0), (6, 12, 2.6)])
+def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
+    machine = replace(DGX_2H, device=replace(DGX_2H.device, memory_bytes=gigabytes * 1e9))
+    found = plan.plan(SMALL, machine, gpus, batch)
+    best, count = (math.inf, None), 0
+    every = itertools.product(range(1, gpus + 1), range(1, gpus + 1), range(1, batch + 1), range(1, batch + 1))
+    for tensor, data, micro, times in every:
+        if tensor * data != gpus or data * micro * times != batch or 8 % tensor or 512 % tensor or 8192 % tensor:
+            continue
+        for recompute, sequence in itertools.product(("none", "selective", "full"), (False, True)):
+            if sequence and (tensor == 1 or 256 % tensor):
+                continue
+            count += 1
+            layout = model_cost.Layout(tensor, data, micro, times, recompute, sequence)
+            step = model_cost.predict(SMALL, layout, machine)
+            parameters = 16 * cost.parameters(SMALL, tensor)
+            activations = cost.activation_bytes(SMALL, micro, tensor, recompute=recompute, sequence_parallel=sequence)
+            if parameters + activations + 2e9 <= gigabytes * 1e9:
+                best = min(best, (step.total, layout), key=lambda pair: pair[0])
+    assert len(found) == count
+    assert found[0].fits and found[0].step.total == best[0] and found[0].layout == best[1]
+    assert not found[0].why and all(one.why for one in found[1:])
+    if gigabytes < 10:
+        assert any("does not fit" in one.why for one in found)
+
+
+def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
+    """16 bytes x 8.3e9 / 4 are 33 GB: on 32 GB cards only 8-way splits are left, and the others are told apart."""
+    argv = ("--plan", "--model", "8.3b", "--gpus", 16, "--global-batch-size", 16, "--json", tmp_path / "plan.json")
+    assert call(*argv) == 0
+    rows = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+    assert {row["tensor"] for row in rows if row["fits"]} == {8, 16}
+    assert all("does not fit" in row["why"] for row in rows if not row["fits"])
+    assert any("slower, most by" in row["why"] for row in rows)
+    out = capsys.readouterr().out
+    assert "**fastest**" in out and "layouts divide" in out
+
+
+def test_plan_says_when_nothing_fits(capsys):
+    assert call("--plan", "--model", "175b", "--gpus", 2, "--global-batch-size", 2) == 0
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+# ---- machines
+
+
+@pytest.mark.parametrize("name", ["dgx-2h", "dgx-a100", "dgx-h100", "this-machine"])
+def test_machines_that_ship_load_and_predict(name, capsys):
+    assert name in cluster.names()
+    argv = ("--cluster", name, "--model", "355m", "--gpus", 4, "--tensor-model-parallel-size", 2)
+    assert call(*argv) == 0
+    assert "scaling efficiency" in capsys.readouterr().out
+    step = model_cost.predict(SMALL, model_cost.Layout(tensor=2, data=2), cluster.load(name))
+    assert 0 < step.flops_per_device < cluster.load(name).device.peak_flops
+    assert all(value >= 0 for value in step.seconds.values())
+
+
+def test_published_throughput_of_a_newer_machine():
+    """Narayanan et al. 2021, Table 1: 1.7 billion parameters, 32 A100 without model parallelism: 137 TFLOP/s. Uncalibrated."""
+    shape = TransformerShape(24, 2304, 24, 2048, 51200)
+    layout = model_cost.Layout(data=32, micro_batch=16, recompute="full")
+    step = model_cost.predict(shape, layout, cluster.load("dgx-a100"))
+    assert step.flops_per_device / 1e12 == pytest.approx(137, rel=0.35)
+
+
+def edited(tmp_path, edit):
+    data = yaml.safe_load((cluster.FOLDER / "dgx-2h.yaml").read_text())
+    edit(data)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["device"].pop("units"), "device.units is missing"),
+        (lambda d: d["device"].update(unit=1), "unknown: device.unit"),
+        (lambda d: d["device"].update(peak_tflops="fast"), "device.peak_tflops='fast': a number, above 0"),
+        (lambda d: d["device"].update(gemm_efficiency=90), "device.gemm_efficiency=90: a number, above 0, at most 1"),
+        (lambda d: d["device"].update(kernels="triton"), "one of unfused, fused"),
+        (lambda d: d["device"].update(tiles=[128, 128]), "device.tiles is a list of"),
+        (lambda d: d["node"].update(nics=0), "node.nics=0: a whole number, at least 1"),
+        (lambda d: d.update(overlap="sometimes"), "overlap='sometimes': true or false"),
+        (lambda d: d.update(inside=120), "inside is not a mapping"),
+        (lambda d: d["inside"].update(fitted="nowhere.json"), "nowhere.json: .*No such file"),
+    ],
+)
+def test_damaged_machine_is_named(edit, message, tmp_path):
+    with pytest.raises(UsageError, match=f"mine.yaml: .*{message}"):
+        cluster.load(str(edited(tmp_path, edit)))
+
+
+def test_machine_file_of_ones_own(tmp_path):
+    assert cluster.load(str(edited(tmp_path, lambda d: d.update(name="mine")))).name == "mine"
+    model = {"format": 1, "collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 1.0, "beta": 0.0}]}}
+    (tmp_path / "fit.json").write_text(json.dumps(model))
+    path = edited(tmp_path, lambda d: d["inside"].update(fitted="fit.json"))
+    assert cluster.load(str(path)).fitted.seconds("all_reduce", 5, 2) == 1.0
+    (tmp_path / "text.yaml").write_text("a: [1")
+    with pytest.raises(UsageError, match="not YAML"):
+        cluster.load(str(tmp_path / "text.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of dgx-2h, dgx-a100"),
+        (["--model", "9b"], "invalid choice: '9b'"),
+        ([], "give --model, or also --num-layers"),
+        (["--model", "1.2b", "--num-attention-heads", "7"], "heads=7 does not divide hidden=1536"),
+        (["--model", "1.2b", "--tensor-model-parallel-size", "3", "--gpus", "4"], "size 3 does not divide --gpus 4"),
+        (["--model", "1.2b", "--tensor-model-parallel-size", "3"], "size 3 does not divide heads=16"),
+        (["--model", "1.2b", "--gpus", "4", "--global-batch-size", "12"], "no multiple of --micro-batch-size 8 x 4"),
+        (["--plan", "--model", "1.2b"], "--plan needs --gpus and --global-batch-size"),
+        (["--plan", "--model", "1.2b", "--gpus", "7", "--global-batch-size", "5"], "no way to split 16 heads"),
+        (["--ablation", "--model", "1.2b"], "--ablation goes with --paper"),
+        (["--paper", "--plan"], "not both"),
+    ],
+)
+def test_bad_options_are_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        call(*argv)
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_report_is_written_with_its_surroundings(tmp_path):
+    assert call("--paper", "--output", tmp_path / "predict.md") == 0
+    text = Path(tmp_path / "predict.md").read_text()
+    for part in ("- command: `python -m bench.predict", "- date: ", "- versions: python", "hardware does not matter"):
+        assert part in text
