@@ -24,11 +24,12 @@ KERNELS = ("unfused", "fused")
 class Device:
     """One GPU, or one core of a host. Bytes, seconds, FLOP/s.
 
-    gemm_efficiency: of peak_flops, what the largest GEMMs reach. tiles: output tiles (rows, columns) that a GEMM may use,
-    one per unit (SM) at a time. cache_bandwidth: what all units together read from the last cache. memory_efficiency: of
-    memory_bandwidth, what a plain kernel reaches; layernorm_efficiency: what LayerNorm reaches, forward and backward.
-    latency: of a first read from memory. launch: between two kernels in a stream. dispatch: the host's time to issue one.
-    random_state: to save and restore the generator of dropout once, during which the device waits.
+    gemm_efficiency: of peak_flops, what the largest GEMMs reach. tiles: output tiles (rows, columns) that a GEMM may
+    use, one per unit (SM) at a time. cache_bandwidth: what all units together read from the last cache.
+    memory_efficiency: of memory_bandwidth, what a plain kernel reaches; layernorm_efficiency: what LayerNorm reaches,
+    forward and backward. latency: of a first read from memory. launch: between two kernels in a stream. dispatch: the
+    host's time to issue one. random_state: to save and restore the generator of dropout once, during which the device
+    waits.
     """
 
     name: str
@@ -113,19 +114,22 @@ def _cluster(top: _Section, path: Path) -> Cluster:
         ),
         base=top.number("collective_base_us") / 1e6,
         overlap=top.boolean("overlap"),
-        calibration=calibration
-        and Calibration(
-            model=calibration.text("model"),
-            micro_batch=calibration.integer("micro_batch_size"),
-            recompute=calibration.text("recompute", among=("none", "selective", "full")),
-            flops=calibration.number("tflops", above=0) * 1e12,
-        ),
+        calibration=_calibration(calibration) if calibration else None,
         fitted=FittedModel.load(path.parent / str(fitted)) if fitted else None,
     )
     top.data.pop("source", None)
     for section in filter(None, (top, device, node, inside, between, calibration)):
         section.done()
     return cluster
+
+
+def _calibration(section: _Section) -> Calibration:
+    return Calibration(
+        model=section.text("model"),
+        micro_batch=section.integer("micro_batch_size"),
+        recompute=section.text("recompute", among=("none", "selective", "full")),
+        flops=section.number("tflops", above=0) * 1e12,
+    )
 
 
 def _device(section: _Section) -> Device:

@@ -1,9 +1,10 @@
 """How long one device computes: matrix products by shape, and kernels that only move memory.
 
-A GEMM of M x N x K is cut into output tiles, one a unit (SM) at a time, in waves; a last wave that is not full and a tile
-that hangs over the edge cost as much as a full one (NVIDIA, Matrix Multiplication Background, section 3). A tile reads
-its operands from the last cache, which bounds small tiles; it starts with a read from memory and ends with the write of
-its result, in which nothing is multiplied: short K costs most. All of it is bounded by the traffic to memory below.
+A GEMM of M x N x K is cut into output tiles, one a unit (SM) at a time, in waves; a last wave that is not full and a
+tile that hangs over the edge cost as much as a full one (NVIDIA, Matrix Multiplication Background, section 3). A tile
+reads its operands from the last cache, which bounds small tiles; it starts with a read from memory and ends with the
+write of its result, in which nothing is multiplied: short K costs most. All of it is bounded by the traffic to memory
+below.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Parts:
 
 @dataclass
 class Work:
-    """Seconds of device time by part, apart for products and for kernels that only move memory, and the kernels' number."""
+    """Device seconds by part, products and kernels that only move memory apart, and the number of kernels."""
 
     multiply: dict[str, float] = field(default_factory=dict)
     move: dict[str, float] = field(default_factory=dict)

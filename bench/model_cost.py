@@ -1,8 +1,9 @@
 """The time and memory of a GPT's training step on a cluster, part by part.
 
-The layer is that of Megatron-LM: what is counted, kernel by kernel, is the eager code of 2019 (``unfused``: mpu/transformer.py
-of NVIDIA/Megatron-LM at commit a0368dd) or of today (``fused``: one kernel each for attention, bias + GELU, and
-bias + dropout + residual). Collectives are rings, as NCCL's for long messages; tensor-parallel ones hide behind nothing.
+The layer is that of Megatron-LM: what is counted, kernel by kernel, is the eager code of 2019 (``unfused``:
+mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd) or of today (``fused``: one kernel each for attention, bias
++ GELU, and bias + dropout + residual). Collectives are rings, as NCCL's for long messages; tensor-parallel ones hide
+behind nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MODELS = {
     "175b": TransformerShape(96, 12288, 96, 2048, 51200),  # GPT-3
 }
 
-# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023, section 4.1), less at usual lengths.
+# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023, section 4.1), less at usual
+# lengths.
 FUSED_ATTENTION = (0.6, 0.5)
 
 
@@ -89,8 +91,8 @@ class Step:
 class _Kernel:
     """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
 
-    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h / t;
-    or "scores", over a s / t a token. 0 backward: none.
+    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h /
+    t; or "scores", over a s / t a token. 0 backward: none.
     """
 
     over: str
@@ -125,13 +127,13 @@ _FUSED = (
     _Kernel("split", 4, 6, width=4),  # bias + GELU
     _Kernel("split", 0, 4, width=3),  # gradients of q, k, v joined
 )
-# Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32 10,
-# fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and for Adam 4,
-# master weight and moments read and written 24, weight 2.
+# Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
+# 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
+# for Adam 4, master weight and moments read and written 24, weight 2.
 _OPTIMIZER = {"unfused": 72.0, "fused": 30.0}
 _OPTIMIZER_WAITED = 10.0 + 4.0
-# Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8; backward
-# times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
+# Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8;
+# backward times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
 _CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
 
 
@@ -148,7 +150,8 @@ def slowdown(cluster: Cluster, parts: Parts) -> float:
     """How much slower than the cluster says kernels move memory, so that the calibrating step takes what was measured.
 
     1 without a calibration. What GEMMs reach is measured and published, and so is what a plain copy reaches; what eager
-    kernels reach of it is not, so that is what one measured step decides. Raises ValueError where no rate can explain it.
+    kernels reach of it is not, so that is what one measured step decides. Raises ValueError where no rate can explain
+    it.
     """
     if not cluster.calibration:
         return 1.0
@@ -280,7 +283,8 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
         for way, each in enumerate((4, 6)):
             took = memory_seconds(device, size * each * tokens * h, device.layernorm_efficiency[way])
             work.add("layernorm", 1, move=took)
-        # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the logits'.
+        # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the
+        # logits'.
         work.add("embedding", 8, move=memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)))
         moved = sum(_CROSS_ENTROPY[device.kernels]) * tokens * vocab
         work.add("loss", 12 if device.kernels == "unfused" else 4, move=memory_seconds(device, moved))

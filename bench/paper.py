@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bench.cluster import Cluster
@@ -97,8 +97,8 @@ def table(found: list[Figure]) -> Iterator[str]:
     yield ""
     verdict = "within" if mean <= BOUNDS[0] and largest <= BOUNDS[1] else "OUTSIDE"
     yield (
-        f"Mean error {mean:.1f} points, largest {largest:.1f}: {verdict} the bounds of {BOUNDS[0]:g} and {BOUNDS[1]:g}. "
-        "Table 8's error is that of speed-up / GPUs x 100."
+        f"Mean error {mean:.1f} points, largest {largest:.1f}: {verdict} the bounds of {BOUNDS[0]:g} and "
+        f"{BOUNDS[1]:g}. Table 8's error is that of speed-up / GPUs x 100."
     )
 
 
@@ -153,12 +153,11 @@ def ablation(cluster: Cluster) -> Iterator[str]:
     yield f"|---|---:|{'---:|' * (len(everything) + 2)}"
     published = " | ".join(_value(one, one.published) for one in everything)
     yield f"| published | | {published} | | |"
-    cases: list[tuple[str, Callable[[], tuple[Cluster, Parts]]]] = [("everything", lambda: (cluster, Parts()))]
-    cases += [(text, lambda name=name: (cluster, Parts().without(name))) for name, text in _OFF.items()]
-    cases.append(("reduction of gradients under backward", lambda: (replace(cluster, overlap=True), Parts())))
-    cases.append(("no calibration", lambda: (replace(cluster, calibration=None), Parts())))
-    for text, make in cases:
-        machine, parts = make()
+    cases = [("everything", cluster, Parts())]
+    cases += [(text, cluster, Parts().without(name)) for name, text in _OFF.items()]
+    cases.append(("reduction of gradients under backward", replace(cluster, overlap=True), Parts()))
+    cases.append(("no calibration", replace(cluster, calibration=None), Parts()))
+    for text, machine, parts in cases:
         try:
             found, slow = figures(machine, parts), slowdown(machine, parts)
         except ValueError:

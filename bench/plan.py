@@ -43,7 +43,8 @@ def plan(
 ) -> list[Candidate]:
     """All candidates: those that fit, fastest first, then those that do not, least memory first.
 
-    reserve: bytes a device keeps for CUDA's context, NCCL's buffers and workspaces. Raises ValueError where nothing divides.
+    reserve: bytes a device keeps for CUDA's context, NCCL's buffers and workspaces. Raises ValueError where nothing
+    divides.
     """
     room = cluster.device.memory_bytes - reserve
     found = []
@@ -89,7 +90,8 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     fitting = [one for one in candidates if one.fits]
     others = [one for one in candidates if not one.fits]
     shown = fitting[:top] + others[: max(3, top - len(fitting))]
-    yield "| tensor | data | micro-batch | recompute | sequence parallel | s a step | TFLOP/s | waiting | memory, GB | why not |"
+    columns = ("tensor", "data", "micro-batch", "recompute", "sequence parallel", "s a step", "TFLOP/s", "waiting")
+    yield f"| {' | '.join(columns)} | memory, GB | why not |"
     yield "|---:|---:|---:|---|---|---:|---:|---:|---:|---|"
     for one in shown:
         layout, step = one.layout, one.step

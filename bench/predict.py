@@ -4,15 +4,16 @@
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --global-batch-size 512
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
 
-Arithmetic only: it needs no GPU and no MPI. How the model counts is in bench/model_cost.py and bench/kernels.py; what it
-knows of a machine, with sources, in bench/clusters/. It is eager or fused training with tensor and data parallelism as
-this project has them: no pipeline, no skew between ranks.
+Arithmetic only: it needs no GPU and no MPI. How the model counts is in bench/model_cost.py and bench/kernels.py; what
+it knows of a machine, with sources, in bench/clusters/. It is eager or fused training with tensor and data parallelism
+as this project has them: no pipeline, no skew between ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import configargparse
 
 from bench import paper, plan
 from bench.cluster import Cluster, load, names
+from bench.kernels import Parts
 from bench.machine import environment, heading
 from bench.model_cost import MODELS, Layout, Step, predict, slowdown
 from commengine import UsageError
@@ -53,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--recompute-granularity", choices=RECOMPUTE, default="full")
     add("--sequence-parallel", action="store_true")
     add("--use-distributed-optimizer", action="store_true", help="ZeRO-1: optimizer state split over the replicas")
-    add("--overlap-grad-reduce", action=configargparse.argparse.BooleanOptionalAction, help="default: the cluster's")
+    add("--overlap-grad-reduce", action=BooleanOptionalAction, help="default: the cluster's")
     add("--plan", action="store_true", help="the fastest layout that fits, and why the others lose")
     add("--reserve-gb", type=float, default=2.0, help="memory a device keeps for contexts and buffers (--plan)")
     add("--top", type=int, default=12, help="rows of --plan that are printed")
@@ -123,7 +125,10 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         "",
         "| part | ms a step | share |",
         "|---|---:|---:|",
-        *(f"| {part.replace('_', ' ')} | {1e3 * s:.1f} | {100 * s / step.total:.1f}% |" for part, s in step.seconds.items()),
+        *(
+            f"| {part.replace('_', ' ')} | {1e3 * spent:.1f} | {100 * spent / step.total:.1f}% |"
+            for part, spent in step.seconds.items()
+        ),
     ]  # fmt: skip
     return lines, _numbers(step) | {"scaling_efficiency": efficiency}
 
@@ -137,11 +142,12 @@ def _numbers(step: Step) -> dict[str, Any]:
 
 def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool) -> Iterator[str]:
     """The report of --paper."""
-    slow = slowdown(cluster, paper.Parts())
+    slow = slowdown(cluster, Parts())
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / slow
     yield (
-        f"One measured number, 39 TFLOP/s on one GPU, sets the rate at which eager kernels move memory: {rate / 1e9:.0f} GB/s, "
-        f"1 / {slow:.2f} of what a plain copy reaches. Everything else is published: see bench/clusters/dgx-2h.yaml."
+        "One measured number, 39 TFLOP/s on one GPU, sets the rate at which eager kernels move memory: "
+        f"{rate / 1e9:.0f} GB/s, 1 / {slow:.2f} of what a plain copy reaches. Everything else is published: see "
+        "bench/clusters/dgx-2h.yaml."
     )
     yield ""
     yield from paper.table(found)
@@ -191,7 +197,8 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
     zero1, reserve = arguments.use_distributed_optimizer, arguments.reserve_gb * 1e9
     candidates = plan.plan(shape, cluster, gpus, batch, zero1=zero1, reserve=reserve)
     lines = [
-        f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} ({cluster.name})",
+        f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
+        f"({cluster.name})",
         "",
         *plan.table(candidates, arguments.top),
     ]

@@ -1,7 +1,8 @@
 """Measure one core of this machine for bench/clusters/this-machine.yaml: ``python -m bench.this_machine``.
 
-Prints the device section, from a second of matrix products and passes over memory in fp32 with one thread; processor time, for the machine may be shared. The
-links are those of bench.overhead's results (alpha: the engine's time at 8 bytes; beta: its slope at the largest size).
+Prints the device section, from a second of matrix products and passes over memory in fp32 with one thread; processor
+time, for the machine may be shared. The links are those of bench.overhead's results (alpha: the engine's time at 8
+bytes; beta: its slope at the largest size).
 """
 
 from __future__ import annotations

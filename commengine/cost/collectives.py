@@ -1,7 +1,7 @@
 """Alpha-beta-gamma costs of collectives, and bandwidths as nccl-tests defines them.
 
-A message of n bytes takes alpha + n beta; reducing n bytes takes n gamma; a rank sends and receives at once, one message
-at a time (Thakur, Rabenseifner & Gropp 2005, section 3). Sources of the formulas:
+A message of n bytes takes alpha + n beta; reducing n bytes takes n gamma; a rank sends and receives at once, one
+message at a time (Thakur, Rabenseifner & Gropp 2005, section 3). Sources of the formulas:
 
     [T] Thakur, Rabenseifner & Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
     [P] Patarasuk & Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 69(2), 2009
@@ -115,7 +115,7 @@ def _tree_reduce_scatter(n: float, p: int) -> Cost:
 
 
 def _direct_reduce_scatter(n: float, p: int) -> Cost:
-    """Every rank sends slice i to rank i at once ([T] section 4.4, pairwise exchange, with its latencies overlapped)."""
+    """Every rank sends slice i to rank i at once: pairwise exchange ([T] section 4.4) with its latencies overlapped."""
     return _even(1, n * (p - 1) / p, n * (p - 1) / p, p)
 
 
@@ -198,12 +198,12 @@ def _direct_p2p(n: float, p: int) -> Cost:
 
 
 def _scattered(n: float, p: int) -> float:
-    """All that is sent in a binomial scatter (or gather) of n bytes: a slice crosses an edge for each bit of its rank."""
+    """All that a binomial scatter (or gather) of n bytes sends: a slice crosses an edge for each bit of its rank."""
     return n / p * sum(rank.bit_count() for rank in range(p))
 
 
 def _largest_subtree(p: int) -> int:
-    """Ranks in the largest subtree below the root of a binomial tree, where a rank's parent is it without its lowest bit."""
+    """Ranks in the largest subtree below a binomial tree's root; a rank's parent is it without its lowest bit."""
     return max(min(rank & -rank, p - rank) for rank in range(1, p))
 
 
@@ -241,8 +241,9 @@ ALGORITHMS: dict[str, dict[str, Callable[[float, int], Cost]]] = {
 def collective(operation: str, algorithm: str, size: float, ranks: int) -> Cost:
     """The cost of one collective of ``size`` bytes (see the package) among ``ranks``; nothing with one rank.
 
-    operation: one of OPERATIONS; algorithm: one of ``ALGORITHMS[operation]``. Raises ValueError for anything else, and for
-    recursive algorithms on a number of ranks that is no power of two (but all_reduce by recursive_doubling, which folds).
+    operation: one of OPERATIONS; algorithm: one of ``ALGORITHMS[operation]``. Raises ValueError for anything else, and
+    for recursive algorithms on a number of ranks that is no power of two (but all_reduce by recursive_doubling, which
+    folds).
     """
     _check(operation, size, ranks)
     table = ALGORITHMS[operation]
@@ -331,9 +332,9 @@ def hierarchical_all_reduce(
 ) -> tuple[Phase, ...]:
     """Reduce-scatter inside each node, all-reduce of the slices between nodes, all-gather inside: all by rings.
 
-    Every member sends its own slice between nodes at once, and so do the members of the ``groups_per_node`` groups that do
-    the same at the same time; together they share the node's adapters. A ring in one node, or one member a node, is
-    the special case. Two-level as in [C] section 7 (hypercubes of clusters) and as NCCL's rings are laid out.
+    Every member sends its own slice between nodes at once, and so do the members of the ``groups_per_node`` groups
+    that do the same at the same time; together they share the node's adapters. A ring in one node, or one member a
+    node, is the special case. Two-level as in [C] section 7 (hypercubes of clusters) and as NCCL's rings are laid out.
     """
     if nodes < 1 or members_per_node * groups_per_node > machine.ranks_per_node:
         raise ValueError(

@@ -6,9 +6,10 @@ The file is JSON:
      "collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 2e-6, "beta": 1e-10}, ...], ...},
      ...}
 
-Per operation, a list of segments: with ``ranks`` ranks and from ``from_bytes`` bytes on (nccl-tests' size) up to the next
-segment with as many ranks, the collective takes alpha + size * beta seconds. Every number of ranks starts at 0 bytes.
-Other keys, in the file and in a segment, are the writer's (how it was measured, confidence intervals) and are ignored.
+Per operation, a list of segments: with ``ranks`` ranks and from ``from_bytes`` bytes on (nccl-tests' size) up to the
+next segment with as many ranks, the collective takes alpha + size * beta seconds. Every number of ranks starts at 0
+bytes. Other keys, in the file and in a segment, are the writer's (how it was measured, confidence intervals) and are
+ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class FittedModel:
         """The time of a collective of ``size`` bytes among ``ranks``; 0 with one rank.
 
         With a number of ranks that was not measured, the nearest measured one's alpha is scaled by the steps of a ring
-        and its beta by the bus factor: the bus bandwidth is what stays. Raises ValueError for an operation not measured.
+        and its beta by the bus factor: the bus bandwidth is what stays. Raises ValueError for an operation not
+        measured.
         """
         if size < 0:
             raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")

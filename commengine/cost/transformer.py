@@ -5,8 +5,8 @@
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
     [A] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021: appendix (FLOPs)
 
-s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t: tensor-parallel
-size, d: data-parallel size.
+s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t:
+tensor-parallel size, d: data-parallel size.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def layer_parameters(hidden: int, mlp: int | None = None) -> int:
 
 
 def parameters(shape: TransformerShape, tensor: int = 1) -> float:
-    """Parameters of one rank of ``tensor``: weights and column biases split, LayerNorms, row biases, positions whole [M]."""
+    """Parameters of one rank of ``tensor``: weights and column biases split, LayerNorms, row biases, positions not."""
     h = shape.hidden
     split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
     whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
@@ -100,9 +100,10 @@ def tensor_parallel_collectives(
 ) -> list[Collective]:
     """What one micro-batch of ``batch`` sequences communicates over its tensor group, but for the loss.
 
-    A layer: 2 all-reduces of b s h elements forward and 2 backward [M], and the forward's 2 again where it is recomputed
-    whole; the embedding's g and the output layer's f add one each. With sequence parallelism each becomes a reduce-scatter
-    and an all-gather of the same size, and backward gathers each column-parallel input again for its weight gradient [K].
+    A layer: 2 all-reduces of b s h elements forward and 2 backward [M], and the forward's 2 again where it is
+    recomputed whole; the embedding's g and the output layer's f add one each. With sequence parallelism each becomes a
+    reduce-scatter and an all-gather of the same size, and backward gathers each column-parallel input again for its
+    weight gradient [K].
     """
     _require_recompute(recompute)
     if tensor == 1:
@@ -128,7 +129,7 @@ def tensor_parallel_collectives(
 
 
 def loss_collectives(shape: TransformerShape, batch: int, tensor: int, *, parallel: bool = True) -> list[Collective]:
-    """The loss of vocabulary-parallel logits: b s numbers three times, in fp32; or b s v logits gathered [M, section 3].
+    """The loss of vocabulary-parallel logits: b s fp32 numbers three times; or b s v logits gathered [M, section 3].
 
     Maximum, target logit and sum of exponentials of each token. parallel=False: what gathering fp16 logits would take.
     """
@@ -145,8 +146,8 @@ def data_parallel_collectives(
 ) -> list[Collective]:
     """The gradients of ``count`` parameters summed over ``data`` replicas, once a step [M, appendix B.1].
 
-    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters instead of an all-reduce: the same
-    volume where both have as many bytes [Z, section 7].
+    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters instead of an all-reduce: the
+    same volume where both have as many bytes [Z, section 7].
     """
     if data == 1:
         return []
@@ -173,9 +174,9 @@ def layer_activation_bytes(
 ) -> float:
     """What a layer saves for backward, at 2 bytes an activation and 1 a dropout mask [K, Table 2].
 
-    Nothing recomputed: s b h (34 + 5 a s / h), of which 10 s b h is whole on every tensor rank without sequence parallelism;
-    selective: without the 5 a s / h of attention's scores; full: the layer's input, 2 s b h, which the paper's table keeps
-    on every rank.
+    Nothing recomputed: s b h (34 + 5 a s / h), of which 10 s b h is whole on every tensor rank without sequence
+    parallelism; selective: without the 5 a s / h of attention's scores; full: the layer's input, 2 s b h, which the
+    paper's table keeps on every rank.
     """
     _require_recompute(recompute)
     shape.require_tensor_parallel(tensor)
@@ -190,10 +191,11 @@ def layer_activation_bytes(
 def activation_bytes(
     shape: TransformerShape, batch: int, tensor: int = 1, *, recompute: str = "none", sequence_parallel: bool = False
 ) -> float:
-    """What is saved at the peak of a step: all layers, the ends of the model [K, section 4.3], and one layer recomputed.
+    """What is saved at the peak of a step: all layers, the model's ends [K, section 4.3], and one layer recomputed.
 
-    The ends: dropout of the embedding (s b h), final LayerNorm and input of the output layer (2 s b h each), and the logits
-    in fp32 (4 s b v / t). Under "full" the layer being recomputed is there in full besides; under "selective" its attention.
+    The ends: dropout of the embedding (s b h), final LayerNorm and input of the output layer (2 s b h each), and the
+    logits in fp32 (4 s b v / t). Under "full" the layer being recomputed is there in full besides; under "selective"
+    its attention.
     """
     layer = layer_activation_bytes(shape, batch, tensor, recompute=recompute, sequence_parallel=sequence_parallel)
     tokens = shape.seq * batch
