@@ -8,49 +8,18 @@ behind nothing.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bench.cluster import Cluster, Device
+from bench.group_cost import data_communication, tensor_communication
 from bench.kernels import Parts, Work, gemm_seconds, memory_seconds
+from bench.layout import MODELS, Layout
 from commengine import cost
 from commengine.cost import TransformerShape
 
-MODELS = {
-    "355m": TransformerShape(24, 1024, 16, 1024, 51200),  # Shoeybi et al. 2019, Table 2
-    "1.2b": TransformerShape(40, 1536, 16, 1024, 51200),  # Table 1
-    "2.5b": TransformerShape(54, 1920, 20, 1024, 51200),
-    "4.2b": TransformerShape(64, 2304, 24, 1024, 51200),
-    "8.3b": TransformerShape(72, 3072, 32, 1024, 51200),
-    "175b": TransformerShape(96, 12288, 96, 2048, 51200),  # GPT-3
-}
-
-# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023, section 4.1), less at usual
+# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023), less at usual
 # lengths.
 FUSED_ATTENTION = (0.6, 0.5)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a step is spread: tensor x data ranks, each running ``micro_batches`` micro-batches of ``micro_batch``."""
-
-    tensor: int = 1
-    data: int = 1
-    micro_batch: int = 8
-    micro_batches: int = 1
-    recompute: str = "none"
-    sequence_parallel: bool = False
-    zero1: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """Devices."""
-        return self.tensor * self.data
-
-    @property
-    def batch(self) -> int:
-        """Sequences of a step, over all devices."""
-        return self.data * self.micro_batch * self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -156,6 +125,8 @@ def slowdown(cluster: Cluster, parts: Parts) -> float:
     if not cluster.calibration:
         return 1.0
     given = cluster.calibration
+    if given.model not in MODELS:
+        raise ValueError(f"calibration.model={given.model!r}: one of {', '.join(MODELS)}")
     layout = Layout(micro_batch=given.micro_batch, recompute=given.recompute)
     low, high = (_predict(MODELS[given.model], layout, cluster, parts, factor) for factor in (1.0, 2.0))
     measured = low.flops / given.flops
@@ -190,19 +161,21 @@ def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: P
     if parts.optimizer:
         seconds["optimizer"] = _optimizer(owned, shape, layout, device, parts, slow)
     seconds["tensor_communication"] = (
-        _tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
+        tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
     )
     exposed = hidden = 0.0
     if parts.data_communication:
-        exposed, hidden = _data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
+        exposed, hidden = data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
     seconds["data_communication"] = exposed
 
     activations = cost.activation_bytes(
-        shape, layout.micro_batch, layout.tensor, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel
+        shape,
+        layout.micro_batch,
+        layout.tensor,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+        fused_attention=device.kernels == "fused",
     )
-    if device.kernels == "fused" and layout.recompute == "none":  # fused attention keeps no scores
-        kept = replace(layout, recompute="selective")
-        activations += shape.layers * (_saved(shape, kept) - _saved(shape, layout))
     memory = {
         "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
         "activations": activations,
@@ -210,16 +183,6 @@ def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: P
     # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
     flops = cost.model_flops(shape, layout.batch, layout.recompute)
     return Step(seconds, hidden, memory, flops, layout.ranks)
-
-
-def _saved(shape: TransformerShape, layout: Layout) -> float:
-    return cost.layer_activation_bytes(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-    )
 
 
 def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> tuple[Work, Work, Work]:
@@ -311,66 +274,3 @@ def _optimizer(
     # The overflow check and the norm bring a number to the host for each tensor: what they run and issue adds up.
     waited = _OPTIMIZER_WAITED / _OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
     return waited + max(runs * (1 - _OPTIMIZER_WAITED / _OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)
-
-
-def _tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
-    ranks = cluster.machine.ranks_per_node
-    members = min(layout.tensor, ranks)
-    groups = max(1, min(ranks, layout.ranks) // members)
-    run = cost.tensor_parallel_collectives(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        element_bytes=cluster.device.element_bytes,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-    )
-    run += cost.loss_collectives(shape, layout.micro_batch, layout.tensor)
-    return layout.micro_batches * sum(
-        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run
-    )
-
-
-def _data_communication(
-    owned: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
-) -> tuple[float, float]:
-    """Seconds of the gradients' reduction that a device waits for, and those that pass under backward."""
-    if layout.data == 1:
-        return 0.0, 0.0
-    node = cluster.machine.ranks_per_node
-    groups = min(layout.tensor, node)
-    members = max(1, min(layout.data, node // layout.tensor))
-    size = cluster.device.element_bytes
-    run = cost.data_parallel_collectives(
-        owned, layout.data, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
-    )
-    times = [ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run]
-    copies = 0.0
-    if not cluster.overlap:  # into one flat tensor, divided, and back
-        copies = slow * memory_seconds(cluster.device, 6 * size * owned)
-        return sum(times) + copies, 0.0
-    # The first layer's gradients are there last: nothing is left to hide their share.
-    hidden = min(times[0] * (1 - 1 / layers), under_backward)
-    return sum(times) - hidden, hidden
-
-
-def ring_seconds(
-    cluster: Cluster, operation: str, size: float, ranks: int, members_per_node: int, groups_per_node: int
-) -> float:
-    """A collective by one ring through all ranks of a group, node by node.
-
-    The ``groups_per_node`` groups that run at once share the node's adapters; a lone group stripes over all of them.
-    """
-    if ranks == 1:
-        return 0.0
-    machine = cluster.machine
-    nodes = math.ceil(ranks / members_per_node)
-    ring = cost.collective(operation, "ring", size, ranks)
-    if nodes == 1:
-        if cluster.fitted:
-            return cluster.fitted.seconds(operation, size, ranks)
-        return cluster.base + ring.seconds(machine.inside)
-    crossing = ring.steps * (nodes - 1) / (ranks - 1)
-    alpha = (ring.steps - crossing) * machine.inside.alpha + crossing * machine.between.alpha
-    beta = max(machine.inside.beta, machine.between.beta * groups_per_node / machine.nics_per_node)
-    return cluster.base + alpha + ring.path_bytes * beta

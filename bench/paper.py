@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from bench.cluster import Cluster
 from bench.kernels import Parts
-from bench.model_cost import MODELS, Layout, Step, predict, slowdown
+from bench.layout import MODELS, Layout
+from bench.model_cost import Step, predict, slowdown
 
 FIGURE_5 = (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))  # Table 1: model, GPUs that share it
 SECTIONS = {

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.cluster import Cluster
-from bench.model_cost import Layout, Step, predict
+from bench.layout import Layout
+from bench.model_cost import Step, predict
 from commengine.cost import TransformerShape
 
 
@@ -72,7 +73,7 @@ def _slower(step: Step, best: Step) -> str:
     more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
     part = max(more, key=lambda name: more[name])
     return (
-        f"{100 * (step.total / best.total - 1):.0f}% slower, most by {part.replace('_', ' ')} "
+        f"{100 * (step.total / best.total - 1):.1f}% slower, most by {part.replace('_', ' ')} "
         f"(+{1e3 * more[part]:.0f} ms a step)"
     )
 

@@ -24,8 +24,9 @@ import configargparse
 from bench import paper, plan
 from bench.cluster import Cluster, load, names
 from bench.kernels import Parts
+from bench.layout import MODELS, Layout
 from bench.machine import environment, heading
-from bench.model_cost import MODELS, Layout, Step, predict, slowdown
+from bench.model_cost import Step, predict, slowdown
 from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 

@@ -14,17 +14,15 @@ from .collectives import (
     OPERATIONS,
     Cost,
     Link,
-    Machine,
-    Phase,
     algorithm_bandwidth,
     best_algorithm,
     bus_bandwidth,
     bus_factor,
     collective,
-    hierarchical_all_reduce,
     seconds_at_bus_bandwidth,
 )
 from .fitted import FittedModel, Segment
+from .hierarchy import Machine, Phase, hierarchical_all_reduce
 from .transformer import (
     ADAM_BYTES_PER_PARAMETER,
     Collective,

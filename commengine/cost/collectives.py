@@ -66,7 +66,7 @@ def _log2(ranks: int, operation: str) -> int:
 
 
 def _ring_all_reduce(n: float, p: int) -> Cost:
-    """[P] section 3; [T] section 4.5: a ring reduce-scatter and a ring all-gather."""
+    """[P]; [T] section 4.5: a ring reduce-scatter and a ring all-gather."""
     return _even(2 * (p - 1), 2 * n * (p - 1) / p, n * (p - 1) / p, p)
 
 
@@ -86,7 +86,7 @@ def _halving_all_reduce(n: float, p: int) -> Cost:
 
 
 def _tree_all_reduce(n: float, p: int) -> Cost:
-    """[C] section 6.1 (short vectors): a binomial reduce to one rank and a binomial broadcast from it."""
+    """[C], short vectors: a binomial reduce to one rank and a binomial broadcast from it."""
     depth = math.ceil(math.log2(p))
     # The root sends in the broadcast only; of the others, the busiest sends its partial sum and depth - 1 copies.
     return Cost(2 * depth, 2 * n * depth, n * depth, n * depth, 2 * n * (p - 1))
@@ -98,7 +98,7 @@ def _direct_all_reduce(n: float, p: int) -> Cost:
 
 
 def _ring_reduce_scatter(n: float, p: int) -> Cost:
-    """[C] section 4 (bucket); [P] section 3."""
+    """[C], bucket; [P]."""
     return _even(p - 1, n * (p - 1) / p, n * (p - 1) / p, p)
 
 
@@ -108,7 +108,7 @@ def _halving_reduce_scatter(n: float, p: int) -> Cost:
 
 
 def _tree_reduce_scatter(n: float, p: int) -> Cost:
-    """[C] section 6.1: a binomial reduce and a binomial scatter, for short vectors."""
+    """[C], short vectors: a binomial reduce and a binomial scatter, for short vectors."""
     depth = math.ceil(math.log2(p))
     sent = n + n / p * (_largest_subtree(p) - 1)  # its partial sum, and what it passes on to its subtree
     return Cost(2 * depth, n * depth + n * (p - 1) / p, n * depth, sent, n * (p - 1) + _scattered(n, p))
@@ -120,7 +120,7 @@ def _direct_reduce_scatter(n: float, p: int) -> Cost:
 
 
 def _ring_all_gather(n: float, p: int) -> Cost:
-    """[T] section 4.1; [C] section 4 (bucket)."""
+    """[T] section 4.1; [C], bucket."""
     return _even(p - 1, n * (p - 1) / p, 0, p)
 
 
@@ -130,7 +130,7 @@ def _doubling_all_gather(n: float, p: int) -> Cost:
 
 
 def _tree_all_gather(n: float, p: int) -> Cost:
-    """[C] section 6.1: a binomial gather and a binomial broadcast, for short vectors."""
+    """[C], short vectors: a binomial gather and a binomial broadcast, for short vectors."""
     depth = math.ceil(math.log2(p))
     return Cost(2 * depth, n * (p - 1) / p + n * depth, 0, n * depth, n * (p - 1) + _scattered(n, p))
 
@@ -141,7 +141,7 @@ def _direct_all_gather(n: float, p: int) -> Cost:
 
 
 def _tree_broadcast(n: float, p: int) -> Cost:
-    """[T] section 4.2; [C] section 4 (minimum spanning tree)."""
+    """[T] section 4.2; [C], minimum spanning tree."""
     depth = math.ceil(math.log2(p))
     return Cost(depth, n * depth, 0, n * depth, n * (p - 1))
 
@@ -159,13 +159,13 @@ def _direct_broadcast(n: float, p: int) -> Cost:
 
 
 def _tree_reduce(n: float, p: int) -> Cost:
-    """[T] section 4.6; [C] section 4 (minimum spanning tree)."""
+    """[T] section 4.5; [C], minimum spanning tree."""
     depth = math.ceil(math.log2(p))
     return Cost(depth, n * depth, n * depth, n, n * (p - 1))
 
 
 def _ring_reduce(n: float, p: int) -> Cost:
-    """[T] section 4.6, Rabenseifner, with a ring: a ring reduce-scatter and a binomial gather."""
+    """[T] section 4.5, Rabenseifner, with a ring: a ring reduce-scatter and a binomial gather."""
     depth = math.ceil(math.log2(p))
     sent = n * (p - 1) / p + n / p * _largest_subtree(p)
     return Cost(depth + p - 1, 2 * n * (p - 1) / p, n * (p - 1) / p, sent, n * (p - 1) + _scattered(n, p))
@@ -295,60 +295,6 @@ def seconds_at_bus_bandwidth(operation: str, size: float, bandwidth: float, rank
     if not bandwidth > 0:
         raise ValueError(f"a bus bandwidth is above 0, not {bandwidth}")
     return size * bus_factor(operation, ranks) / bandwidth
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Nodes of ``ranks_per_node`` ranks, joined by ``nics_per_node`` adapters that a node's ranks share.
-
-    inside: a rank's link to another in its node. between: one adapter's link to one of another node.
-    """
-
-    inside: Link
-    between: Link
-    ranks_per_node: int
-    nics_per_node: int
-
-    def __post_init__(self) -> None:
-        if self.ranks_per_node < 1 or self.nics_per_node < 1:
-            raise ValueError("a node has at least one rank and one network adapter")
-
-    def between_for(self, sending: int) -> Link:
-        """The link between nodes of each of ``sending`` ranks of a node that send at once."""
-        return self.between.shared(sending / self.nics_per_node)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a hierarchical collective: where it runs, its cost for a rank, its seconds."""
-
-    name: str
-    cost: Cost
-    seconds: float
-
-
-def hierarchical_all_reduce(
-    size: float, members_per_node: int, nodes: int, machine: Machine, groups_per_node: int = 1
-) -> tuple[Phase, ...]:
-    """Reduce-scatter inside each node, all-reduce of the slices between nodes, all-gather inside: all by rings.
-
-    Every member sends its own slice between nodes at once, and so do the members of the ``groups_per_node`` groups
-    that do the same at the same time; together they share the node's adapters. A ring in one node, or one member a
-    node, is the special case. Two-level as in [C] section 7 (hypercubes of clusters) and as NCCL's rings are laid out.
-    """
-    if nodes < 1 or members_per_node * groups_per_node > machine.ranks_per_node:
-        raise ValueError(
-            f"{groups_per_node} groups of {members_per_node} ranks a node do not fit nodes of {machine.ranks_per_node}"
-        )
-    between = machine.between_for(members_per_node * groups_per_node)
-    scatter = collective("reduce_scatter", "ring", size, members_per_node)
-    reduce = collective("all_reduce", "ring", size / members_per_node, nodes)
-    gather = collective("all_gather", "ring", size, members_per_node)
-    return (
-        Phase("reduce-scatter inside", scatter, scatter.seconds(machine.inside)),
-        Phase("all-reduce between", reduce, reduce.seconds(between)),
-        Phase("all-gather inside", gather, gather.seconds(machine.inside)),
-    )
 
 
 def _check(operation: str, size: float, ranks: int) -> None:

@@ -170,40 +170,60 @@ def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:
 
 
 def layer_activation_bytes(
-    shape: TransformerShape, batch: int, tensor: int = 1, *, recompute: str = "none", sequence_parallel: bool = False
+    shape: TransformerShape,
+    batch: int,
+    tensor: int = 1,
+    *,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    fused_attention: bool = False,
 ) -> float:
     """What a layer saves for backward, at 2 bytes an activation and 1 a dropout mask [K, Table 2].
 
     Nothing recomputed: s b h (34 + 5 a s / h), of which 10 s b h is whole on every tensor rank without sequence
-    parallelism; selective: without the 5 a s / h of attention's scores; full: the layer's input, 2 s b h, which the
-    paper's table keeps on every rank.
+    parallelism; selective: without the 5 a s / h of attention's scores, which fused_attention never stores; full: the
+    layer's input, 2 s b h, which the paper's table keeps on every rank.
     """
     _require_recompute(recompute)
     shape.require_tensor_parallel(tensor)
     sbh = shape.seq * batch * shape.hidden
     if recompute == "full":
         return 2.0 * sbh
-    scores = 5 * shape.heads * shape.seq / shape.hidden if recompute == "none" else 0.0
+    stored = recompute == "none" and not fused_attention
+    scores = 5 * shape.heads * shape.seq / shape.hidden if stored else 0.0
     whole = 10 / tensor if sequence_parallel else 10.0
     return sbh * (whole + (24 + scores) / tensor)
 
 
 def activation_bytes(
-    shape: TransformerShape, batch: int, tensor: int = 1, *, recompute: str = "none", sequence_parallel: bool = False
+    shape: TransformerShape,
+    batch: int,
+    tensor: int = 1,
+    *,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    fused_attention: bool = False,
 ) -> float:
     """What is saved at the peak of a step: all layers, the model's ends [K, section 4.3], and one layer recomputed.
 
     The ends: dropout of the embedding (s b h), final LayerNorm and input of the output layer (2 s b h each), and the
     logits in fp32 (4 s b v / t). Under "full" the layer being recomputed is there in full besides; under "selective"
-    its attention.
+    its attention's scores.
     """
-    layer = layer_activation_bytes(shape, batch, tensor, recompute=recompute, sequence_parallel=sequence_parallel)
+    layer, everything = (
+        layer_activation_bytes(
+            shape,
+            batch,
+            tensor,
+            recompute=how,
+            sequence_parallel=sequence_parallel,
+            fused_attention=fused_attention,
+        )
+        for how in (recompute, "none")
+    )
     tokens = shape.seq * batch
     ends = 5 * tokens * shape.hidden / (tensor if sequence_parallel else 1) + 4 * tokens * shape.vocab / tensor
-    working = 0.0
-    if recompute != "none":
-        everything = layer_activation_bytes(shape, batch, tensor, sequence_parallel=sequence_parallel)
-        working = everything - (layer if recompute == "selective" else 0)
+    working = {"none": 0.0, "selective": everything - layer, "full": everything}[recompute]
     return shape.layers * layer + ends + working
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench import cluster, kernels, model_cost, paper, plan, predict
+from bench import cluster, group_cost, kernels, model_cost, paper, plan, predict
+from bench.layout import MODELS, Layout
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
 
@@ -53,6 +54,9 @@ def test_calibration_uses_the_single_gpu_and_nothing_else():
     faster = replace(DGX_2H, calibration=replace(DGX_2H.calibration, flops=1e15))
     with pytest.raises(ValueError, match="1000 TFLOP/s cannot be met"):
         model_cost.slowdown(faster, kernels.Parts())
+    unknown = replace(DGX_2H, calibration=replace(DGX_2H.calibration, model="9b"))
+    with pytest.raises(ValueError, match=r"calibration\.model='9b': one of 355m"):
+        model_cost.slowdown(unknown, kernels.Parts())
 
 
 def test_table_2_time_an_epoch():
@@ -96,20 +100,20 @@ def test_gemm_waves_and_tiles():
 
 def test_ring_seconds_by_hand():
     """8 ranks over NVSwitch; 64 ranks over 32 nodes, 8 groups sharing 8 adapters; a lone group striping over 8."""
-    inside = model_cost.ring_seconds(DGX_2H, "all_reduce", 50e6, 8, 8, 1)
+    inside = group_cost.ring_seconds(DGX_2H, "all_reduce", 50e6, 8, 8, 1)
     assert inside == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 50e6 / 120e9)
-    shared = model_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 2, 8)
+    shared = group_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 2, 8)
     assert shared == pytest.approx(8.4e-6 + 64 * 3.4e-6 + 62 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 12e9)
-    lone = model_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 16, 1)
+    lone = group_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 16, 1)
     assert lone == pytest.approx(8.4e-6 + 120 * 3.4e-6 + 6 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 96e9)
     fitted = cost.FittedModel.from_json(
         {"collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 1, "beta": 1}]}}
     )
-    assert model_cost.ring_seconds(replace(DGX_2H, fitted=fitted), "all_reduce", 3, 2, 16, 1) == 4
+    assert group_cost.ring_seconds(replace(DGX_2H, fitted=fitted), "all_reduce", 3, 2, 16, 1) == 4
 
 
 def test_options_move_the_step_the_right_way():
-    shape, base = model_cost.MODELS["8.3b"], model_cost.Layout(tensor=8, data=8, recompute="full")
+    shape, base = MODELS["8.3b"], Layout(tensor=8, data=8, recompute="full")
     step = model_cost.predict(shape, base, DGX_2H)
     for recompute in ("none", "selective"):
         other = model_cost.predict(shape, replace(base, recompute=recompute), DGX_2H)
@@ -140,7 +144,7 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
             if sequence and (tensor == 1 or 256 % tensor):
                 continue
             count += 1
-            layout = model_cost.Layout(tensor, data, micro, times, recompute, sequence)
+            layout = Layout(tensor, data, micro, times, recompute, sequence)
             step = model_cost.predict(SMALL, layout, machine)
             parameters = 16 * cost.parameters(SMALL, tensor)
             activations = cost.activation_bytes(SMALL, micro, tensor, recompute=recompute, sequence_parallel=sequence)
@@ -179,7 +183,7 @@ def test_machines_that_ship_load_and_predict(name, capsys):
     argv = ("--cluster", name, "--model", "355m", "--gpus", 4, "--tensor-model-parallel-size", 2)
     assert call(*argv) == 0
     assert "scaling efficiency" in capsys.readouterr().out
-    step = model_cost.predict(SMALL, model_cost.Layout(tensor=2, data=2), cluster.load(name))
+    step = model_cost.predict(SMALL, Layout(tensor=2, data=2), cluster.load(name))
     assert 0 < step.flops_per_device < cluster.load(name).device.peak_flops
     assert all(value >= 0 for value in step.seconds.values())
 
@@ -191,7 +195,7 @@ def test_machines_that_ship_load_and_predict(name, capsys):
 def test_published_throughput_of_a_newer_machine(layers, hidden, seq, tflops):
     """Dao 2023, FlashAttention-2, Table 1: GPT of 1.3 and 2.7 billion parameters on 8 A100. Not calibrated to."""
     shape = TransformerShape(layers, hidden, hidden // 128, seq, 51200)
-    step = model_cost.predict(shape, model_cost.Layout(data=8, micro_batch=8192 // seq), cluster.load("dgx-a100"))
+    step = model_cost.predict(shape, Layout(data=8, micro_batch=8192 // seq), cluster.load("dgx-a100"))
     assert step.flops_per_device / 1e12 == pytest.approx(tflops, rel=0.10)
 
 

@@ -140,7 +140,7 @@ def test_binomial_trees_are_what_they_do(p):
 
 
 def test_hand_counted_rest():
-    """Thakur, Rabenseifner & Gropp 2005, sections 4.1 to 4.6, on 4 ranks and 400 bytes: (steps, bytes on the path)."""
+    """Thakur, Rabenseifner & Gropp 2005, sections 4.1 to 4.5, on 4 ranks and 400 bytes: (steps, bytes on the path)."""
     expected = {
         ("all_gather", "ring"): (3, 300), ("all_gather", "recursive_doubling"): (2, 300),
         ("all_gather", "direct"): (1, 300), ("all_gather", "tree"): (4, 300 + 800),
@@ -456,6 +456,10 @@ def test_activation_memory_of_korthikanti():
         ]
         assert 1 - both[1] / both[0] == pytest.approx(saved, abs=0.005)
     assert cost.activation_bytes(GPT3, 1) == 96 * sbh * 114 + 5 * sbh + 4 * 2048 * 51200
+    ends = 5 * sbh + 4 * 2048 * 51200
+    assert cost.activation_bytes(GPT3, 1, recompute="full") == 96 * 2 * sbh + ends + 114 * sbh
+    assert cost.activation_bytes(GPT3, 1, recompute="selective") == 96 * 34 * sbh + ends + 80 * sbh
+    assert cost.activation_bytes(GPT3, 1, fused_attention=True) == 96 * 34 * sbh + ends
 
 
 def test_flops_of_narayanan():

@@ -1,0 +1,39 @@
+"""Models of the literature, and how a training step is spread over devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commengine.cost import TransformerShape
+
+MODELS = {
+    "355m": TransformerShape(24, 1024, 16, 1024, 51200),  # Shoeybi et al. 2019, Table 2
+    "1.2b": TransformerShape(40, 1536, 16, 1024, 51200),  # Table 1
+    "2.5b": TransformerShape(54, 1920, 20, 1024, 51200),
+    "4.2b": TransformerShape(64, 2304, 24, 1024, 51200),
+    "8.3b": TransformerShape(72, 3072, 32, 1024, 51200),
+    "175b": TransformerShape(96, 12288, 96, 2048, 51200),  # GPT-3
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread: tensor x data ranks, each running ``micro_batches`` micro-batches of ``micro_batch``."""
+
+    tensor: int = 1
+    data: int = 1
+    micro_batch: int = 8
+    micro_batches: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    zero1: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Devices."""
+        return self.tensor * self.data
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over all devices."""
+        return self.data * self.micro_batch * self.micro_batches
