@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--reserve-gb", type=float, default=2.0, help="memory a device keeps for contexts and buffers (--plan)")
     add("--top", type=int, default=12, help="rows of --plan that are printed")
     add("--paper", action="store_true", help="the 13 scaling figures of Shoeybi et al. 2019")
-    add("--ablation", action="store_true", help="with --paper: the 13 with each part of the model taken out")
+    add("--ablation", action="store_true", help="with --paper: the 13 without each part, and with other constants")
     add("--json", type=Path, metavar="FILE", help="write every number")
     add("--output", type=Path, metavar="FILE", help="write the tables as markdown")
     return options.parse_args(argv), options
@@ -159,6 +159,8 @@ def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool
     if with_ablation:
         yield from ("", "One part of the model taken out at a time, calibrated to 39 TFLOP/s again:", "")
         yield from paper.ablation(cluster)
+        yield from ("", "What other values of the least certain constants would do, calibrated again:", "")
+        yield from paper.sensitivity(cluster)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
