@@ -6,8 +6,8 @@ dtype               reduction
 float64, float32    MPI's own, in that precision
 float16, bfloat16   summed in float32 in rank order and rounded once: MPI has no bfloat16 (mpi4py sends its
                     bytes, and MPICH's extension rounds at every step), and its float16 is slow
-int8 ... int64,     MPI's own; wraps around as torch does; no ``avg``
-uint8
+int8, uint8, int16  by torch, in rank order; wraps around, where Open MPI 5 saturates; no ``avg``
+int32, int64        MPI's own; wraps around as torch does; no ``avg``
 bool                ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*; no ``avg``
 ==================  =====================================================================================
 
@@ -28,6 +28,9 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
+#: what is reduced by torch, in rank order, and not by MPI
+OUR_TYPES = HALF_TYPES | {torch.int8, torch.uint8, torch.int16}
+
 FLOATING_TYPES = frozenset({torch.float64, torch.float32}) | HALF_TYPES
 
 DTYPES = FLOATING_TYPES | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
@@ -43,11 +46,8 @@ class MpiTypes:
         native = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
-            torch.int8: mpi.INT8_T,
-            torch.int16: mpi.INT16_T,
             torch.int32: mpi.INT32_T,
             torch.int64: mpi.INT64_T,
-            torch.uint8: mpi.UINT8_T,
         }
         ops = {"sum": mpi.SUM, "prod": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
         #: (dtype, reduction) -> (MPI datatype, MPI operation) where MPI itself reduces; ``avg``: a sum, then a division

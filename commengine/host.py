@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .dtypes import DTYPES, HALF_TYPES, MpiTypes, reduce_in_order
+from .dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
 from .shared import SHARED_BYTES, Place, SharedLane, SharedTensors, spin
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class HostTransport:
     comm: an MPI intracommunicator that nothing else communicates on.
     polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
     shared: the tensors in windows, on which large collectives go through memory (see `commengine.shared`).
-    deterministic: reduce every dtype as halves are, in rank order.
+    deterministic: reduce every dtype in rank order.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HostTransport:
         self._shared = shared
         self._segments = [] if shared is None else shared.segments  # looked at in every call
         self._made_lane: SharedLane | None = None
-        self._in_order = DTYPES if deterministic else HALF_TYPES
+        self._in_order = DTYPES if deterministic else OUR_TYPES
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
