@@ -1,4 +1,4 @@
-"""``Communicator(..., checked=True)``: the group agrees on each collective before it starts."""
+"""The ranks of a group agree: on each collective before it starts (``Communicator(..., checked=True)``), or to fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .errors import CollectiveMismatch
+from .errors import CollectiveError, CollectiveMismatch
+from .host import load_mpi
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from .communicator import Communicator
     from .stream import Stream
 
 #: bytes of one rank's description; of a longer one (a shape of very many dimensions) the end is a hash of the whole
 RECORD_BYTES = 256
+
+#: bytes of one rank's problem that the others are told
+PROBLEM_BYTES = 1024
 
 
 def agree(
@@ -66,3 +72,27 @@ def describe(operation: str, tensor: Tensor | None, redop: str | None, root: int
 def _listed(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16]))
     return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
+
+
+def raise_together(comm: MPI.Intracomm, problem: str | None) -> None:
+    """Exchange what went wrong on each rank; raise one `CollectiveError` on every rank if anything did.
+
+    Collective over ``comm``. It ends when every rank is here: a barrier.
+    """
+    mine = bytearray(PROBLEM_BYTES)
+    encoded = (problem or "").encode()[:PROBLEM_BYTES]
+    mine[: len(encoded)] = encoded
+    everybody = bytearray(PROBLEM_BYTES * comm.size)
+    byte = load_mpi().BYTE
+    comm.Allgather([mine, byte], [everybody, byte])
+    ranks: dict[str, list[int]] = {}
+    for rank in range(comm.size):
+        said = everybody[rank * PROBLEM_BYTES : (rank + 1) * PROBLEM_BYTES].rstrip(b"\0").decode(errors="replace")
+        if said:
+            ranks.setdefault(said, []).append(rank)
+    if not ranks:
+        return
+    if list(map(len, ranks.values())) == [comm.size]:
+        raise CollectiveError(next(iter(ranks)))
+    told = (f"rank{'s' * (len(who) > 1)} {_listed(who)}: {said}" for said, who in ranks.items())
+    raise CollectiveError("; ".join(told))

@@ -1,4 +1,6 @@
-"""torch dtype <-> MPI datatype, and how each dtype is reduced. The only table of its kind.
+"""torch dtype <-> MPI datatype <-> NCCL code, and how each dtype is reduced. The only table of its kind.
+
+On the host:
 
 ==================  =====================================================================================
 dtype               reduction
@@ -12,6 +14,9 @@ bool                ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*
 ==================  =====================================================================================
 
 ``max`` and ``min`` of NaN are unspecified in float32 and float64 (MPI leaves them open); NaN wins in the halves.
+
+On a device NCCL reduces every dtype as it is, the halves in an order and with roundings of its own; bool as on the
+host; int16, for which NCCL has no type, not at all. What only moves, moves as bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +39,32 @@ OUR_TYPES = HALF_TYPES | {torch.int8, torch.uint8, torch.int16}
 FLOATING_TYPES = frozenset({torch.float64, torch.float32}) | HALF_TYPES
 
 DTYPES = FLOATING_TYPES | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+
+#: NCCL's codes (ncclDataType_t). It has none for 16-bit integers; a bool is a byte that is 0 or 1
+_NCCL_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.bool: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_NCCL_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_NCCL_BOOL_OPS = {"sum": 2, "max": 2, "prod": 3, "min": 3}
+
+#: what carries bytes through NCCL
+NCCL_BYTE = _NCCL_TYPES[torch.uint8]
+
+#: (dtype, reduction) -> (ncclDataType_t, ncclRedOp_t)
+NCCL_REDUCTIONS = {
+    (dtype, name): (code, op)
+    for dtype, code in _NCCL_TYPES.items()
+    for name, op in (_NCCL_BOOL_OPS if dtype is torch.bool else _NCCL_OPS).items()
+    if name != "avg" or dtype in FLOATING_TYPES
+}
 
 
 class MpiTypes:

@@ -1,0 +1,143 @@
+"""``torch.cuda`` without a GPU: streams and events whose work runs as late as it may.
+
+Nothing runs before somebody waits for it, and then only what that needs. So a result that was used without waiting
+for it, or a collective that did not wait for what it sends, is wrong every time and not once in a while. Every piece
+of work takes one millisecond of a clock of this module's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class CudaStandIn:
+    """Has the names of ``torch.cuda`` that commengine uses."""
+
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+        self.clock_ms = 0.0
+        self.streams: dict[int, Any] = {}
+        self.current_device = 0
+        self.unused: list[Any] = []
+        outer = self
+
+        class Stream:
+            def __init__(self, device: Any = None, priority: int = 0) -> None:
+                self.priority = priority
+                self.cuda_stream = 0x5000 + len(outer.streams)
+                self.queue: deque[tuple[Callable[[], None], Any]] = deque()
+                self.running = False
+                outer.streams[self.cuda_stream] = self
+
+            def put(self, work: Callable[[], None], event: Any = None) -> None:
+                self.queue.append((work, event))
+
+            def run(self, until: Any = None) -> None:
+                assert not self.running, "a stream waits for itself"
+                self.running = True
+                try:
+                    while self.queue:
+                        work, event = self.queue.popleft()
+                        outer.clock_ms += 1
+                        work()
+                        if until is not None and event is until:
+                            return
+                finally:
+                    self.running = False
+                assert until is None, "an event that was not recorded here"
+
+            def wait_event(self, event: Any) -> None:
+                point = event.point
+                if point is not None:
+                    self.put(point.reach)
+
+            def wait_stream(self, stream: Any) -> None:
+                self.wait_event(stream.record_event())
+
+            def record_event(self, event: Any = None) -> Any:
+                event = event or Event()
+                event.record(self)
+                return event
+
+            def query(self) -> bool:
+                return not self.queue
+
+            def synchronize(self) -> None:
+                self.run()
+
+        class Point:
+            """Where a stream was when an event was recorded."""
+
+            def __init__(self, stream: Stream) -> None:
+                self.stream, self.ms = stream, 0.0
+                stream.put(self.passed, self)
+
+            def passed(self) -> None:
+                self.ms = outer.clock_ms
+
+            def reach(self) -> None:
+                if not self.ms:
+                    self.stream.run(self)
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.enable_timing = enable_timing
+                self.point: Point | None = None
+
+            def record(self, stream: Any = None) -> None:
+                self.point = Point(stream or outer.current_stream())
+
+            def wait(self, stream: Any = None) -> None:
+                (stream or outer.current_stream()).wait_event(self)
+
+            def query(self) -> bool:
+                return self.point is None or bool(self.point.ms)
+
+            def synchronize(self) -> None:
+                if self.point is not None:
+                    self.point.reach()
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.enable_timing and end.enable_timing and self.query() and end.query()
+                return end.point.ms - self.point.ms
+
+        self.Stream, self.Event = Stream, Event
+        self._stack = [Stream()]
+
+    def is_available(self) -> bool:
+        return self.devices > 0
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self._stack[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self._stack.append(stream)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current_device = self.current_device, torch.device(device).index or 0
+        try:
+            yield
+        finally:
+            self.current_device = before
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in list(self.streams.values()):
+            stream.run()
+
+    def kernel(self, work: Callable[[], Any]) -> None:
+        """Compute on the current stream, in time."""
+        self.current_stream().put(work)
