@@ -57,6 +57,12 @@ class Event:
             self._gate.acquire()
             self._gate.release()
 
+    def _follow(self) -> None:
+        """Wait without being the caller, whose wait and tensors are another matter."""
+        self._block()
+        if self._error is not None:
+            raise self._error
+
     def _finish(self) -> None:
         self._finished = True
         self._gate.release()
@@ -94,10 +100,15 @@ class GroupedWork(Work):
         return self._group is not None and self._group.done()
 
     def wait(self) -> None:
-        """Block until the group is done. Raises CollectiveError inside the block: nothing was sent yet."""
+        """Wait until the group is done. Raises CollectiveError inside the block: nothing was sent yet."""
+        self.group.wait()
+
+    @property
+    def group(self) -> Event:
+        """What is done when all of the group is."""
         if self._group is None:
-            raise CollectiveError("wait() for a collective of a coalesce() block that has not ended, or failed")
-        self._group.wait()
+            raise CollectiveError("wait for a collective of a coalesce() block that has not ended, or failed")
+        return self._group
 
 
 def finished_work() -> Work:
@@ -151,8 +162,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Let what is enqueued from now on start only when ``event``, of another stream say, is done."""
-        # Event's wait, not Work's: this is not the caller who is done with the tensors.
-        self._put(lambda: _follow(event), Event())
+        self._put((event.group if isinstance(event, GroupedWork) else event)._follow, Event())
 
     def synchronize(self) -> None:
         """Block until the stream is empty; raise if anything in it failed."""
@@ -205,10 +215,3 @@ class Stream:
 
 def _nothing() -> None:
     pass
-
-
-def _follow(event: Event) -> None:
-    """Wait without being the caller, whose wait and tensors are another matter."""
-    event._block()
-    if event._error is not None:
-        raise event._error

@@ -14,19 +14,22 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+    from .device_clock import DeviceTimes
 
 
 @dataclass(slots=True)
 class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
 
-    Without a stream enqueue equals start, and the caller waits from start to end.
+    Without a stream enqueue equals start, and the caller waits from start to end. Of a collective on a device the
+    waiting is that of the stream which waits, and all times but ``enqueue`` are there after `settle`, which
+    `Trace.events` calls.
     """
 
     operation: str
@@ -44,6 +47,12 @@ class CollectiveEvent:
     end: float = 0.0
     wait_start: float | None = None
     wait_end: float | None = None
+    times: DeviceTimes | None = field(default=None, repr=False, compare=False)
+
+    def settle(self) -> None:
+        """Of a collective on a device: wait until it is done, and fill in when it ran."""
+        if self.times is not None:
+            self.times.settle(self)
 
     @property
     def seconds(self) -> float:
@@ -85,9 +94,20 @@ class Trace:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.events: list[CollectiveEvent] = []
+        self._events: list[CollectiveEvent] = []
         self._settled: dict[tuple[str, int, str], Total] = {}
         self._comms: tuple[Communicator, ...] = ()
+
+    @property
+    def events(self) -> list[CollectiveEvent]:
+        """All collectives since `settle`, in the order of the calls. Waits for those on a device."""
+        for event in self._events:
+            event.settle()
+        return self._events
+
+    def add(self, event: CollectiveEvent) -> None:
+        """Log ``event``."""
+        self._events.append(event)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
