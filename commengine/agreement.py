@@ -59,7 +59,8 @@ def describe(operation: str, tensor: Tensor | None, redop: str | None, root: int
     """One call in one line, such as ``all_reduce(float32 [4, 8], op=sum)``."""
     parts = []
     if tensor is not None:
-        parts.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        place = "" if tensor.is_cpu else "cuda "
+        parts.append(f"{str(tensor.dtype).removeprefix('torch.')} {place}{list(tensor.shape)}")
     if redop is not None:
         parts.append(f"op={redop}")
     if root is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, reduction_error
 from .errors import CollectiveError
 
 #: a torch tensor, or an array that speaks DLPack (NumPy, CuPy): its memory is used, not copied
@@ -25,17 +26,19 @@ class ArgumentChecks:
     size: int
     name: str
     device: torch.device
+    _backend: Any
 
     def _error(self, operation: str, problem: str) -> CollectiveError:
         return CollectiveError(f"rank {self.rank} of group {self.name!r} (size {self.size}): {operation}: {problem}")
 
     def _checked_tensor(self, operation: str, value: TensorLike, argument: str = "tensor") -> Tensor:
         tensor = value if isinstance(value, Tensor) else self._from_dlpack(operation, value, argument)
-        if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPES:
+        here = tensor.is_cpu or tensor.device == self.device
+        if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPES:
             if tensor.is_neg():  # its memory holds the negated values
                 raise self._error(operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
             return tensor
-        if not tensor.is_cpu:
+        if not here:
             problem = f"lies on {tensor.device}, the communicator's device is {self.device}"
         elif tensor.layout is not torch.strided:
             problem = f"has layout {tensor.layout}; collectives need a dense (strided) tensor"
@@ -104,10 +107,37 @@ class ArgumentChecks:
             raise self._error(operation, f"the tensors are {one.dtype} and {other.dtype}")
         self._check_disjoint(operation, one, other)
 
+    def _check_reduction(self, operation: str, tensor: Tensor, op: str) -> None:
+        problem = reduction_error(tensor.dtype, op)
+        if problem is None and not tensor.is_cpu:
+            problem = self._backend.refusal(tensor.dtype, op)
+        if problem is not None:
+            raise self._error(operation, problem)
+
     def _check_disjoint(self, operation: str, one: Tensor, other: Tensor) -> None:
+        if one.is_cpu != other.is_cpu:
+            raise self._error(operation, f"the tensors lie on {one.device} and {other.device}")
         first, second = one.data_ptr(), other.data_ptr()
         if first < second + other.nbytes and second < first + one.nbytes:
             raise self._error(operation, "the tensors share memory")
+
+    def _check_independent(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Check what one launch runs in any order: no call may touch what another one writes."""
+        spans = []
+        for number, (name, args) in enumerate(calls):
+            for tensor, written in _touched(name, args):
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, written, number, name))
+        spans = sorted(span for span in spans if span[0] < span[1])
+        reach: dict[bool, tuple[int, int, str]] = {}  # of spans so far: (end, call, name), the furthest by written
+        for start, end, written, number, name in spans:
+            for theirs, (until, other, its_name) in reach.items():
+                if start < until and number != other and (written or theirs):
+                    problem = (
+                        f"{its_name} and {name} of one block touch the same memory: on a device they have no order"
+                    )
+                    raise self._error("coalesce", problem)
+            if end > reach.get(written, (0, 0, ""))[0]:
+                reach[written] = (end, number, name)
 
     def _check_rank(self, operation: str, argument: str, rank: int) -> int:
         try:
@@ -117,6 +147,17 @@ class ArgumentChecks:
         if not 0 <= number < self.size:
             raise self._error(operation, f"{argument}={rank!r} is not a rank of the group: 0 to {self.size - 1}")
         return number
+
+
+def _touched(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors of a transport's call, and whether it writes them."""
+    if name == "exchange":
+        for verb, tensor, _ in args[0]:
+            yield tensor, verb == "recv"
+        return
+    for position, value in enumerate(args):
+        if isinstance(value, Tensor):
+            yield value, position == 0  # (output, input) in all of them, or one tensor
 
 
 def is_c_int(number: Any, least: int) -> bool:

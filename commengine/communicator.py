@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import operators
 from .agreement import agree
+from .backends import Backend, HostedBackend, NcclBackend, open_backend
 from .checks import INT_MAX, ArgumentChecks, TensorLike, is_c_int
-from .dtypes import reduction_error
+from .device_choice import DeviceLike, parse_device
+from .device_stream import DeviceStream
 from .errors import CollectiveError
 from .host import HostTransport, TransferError, load_mpi
 from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
-from .watch import Watch, WatchedGroup, check_timeout
+from .watch import Entry, Watch, WatchedGroup, check_timeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +31,8 @@ class Communicator(ArgumentChecks):
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
 
     mpi_comm: any mpi4py intracommunicator; what the caller does with it is never seen here, nor the reverse.
-    device: "cpu", or None to choose. (The device path is not part of this version.)
+    device: where device tensors lie: "cuda:N", or "cuda" for one CUDA device per rank of a node, in turn; "cpu": this
+        group has host tensors only. None: "cuda" where torch finds a device. Host tensors go by MPI in every case.
     checked: before each collective the group agrees on operation, shape, dtype, reduction, root and stream; if it
         does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
     name: what errors and traces call the group.
@@ -37,12 +40,18 @@ class Communicator(ArgumentChecks):
         and the size of the group; MPI may choose by size, placement or luck. Costs a copy of the tensor, and time.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
         are missing; holds for what is split from it, too. Below THREAD_MULTIPLE: see `commengine.watch`.
+    transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
+        host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
     collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and
     groups of one rank work. An operation given ``stream=`` is enqueued there and returns at once; the tensors may be
     touched again after ``work.wait()``. Without, it is done on return, and so is the Work. A collective changes its
     output in place, behind autograd's back: `tplayers` has the differentiable forms.
+
+    On a device, NCCL's collectives are the device's work and the host does not wait for them: without ``stream=`` they
+    run on torch's current stream, after and before what else is put there, and ``work.wait()`` makes the current stream
+    wait. The other transports block the host as host tensors do.
 
     Raises `CollectiveError` where the arguments show that the operation cannot be done, before anything is sent.
     """
@@ -51,15 +60,16 @@ class Communicator(ArgumentChecks):
         self,
         mpi_comm: MPI.Intracomm,
         *,
-        device: str | None = None,
+        device: DeviceLike = None,
         checked: bool = False,
         deterministic: bool = False,
         name: str = "world",
         timeout: float | None = None,
+        transport: str = "nccl",
+        cuda_aware_mpi: bool | None = None,
     ) -> None:
         mpi = load_mpi()
-        if device not in (None, "cpu"):
-            raise CollectiveError(f"device={device!r}: this version of commengine moves host tensors only; use 'cpu'")
+        parse_device(device)
         if not mpi.Is_initialized() or mpi.Is_finalized():
             raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
@@ -69,6 +79,13 @@ class Communicator(ArgumentChecks):
         self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
         self._own(own, checked, deterministic, name, watched)
+        try:
+            with self._watching("device", "life"):
+                backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
+            self._use(backend)
+        except CollectiveError:  # on every rank
+            self.close()
+            raise
 
     def _own(self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None) -> None:
         """Take over ``comm``, which nobody else knows."""
@@ -78,7 +95,6 @@ class Communicator(ArgumentChecks):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world_rank: int = load_mpi().COMM_WORLD.rank
-        self.device = torch.device("cpu")
         self.checked = checked
         self.name = name
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
@@ -86,9 +102,10 @@ class Communicator(ArgumentChecks):
         self._shared = SharedTensors(comm)
         self.deterministic = deterministic
         self._host: Any = self._new_host(comm)
+        self._use(None)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
-        self._group: list[tuple[str, tuple[Any, ...], Tensor | None, dict[str, Any], GroupedWork]] | None = None
+        self._group: list[tuple[_Call, GroupedWork]] | None = None
         self._slow = checked  # whether a call takes more looks than one
         #: names this communicator in a compiled graph
         self.handle = operators.register(self)
@@ -97,6 +114,19 @@ class Communicator(ArgumentChecks):
         return HostTransport(
             comm, polling=polling, look=self._look(), shared=self._shared, deterministic=self.deterministic
         )
+
+    def _use(self, backend: Backend | None) -> None:
+        """Let ``backend``, which nobody else knows, carry device tensors."""
+        self._backend = backend
+        self._device: Any = None if backend is None else backend.transport
+        self.device = torch.device("cpu") if backend is None else backend.device
+        if isinstance(backend, NcclBackend):
+            self._alarm(backend.transport.failure)
+
+    def _alarm(self, failure: Callable[[], str | None]) -> None:
+        """Have ``failure`` asked by the watcher."""
+        if self._watched is not None:
+            self._watched.watch.alarms.append(failure)
 
     def _look(self) -> Callable[[], None] | None:
         """What a rank without a watcher thread does while it waits."""
@@ -111,15 +141,13 @@ class Communicator(ArgumentChecks):
     def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
         """Reduce ``tensor`` over the group, in place, on every rank. op: sum, prod, min, max or avg."""
         tensor = self._checked_tensor("all_reduce", tensor)
-        if (problem := reduction_error(tensor.dtype, op)) is not None:
-            raise self._error("all_reduce", problem)
+        self._check_reduction("all_reduce", tensor, op)
         return self._run("all_reduce", (tensor, op), tensor, stream, redop=op)
 
     def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
         """Reduce ``tensor`` over the group into ``root``'s tensor; elsewhere it is left as it is."""
         tensor = self._checked_tensor("reduce", tensor)
-        if (problem := reduction_error(tensor.dtype, op)) is not None:
-            raise self._error("reduce", problem)
+        self._check_reduction("reduce", tensor, op)
         root = self._check_rank("reduce", "root", root)
         return self._run("reduce", (tensor, root, op), tensor, stream, redop=op, root=root)
 
@@ -128,8 +156,7 @@ class Communicator(ArgumentChecks):
     ) -> Work:
         """Reduce ``input`` [size * d0, ...] over the group; rank r gets rows r * d0 ... in ``output`` [d0, ...]."""
         output, input = self._checked_pair("reduce_scatter", output, input, whole="input")
-        if (problem := reduction_error(input.dtype, op)) is not None:
-            raise self._error("reduce_scatter", problem)
+        self._check_reduction("reduce_scatter", input, op)
         return self._run("reduce_scatter", (output, input, op), input, stream, redop=op)
 
     # Movement -------------------------------------------------------------------------------------------------
@@ -217,7 +244,8 @@ class Communicator(ArgumentChecks):
     def coalesce(self, *, stream: Stream | None = None) -> Iterator[None]:
         """Group the calls of the block: they start together at its end, so that sends and receives cannot deadlock.
 
-        Collectives of the group run in their order. The tensors may be touched when the block has ended, or, with
+        Host collectives of the group run in their order; NCCL's are one launch and have none, so that no call of the
+        block may touch what another one writes. The tensors may be touched when the block has ended, or, with
         ``stream=``, when the stream has got there: every call's Work is done when all of the group is. An exception in
         the block sends nothing.
         """
@@ -230,23 +258,18 @@ class Communicator(ArgumentChecks):
         finally:
             self._group = None
             self._slow = self.checked
-        transfers: list[tuple[str, Tensor, int]] = []
-        collectives = []
-        for name, args, tensor, about, _ in group:
-            if name == "sendrecv":
-                transfers += [("send", *args[:2]), ("recv", *args[2:])]
-            elif name in ("send", "recv"):
-                transfers.append((name, *args))
-            else:
-                collectives.append((name, args, tensor, about))
-        sizes = sum(part.nbytes for _, part, _ in transfers)
-        if transfers:
-            peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
-            self._run("exchange", (transfers,), transfers[0][1], stream, nbytes=sizes, peers=peers)
-        for name, args, tensor, about in collectives:
-            self._run(name, args, tensor, stream, **about)
+        host: list[_Call] = []
+        device: list[_Call] = []
+        for call, _ in group:
+            (device if self._is_nccl(call.tensor, stream) else host).append(call)
+        if device:
+            device = _exchanges_first(device)
+            self._check_independent([(call.name, call.args) for call in device])
+            self._run_on_device(device, stream)
+        for call in _exchanges_first(host):
+            self._run(*call[:3], stream, **call.about)
         whole = _DONE if stream is None else stream.record()
-        for *_, work in group:
+        for _, work in group:
             work.started(whole)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -263,15 +286,30 @@ class Communicator(ArgumentChecks):
 
     # Streams, groups, life ------------------------------------------------------------------------------------
 
-    def new_stream(self) -> Stream:
-        """An ordered queue that runs beside the caller. Collective: every rank, in the same order."""
+    def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
+        """An ordered queue that runs beside the caller. Collective: every rank, in the same order.
+
+        device: "cpu" for host tensors, "cuda" for those that NCCL carries; None: "cuda" where there is NCCL. priority:
+        of a CUDA stream, -1 (high) or 0. The other transports' device tensors go on host streams.
+        """
         mpi = load_mpi()
         index = len(self._streams) + 1
         comm = self._live_mpi()
+        backend, name = self._backend, f"{self.name}/stream{index}"
+        nccl = isinstance(backend, NcclBackend)
+        if device not in ((None, "cpu", "cuda") if nccl else (None, "cpu")):
+            raise self._error("new_stream", f"device={device!r} is not " + ("'cuda' or 'cpu'" if nccl else "'cpu'"))
+        stream: Stream
         with self._watching("new_stream", "life"):
-            transport = self._new_host(comm.Dup(), polling=True)
-        threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        stream = Stream(f"{self.name}/stream{index}", index, transport, threaded=threaded)
+            if isinstance(backend, NcclBackend) and device != "cpu":
+                stream = backend.new_stream(comm, name, index, priority)
+                self._alarm(stream.transport.failure)
+            else:
+                transport = self._new_host(comm.Dup(), polling=True)
+                threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+                stream = Stream(name, index, transport, threaded=threaded)
+                if isinstance(backend, HostedBackend):
+                    stream.device_transport = backend.over(transport).transport
         self._streams.append(stream)
         return stream
 
@@ -287,7 +325,10 @@ class Communicator(ArgumentChecks):
             raise self._error("split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
         comm = self._live_mpi()
         with self._watching("split", "life"):
-            part = comm.Split(mpi.UNDEFINED if color is None else color, key)
+            part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
+            backend: Backend | None = None
+            if isinstance(self._backend, NcclBackend):
+                backend = self._backend.split(None if part == mpi.COMM_NULL else part, color, key)
         if self._watched is not None:
             self._watched.splits += 1
         if part == mpi.COMM_NULL:
@@ -296,6 +337,9 @@ class Communicator(ArgumentChecks):
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
         made._own(part, self.checked, self.deterministic, name, watched)
+        if isinstance(self._backend, HostedBackend):
+            backend = self._backend.over(made._host)
+        made._use(backend)
         return made
 
     def close(self) -> None:
@@ -306,14 +350,16 @@ class Communicator(ArgumentChecks):
         if isinstance(self._host, _Closed):
             return
         host, self._host = self._host, _Closed(self)
+        self._device = self._host
         operators.unregister(self.handle)
         alive = not load_mpi().Is_finalized()
         with self._watching("close", "life"):
             for stream in self._streams:
                 stream.close()
                 if alive:
-                    stream.transport.close()
-                    stream.transport._comm.Free()
+                    stream.free()
+            if self._backend is not None:
+                self._backend.close()
             if alive:
                 host.close()
                 self._shared.close()
@@ -357,55 +403,66 @@ class Communicator(ArgumentChecks):
     ) -> Work:
         """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
         if self._slow:
-            self._check_stream(name, stream)
+            self._check_stream(name, stream, tensor)
             if self._group is not None:
                 if stream is not None:
                     raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
+                about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
                 work = GroupedWork()
-                self._group.append((name, args, tensor, {"redop": redop, "root": root, "nbytes": nbytes}, work))
+                self._group.append((_Call(name, args, tensor, about), work))
                 return work
-            if not peers:
-                with self._watching(name, "agreeing", tensor, redop, root):
-                    agree(self, name, tensor, redop, root, stream)
+            self._agree(name, tensor, stream, redop, root, peers)
         if stream is None and not self._logs and self._watched is None:
             try:
-                getattr(self._host, name)(*args)
+                getattr(self._host if tensor is None or tensor.is_cpu else self._device, name)(*args)
             except self._failures as error:
                 raise self._error(name, str(error)) from error
             return _DONE
-        return self._run_observed(name, args, tensor, stream, redop, root, nbytes, peers)
+        about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
+        if self._is_nccl(tensor, stream):
+            return self._run_on_device([_Call(name, args, tensor, about)], stream)
+        return self._run_observed(_Call(name, args, tensor, about), stream)
 
-    def _run_observed(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        tensor: Tensor | None,
-        stream: Stream | None,
-        redop: str | None,
-        root: int | None,
-        nbytes: int | None,
+    def _agree(
+        self, name: str, tensor: Tensor | None, stream: Stream | None, redop: str | None, root: int | None,
         peers: tuple[int, ...],
-    ) -> Work:
-        self._check_stream(name, stream)
-        transport = self._host if stream is None else stream.transport
-        record: CollectiveEvent | None = None
+    ) -> None:  # fmt: skip
+        if self.checked and not peers:
+            with self._watching(name, "agreeing", tensor, redop, root):
+                agree(self, name, tensor, redop, root, stream)
+
+    def _notice(self, call: _Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
+        """Tell the traces and the watcher of a call that is about to be enqueued."""
+        name, _, tensor, about = call
+        redop, root, nbytes = about["redop"], about["root"], about["nbytes"]
+        record = entry = None
         if self._logs:
             size = (0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes
             record = begin(name, tensor, self, None if stream is None else stream.name, redop, root, size)
             for log in self._logs:
-                log.events.append(record)
-        entry = None
+                log.add(record)
         if self._watched is not None:
             lane = "" if stream is None else f"stream {stream.index}"
-            entry = self._watched.enqueue(lane, name, tensor, redop, root, peers)
+            entry = self._watched.enqueue(lane, name, tensor, redop, root, about["peers"])
+        return record, entry
 
-        def call() -> None:
+    def _run_observed(self, call: _Call, stream: Stream | None) -> Work:
+        name, args, tensor, _ = call
+        self._check_stream(name, stream, tensor)
+        if tensor is None or tensor.is_cpu:
+            transport = self._host if stream is None else stream.transport
+        else:
+            transport = self._device if stream is None else stream.device_transport
+        method = getattr(transport, name)  # now: of a device tensor, it is after what the current stream holds
+        record, entry = self._notice(call, stream)
+
+        def run() -> None:
             if record is not None:
                 record.start = time.perf_counter()
             if entry is not None:
                 entry.start()
             try:
-                getattr(transport, name)(*args)
+                method(*args)
             except self._failures as error:
                 raise self._error(name, str(error)) from error
             finally:
@@ -415,9 +472,36 @@ class Communicator(ArgumentChecks):
                     entry.end()
 
         if stream is None:
-            call()
+            run()
             return _DONE
-        return stream.enqueue(call, args, record)
+        return stream.enqueue(run, args, record)
+
+    def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
+        """Whether a call is one of NCCL's; of those without a tensor the stream decides."""
+        on_device = isinstance(stream, DeviceStream) if tensor is None else not tensor.is_cpu
+        return on_device and isinstance(self._backend, NcclBackend)
+
+    def _run_on_device(self, calls: list[_Call], stream: Stream | None) -> Work:
+        """Enqueue ``calls`` on the device, several as one launch."""
+        for name, _, tensor, about in calls:
+            self._check_stream(name, stream, tensor)
+            if len(calls) > 1:
+                self._agree(name, tensor, stream, about["redop"], about["root"], about["peers"])
+        transport: Any = self._device if stream is None else stream.transport
+        noticed = [self._notice(call, stream) for call in calls]
+        record = noticed[0][0]  # the first of a launch has the launch's time
+        entries = [entry for _, entry in noticed if entry is not None]
+
+        def launch() -> None:
+            try:
+                with transport.group() if len(calls) > 1 else contextlib.nullcontext():
+                    for call in calls:
+                        getattr(transport, call.name)(*call.args)
+            except self._failures as error:
+                raise self._error(calls[0].name, str(error)) from error
+
+        assert isinstance(self._backend, NcclBackend)
+        return self._backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or _DONE
 
     @contextlib.contextmanager
     def _watching(self, operation: str, lane: str, *about: Any) -> Iterator[None]:
@@ -432,12 +516,45 @@ class Communicator(ArgumentChecks):
         finally:
             entry.end()
 
-    def _check_stream(self, operation: str, stream: Stream | None) -> None:
+    def _check_stream(self, operation: str, stream: Stream | None, tensor: Tensor | None = None) -> None:
         if isinstance(self._host, _Closed):
             getattr(self._host, operation)
         if stream is not None and stream not in self._streams:
             name = getattr(stream, "name", repr(stream))
             raise self._error(operation, f"stream {name} was not made by this communicator")
+        on_device = isinstance(stream, DeviceStream)
+        if stream is not None and tensor is not None and self._is_nccl(tensor, None) != on_device:
+            kind = "a device" if on_device else "a host"
+            raise self._error(
+                operation, f"stream {stream.name} is {kind} stream, the tensor lies on {tensor.device}: see new_stream"
+            )
+
+
+class _Call(NamedTuple):
+    """A transport's method and its arguments; ``tensor`` and ``about`` stand for it in checks, traces and reports."""
+
+    name: str
+    args: tuple[Any, ...]
+    tensor: Tensor | None
+    about: dict[str, Any]
+
+
+def _exchanges_first(group: list[_Call]) -> list[_Call]:
+    """The calls of a group as they run: all point-to-point transfers as one exchange, then the collectives."""
+    transfers: list[tuple[str, Tensor, int]] = []
+    collectives = []
+    for call in group:
+        if call.name == "sendrecv":
+            transfers += [("send", *call.args[:2]), ("recv", *call.args[2:])]
+        elif call.name in ("send", "recv"):
+            transfers.append((call.name, *call.args))
+        else:
+            collectives.append(call)
+    if not transfers:
+        return collectives
+    peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
+    about = {"redop": None, "root": None, "nbytes": sum(part.nbytes for _, part, _ in transfers), "peers": peers}
+    return [_Call("exchange", (transfers,), transfers[0][1], about), *collectives]
 
 
 class _Closed:

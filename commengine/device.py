@@ -48,6 +48,11 @@ class Runtime:
         """One byte of device memory."""
         return torch.zeros(1, dtype=torch.uint8, device=device)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between host and device, on the current stream and behind autograd's back, as a collective does."""
+        with torch.inference_mode():
+            target.copy_(source, non_blocking=True)
+
 
 def load_runtime() -> Runtime:
     """Import the binding. Raises CollectiveError, naming what to install, where it or libnccl is missing."""

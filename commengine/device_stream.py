@@ -35,7 +35,7 @@ class DeviceWork(Work):
         before: Sequence[DeviceWork] = (),
     ) -> None:
         self._transport = transport
-        self._event = event
+        self.event = event
         self._callers = callers
         self._tensors = tensors
         self._records = records
@@ -44,7 +44,7 @@ class DeviceWork(Work):
 
     def done(self) -> bool:
         """Whether the point was reached. Never blocks."""
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
         """Let torch's current stream go on only when the point is reached; the host goes on. May be called again."""
@@ -53,12 +53,12 @@ class DeviceWork(Work):
         timed = [record.times for record in self._records if record.times is not None]
         for times in timed:
             times.wait_starts(current)
-        current.wait_event(self._event)
+        current.wait_event(self.event)
         for times in timed:
             times.wait_ends(current)
         for caller in self._callers:
             if caller != current:
-                caller.wait_event(self._event)
+                caller.wait_event(self.event)
         self._release()
 
     def _release(self) -> None:
@@ -68,7 +68,7 @@ class DeviceWork(Work):
         self._before = ()
 
     def _block(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class DeviceStream(Stream):
@@ -85,6 +85,7 @@ class DeviceStream(Stream):
         self.name = name
         self.index = index
         self.transport: Any = transport
+        self.device_transport: Any = transport
         self.cuda_stream = cuda_stream
         self._cuda = transport.runtime.cuda
         self._in_flight: deque[DeviceWork] = deque()
@@ -124,7 +125,7 @@ class DeviceStream(Stream):
         if isinstance(event, GroupedWork):
             event = event.group
         if isinstance(event, DeviceWork):
-            self.cuda_stream.wait_event(event._event)
+            self.cuda_stream.wait_event(event.event)
         else:
             event._follow()
 
@@ -137,6 +138,9 @@ class DeviceStream(Stream):
         """Finish what is enqueued, then end the NCCL communicator. Collective."""
         self.transport.close()
         self._in_flight.clear()
+
+    def free(self) -> None:
+        """Nothing: `close` has."""
 
     def _forget_done(self) -> None:
         """Let go of the tensors of what nobody waited for, once the device is done with them."""

@@ -121,16 +121,20 @@ def finished_work() -> Work:
 class Stream:
     """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
 
-    transport: runs the collectives, on an MPI communicator of the stream's own.
+    transport: runs the collectives, on an MPI communicator of the stream's own. device_transport: those of device
+        tensors, where MPI carries them.
     threaded: run them on a worker thread. Without it (MPI offers less than THREAD_MULTIPLE) each runs where it is
         enqueued: the same order, the same results, no overlap.
     """
 
-    def __init__(self, name: str, index: int, transport: HostTransport, *, threaded: bool) -> None:
+    def __init__(
+        self, name: str, index: int, transport: HostTransport, *, threaded: bool, device_transport: Any = None
+    ) -> None:
         self.name = name
         self.index = index
         self.threaded = threaded
         self.transport = transport
+        self.device_transport = device_transport
         self._failure: BaseException | None = None
         self._records: list[CollectiveEvent] = []  # traced, and not waited for one by one
         self._failed: list[Event] = []  # what whoever waits for it learns of a failure from
@@ -174,6 +178,11 @@ class Stream:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+
+    def free(self) -> None:
+        """Free what was made from MPI, after `close`. Collective."""
+        self.transport.close()
+        self.transport._comm.Free()
 
     def _forget_waited(self) -> None:
         unwaited = [record for record in self._records if record.wait_start is None]

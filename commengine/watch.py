@@ -124,10 +124,10 @@ class WatchedGroup:
 
 
 class _Look:
-    """Shape and dtype of a tensor, without the tensor."""
+    """Shape, dtype and place of a tensor, without the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.is_cpu = tensor.shape, tensor.dtype, tensor.is_cpu
 
 
 class Watch:
