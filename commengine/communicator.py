@@ -80,7 +80,7 @@ class Communicator(ArgumentChecks):
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
         self._own(own, checked, deterministic, name, watched)
         try:
-            with self._watching("device", "life"):
+            with self._watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
             self._use(backend)
         except CollectiveError:  # on every rank

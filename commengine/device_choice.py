@@ -74,7 +74,7 @@ def choose_device(
     raise_together(comm, None if problem is None else f"device={str(wanted)!r}: {problem}")
     assert runtime is not None  # else there was a problem
     node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
-    index = node.rank % cuda.device_count() if wanted.index is None else wanted.index
+    index = node.rank % cuda.device_count() if str(wanted) == "cuda" else wanted.index
     taken = node.allgather(identity(index, cuda))
     node.Free()
     if transport == "nccl" and not may_share(runtime):
@@ -90,7 +90,7 @@ def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH
     count = cuda.device_count() if cuda.is_available() else 0
     if count == 0:
         return "torch finds no CUDA device (no GPU, no driver, or CUDA_VISIBLE_DEVICES hides it); or use device='cpu'"
-    if wanted.index is not None and wanted.index >= count:
+    if str(wanted) != "cuda" and wanted.index >= count:
         return f"there are {count} CUDA devices, 'cuda:0' to 'cuda:{count - 1}'"
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,6 +134,9 @@ class CudaStandIn:
             yield
         finally:
             self.current_device = before
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(name="stand-in", uuid=f"GPU-{index}")
 
     def synchronize(self, device: Any = None) -> None:
         for stream in list(self.streams.values()):

@@ -259,12 +259,14 @@ def test_events_in_flight_and_after_a_failure_have_no_duration(stream):
 def a_log():
     log = Trace()
     log.rank = 3
-    log.events += [
-        event(),
-        event(wait_start=4.0, wait_end=5.0, bytes=24),
-        event(group="data", size=4, stream=None, start=1.0, end=11.0, bytes=2_000_000),
-        event(operation="broadcast", redop=None, root=1, end=2.5),
-    ]
+    log.events.extend(
+        [
+            event(),
+            event(wait_start=4.0, wait_end=5.0, bytes=24),
+            event(group="data", size=4, stream=None, start=1.0, end=11.0, bytes=2_000_000),
+            event(operation="broadcast", redop=None, root=1, end=2.5),
+        ]
+    )
     return log
 
 
