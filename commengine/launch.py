@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .communicator import Communicator
+from .device_choice import DeviceLike
 from .ending import abort, process_status, say
 from .errors import LaunchError, UsageError
 from .host import load_mpi
@@ -55,19 +56,19 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     raise LaunchError(f"{variable}={tasks}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
 
 
-def run(main: Callable[[Communicator], int | None]) -> NoReturn:
+def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
     """Run ``main(world)`` as one rank of a job, then exit the process with what it returns (None is 0).
 
     world: a Communicator over MPI.COMM_WORLD, closed afterwards. An uncaught exception, ``sys.exit`` with an error
     or Ctrl-C on any rank ends all ranks at once, with that rank's traceback and a non-zero code. `UsageError`, which
-    every rank must raise together, is printed by rank 0 alone.
+    every rank must raise together, is printed by rank 0 alone. device: the Communicator's.
     """
     with abort_on_error():
         mpi = load_mpi()
         if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         check_world_size(mpi.COMM_WORLD.size)
-        world = Communicator(mpi.COMM_WORLD)
+        world = Communicator(mpi.COMM_WORLD, device=device)
         farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself
         problem = None
         try:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(trylast=True)  # after pytest's own reporter
 def pytest_configure(config: pytest.Config) -> None:
+    if "gpu" not in config.getoption("-m"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests of host tensors want no device that there may be
     rank = 0
     if config.getoption("--with-mpi"):
         from mpi4py import MPI

@@ -46,7 +46,7 @@ def comm(patches, mpi_world):
         yield comm
 
 
-@pytest.fixture(scope="module", params=["nccl stream", "mpi", "staged", "staged stream"])
+@pytest.fixture(scope="module", params=["nccl stream", "mpi", "staged stream"])
 def run(request, patches, mpi_world):
     """``run("all_reduce", ...)``: the operation on device tensors, done on return."""
     with opened(patches, mpi_world, request.param.split()[0]) as comm:
@@ -294,6 +294,28 @@ def test_trace_has_the_devices_times(comm):
     assert first.hidden_seconds == 0 and second.hidden_seconds == pytest.approx(second.seconds)
     assert first.seconds == pytest.approx(1e-3, abs=2e-3) and first.seconds > 0
     assert "all_reduce" in log.summary()
+
+
+def test_watcher_asks_the_device(patches, mpi_world):
+    """What is enqueued is not done: the watcher polls it, and asks NCCL what went wrong meanwhile."""
+    with opened(patches, mpi_world, timeout=100.0) as comm:
+        stream = comm.new_stream()
+        watch = comm._watched.watch
+        one, two = on_device(torch.ones(2)), on_device(torch.ones(2))
+        comm.all_reduce(one)
+        work = comm.all_reduce(two, stream=stream)
+        here, there = list(watch.entries)[-2:]
+        assert (here.operation, here.lane, there.lane) == ("all_reduce", "", "stream 1")
+        assert here.started and there.started and not here.done() and not there.done()
+        work.wait()
+        comm.cuda.synchronize()
+        assert here.done() and there.done()
+        nccl = comm._backend.transport.runtime.nccl
+        assert len(watch.alarms) == 2 and watch.alarms[1]() is None
+        nccl.fail["allReduce"] = 5
+        with pytest.raises(CollectiveError, match="INVALID_USAGE"):
+            comm.all_reduce(one)
+        assert watch.entries[-1].ended and id(watch.entries[-1]) not in watch.running
 
 
 def test_times_of_a_launch_are_counted_once(comm):
