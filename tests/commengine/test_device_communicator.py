@@ -9,19 +9,9 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, trace
 from commengine.device_stream import DeviceStream
+from tests.commengine import test_collectives
 from tests.commengine.device_stand_in import communicator_stand_in, on_device
-from tests.commengine.test_collectives import (  # noqa: F401  run here with the `run` of this file
-    given,
-    test_all_gather,
-    test_all_gather_in_place,
-    test_all_reduce,
-    test_all_to_all,
-    test_broadcast,
-    test_gather,
-    test_reduce,
-    test_reduce_scatter,
-    test_scatter,
-)
+from tests.commengine.test_collectives import given
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -62,6 +52,19 @@ def run(request, patches, mpi_world):
             comm.cuda.current_stream().synchronize()
 
         yield run
+
+
+OPERATIONS = (
+    "all_gather", "all_gather_in_place", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
+    "scatter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_are_those_of_the_host(run, mpi_world, operation, dtype):
+    """The tests of the host's operations, with the `run` of this file."""
+    getattr(test_collectives, f"test_{operation}")(run, mpi_world, dtype)
 
 
 # Streams: the stand-in runs everything as late as it may, so a missing wait is a wrong result every time. ---------
