@@ -14,7 +14,7 @@ from .host import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .communicator import Communicator
+    from .running import Runs
     from .stream import Stream
 
 #: bytes of one rank's description; of a longer one (a shape of very many dimensions) the end is a hash of the whole
@@ -25,7 +25,7 @@ PROBLEM_BYTES = 1024
 
 
 def agree(
-    comm: Communicator,
+    comm: Runs,
     operation: str,
     tensor: Tensor | None,
     redop: str | None,

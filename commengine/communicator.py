@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import operators
-from .agreement import agree
 from .backends import Backend, HostedBackend, NcclBackend, open_backend
-from .checks import INT_MAX, ArgumentChecks, TensorLike, is_c_int
+from .checks import INT_MAX, TensorLike, is_c_int
 from .device_choice import DeviceLike, parse_device
-from .device_stream import DeviceStream
 from .errors import CollectiveError
 from .host import HostTransport, TransferError, load_mpi
+from .running import DONE, Call, Closed, Runs, exchanges_first
 from .shared import SharedTensors
-from .stream import GroupedWork, Stream, Work, finished_work
-from .trace import CollectiveEvent, Trace, begin
-from .watch import Entry, Watch, WatchedGroup, check_timeout
+from .stream import GroupedWork, Stream, Work
+from .trace import Trace
+from .watch import Watch, WatchedGroup, check_timeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Communicator(ArgumentChecks):
+class Communicator(Runs):
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
 
     mpi_comm: any mpi4py intracommunicator; what the caller does with it is never seen here, nor the reverse.
@@ -105,7 +103,7 @@ class Communicator(ArgumentChecks):
         self._use(None)
         self._streams: list[Stream] = []
         self._logs: tuple[Trace, ...] = ()
-        self._group: list[tuple[_Call, GroupedWork]] | None = None
+        self._group: list[tuple[Call, GroupedWork]] | None = None
         self._slow = checked  # whether a call takes more looks than one
         #: names this communicator in a compiled graph
         self.handle = operators.register(self)
@@ -258,17 +256,17 @@ class Communicator(ArgumentChecks):
         finally:
             self._group = None
             self._slow = self.checked
-        host: list[_Call] = []
-        device: list[_Call] = []
+        host: list[Call] = []
+        device: list[Call] = []
         for call, _ in group:
             (device if self._is_nccl(call.tensor, stream) else host).append(call)
         if device:
-            device = _exchanges_first(device)
+            device = exchanges_first(device)
             self._check_independent([(call.name, call.args) for call in device])
             self._run_on_device(device, stream)
-        for call in _exchanges_first(host):
+        for call in exchanges_first(host):
             self._run(*call[:3], stream, **call.about)
-        whole = _DONE if stream is None else stream.record()
+        whole = DONE if stream is None else stream.record()
         for _, work in group:
             work.started(whole)
 
@@ -347,9 +345,9 @@ class Communicator(ArgumentChecks):
 
         Raises CollectiveError, everything freed, for a failure on a stream that nobody waited for.
         """
-        if isinstance(self._host, _Closed):
+        if isinstance(self._host, Closed):
             return
-        host, self._host = self._host, _Closed(self)
+        host, self._host = self._host, Closed(self)
         self._device = self._host
         operators.unregister(self.handle)
         alive = not load_mpi().Is_finalized()
@@ -383,188 +381,6 @@ class Communicator(ArgumentChecks):
             self.close()
 
     def _live_mpi(self) -> MPI.Intracomm:
-        if isinstance(self._host, _Closed):
+        if isinstance(self._host, Closed):
             raise self._error("new_stream, split or empty", "the communicator is closed")
         return self.mpi
-
-    # Running --------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        tensor: Tensor | None,
-        stream: Stream | None,
-        *,
-        redop: str | None = None,
-        root: int | None = None,
-        nbytes: int | None = None,
-        peers: tuple[int, ...] = (),
-    ) -> Work:
-        """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
-        if self._slow:
-            self._check_stream(name, stream, tensor)
-            if self._group is not None:
-                if stream is not None:
-                    raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
-                about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
-                work = GroupedWork()
-                self._group.append((_Call(name, args, tensor, about), work))
-                return work
-            self._agree(name, tensor, stream, redop, root, peers)
-        if stream is None and not self._logs and self._watched is None:
-            try:
-                getattr(self._host if tensor is None or tensor.is_cpu else self._device, name)(*args)
-            except self._failures as error:
-                raise self._error(name, str(error)) from error
-            return _DONE
-        about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
-        if self._is_nccl(tensor, stream):
-            return self._run_on_device([_Call(name, args, tensor, about)], stream)
-        return self._run_observed(_Call(name, args, tensor, about), stream)
-
-    def _agree(
-        self, name: str, tensor: Tensor | None, stream: Stream | None, redop: str | None, root: int | None,
-        peers: tuple[int, ...],
-    ) -> None:  # fmt: skip
-        if self.checked and not peers:
-            with self._watching(name, "agreeing", tensor, redop, root):
-                agree(self, name, tensor, redop, root, stream)
-
-    def _notice(self, call: _Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
-        """Tell the traces and the watcher of a call that is about to be enqueued."""
-        name, _, tensor, about = call
-        redop, root, nbytes = about["redop"], about["root"], about["nbytes"]
-        record = entry = None
-        if self._logs:
-            size = (0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes
-            record = begin(name, tensor, self, None if stream is None else stream.name, redop, root, size)
-            for log in self._logs:
-                log.add(record)
-        if self._watched is not None:
-            lane = "" if stream is None else f"stream {stream.index}"
-            entry = self._watched.enqueue(lane, name, tensor, redop, root, about["peers"])
-        return record, entry
-
-    def _run_observed(self, call: _Call, stream: Stream | None) -> Work:
-        name, args, tensor, _ = call
-        self._check_stream(name, stream, tensor)
-        if tensor is None or tensor.is_cpu:
-            transport = self._host if stream is None else stream.transport
-        else:
-            transport = self._device if stream is None else stream.device_transport
-        method = getattr(transport, name)  # now: of a device tensor, it is after what the current stream holds
-        record, entry = self._notice(call, stream)
-
-        def run() -> None:
-            if record is not None:
-                record.start = time.perf_counter()
-            if entry is not None:
-                entry.start()
-            try:
-                method(*args)
-            except self._failures as error:
-                raise self._error(name, str(error)) from error
-            finally:
-                if record is not None:
-                    record.end = time.perf_counter()
-                if entry is not None:
-                    entry.end()
-
-        if stream is None:
-            run()
-            return _DONE
-        return stream.enqueue(run, args, record)
-
-    def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
-        """Whether a call is one of NCCL's; of those without a tensor the stream decides."""
-        on_device = isinstance(stream, DeviceStream) if tensor is None else not tensor.is_cpu
-        return on_device and isinstance(self._backend, NcclBackend)
-
-    def _run_on_device(self, calls: list[_Call], stream: Stream | None) -> Work:
-        """Enqueue ``calls`` on the device, several as one launch."""
-        for name, _, tensor, about in calls:
-            self._check_stream(name, stream, tensor)
-            if len(calls) > 1:
-                self._agree(name, tensor, stream, about["redop"], about["root"], about["peers"])
-        transport: Any = self._device if stream is None else stream.transport
-        noticed = [self._notice(call, stream) for call in calls]
-        record = noticed[0][0]  # the first of a launch has the launch's time
-        entries = [entry for _, entry in noticed if entry is not None]
-
-        def launch() -> None:
-            try:
-                with transport.group() if len(calls) > 1 else contextlib.nullcontext():
-                    for call in calls:
-                        getattr(transport, call.name)(*call.args)
-            except self._failures as error:
-                raise self._error(calls[0].name, str(error)) from error
-
-        assert isinstance(self._backend, NcclBackend)
-        return self._backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or _DONE
-
-    @contextlib.contextmanager
-    def _watching(self, operation: str, lane: str, *about: Any) -> Iterator[None]:
-        """Around what is collective and no transport's method: it too must end in time."""
-        if self._watched is None:
-            yield
-            return
-        entry = self._watched.enqueue(lane, operation, *about)
-        entry.start()
-        try:
-            yield
-        finally:
-            entry.end()
-
-    def _check_stream(self, operation: str, stream: Stream | None, tensor: Tensor | None = None) -> None:
-        if isinstance(self._host, _Closed):
-            getattr(self._host, operation)
-        if stream is not None and stream not in self._streams:
-            name = getattr(stream, "name", repr(stream))
-            raise self._error(operation, f"stream {name} was not made by this communicator")
-        on_device = isinstance(stream, DeviceStream)
-        if stream is not None and tensor is not None and self._is_nccl(tensor, None) != on_device:
-            kind = "a device" if on_device else "a host"
-            raise self._error(
-                operation, f"stream {stream.name} is {kind} stream, the tensor lies on {tensor.device}: see new_stream"
-            )
-
-
-class _Call(NamedTuple):
-    """A transport's method and its arguments; ``tensor`` and ``about`` stand for it in checks, traces and reports."""
-
-    name: str
-    args: tuple[Any, ...]
-    tensor: Tensor | None
-    about: dict[str, Any]
-
-
-def _exchanges_first(group: list[_Call]) -> list[_Call]:
-    """The calls of a group as they run: all point-to-point transfers as one exchange, then the collectives."""
-    transfers: list[tuple[str, Tensor, int]] = []
-    collectives = []
-    for call in group:
-        if call.name == "sendrecv":
-            transfers += [("send", *call.args[:2]), ("recv", *call.args[2:])]
-        elif call.name in ("send", "recv"):
-            transfers.append((call.name, *call.args))
-        else:
-            collectives.append(call)
-    if not transfers:
-        return collectives
-    peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
-    about = {"redop": None, "root": None, "nbytes": sum(part.nbytes for _, part, _ in transfers), "peers": peers}
-    return [_Call("exchange", (transfers,), transfers[0][1], about), *collectives]
-
-
-class _Closed:
-    """Stands for the transport of a closed communicator, so that no call pays for asking whether it is open."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __getattr__(self, operation: str) -> Any:
-        raise self._comm._error(operation, "the communicator is closed")
-
-
-_DONE = finished_work()

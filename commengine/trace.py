@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checks import ArgumentChecks
     from .communicator import Communicator
     from .device_clock import DeviceTimes
 
@@ -202,7 +203,7 @@ def trace(*comms: Communicator) -> Iterator[Trace]:
 def begin(
     operation: str,
     tensor: Any,
-    comm: Communicator,
+    comm: ArgumentChecks,
     stream: str | None,
     redop: str | None,
     root: int | None,
