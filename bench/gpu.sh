@@ -1,8 +1,8 @@
 #!/bin/sh
 # Everything that wants a GPU, in one go (under 8 minutes on one): bench/gpu.sh [DIR]   (default bench/results)
 #
-# Runs the GPU tests, all-reduce against torch.distributed's NCCL, and the overlap timeline with the matmul ceiling, and
-# leaves a table of each in DIR. PYTHON chooses the interpreter; RANKS how many ranks (default: one for each GPU, and two
+# Runs the GPU tests, all-reduce against torch.distributed's NCCL, an overlap timeline, and the FLOP/s of two GPTs against
+# a matrix product's, and leaves a table of each in DIR. PYTHON chooses the interpreter; RANKS how many ranks (default: one for each GPU, and two
 # that share it where there is one GPU and NCCL lets them).
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -36,8 +36,9 @@ step() { # NAME SECONDS COMMAND...
     tail -n 20 "$dir/$name.log"
 }
 
-step gpu_tests 240 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/test_device_gpu.py
-step gpu_tests_serial 110 "$python" -m pytest -m "gpu and not mpi" tests
-step gpu_overhead 110 "$python" -m bench.gpu_overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md"
+step gpu_tests 150 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/test_device_gpu.py
+step gpu_tests_serial 60 "$python" -m pytest -m "gpu and not mpi" tests
+step gpu_overhead 90 "$python" -m bench.gpu_overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md"
 step gpu_overlap 60 "$mpiexec" -n "$ranks" "$python" -m bench.gpu_overlap --output "$dir/gpu_overlap.md"
+step gpu_flops 100 "$python" -m bench.gpu_flops --output "$dir/gpu_flops.md"
 exit $status

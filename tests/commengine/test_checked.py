@@ -204,12 +204,12 @@ def test_stream_goes_on_after_a_mismatch(comm):
 
 
 def test_unchecked_communicator_sends_nothing_extra(mpi_world, monkeypatch):
-    import commengine.communicator
+    import commengine.running
 
     def agree(*args):
         raise AssertionError("asked for agreement")
 
-    monkeypatch.setattr(commengine.communicator, "agree", agree)
+    monkeypatch.setattr(commengine.running, "agree", agree)
     with Communicator(mpi_world) as plain:
         plain.all_reduce(ONES(2))
         with plain.coalesce():
