@@ -54,9 +54,12 @@ class Randomness:
         return _mix64(keys[:, None] + offsets)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _hash_of_site(site: str) -> int:
     return stable_hash(site)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: seconds, and an environment variable.
+_hash_of_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
