@@ -58,7 +58,7 @@ def _hash_of_site(site: str) -> int:
     return stable_hash(site)
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler: seconds, and an environment variable.
+# What torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
 _hash_of_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
