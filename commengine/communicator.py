@@ -271,12 +271,12 @@ class Communicator(Runs):
             work.started(whole)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor in memory that all ranks of a node share: large collectives on it copy nothing.
+        """An uninitialised host tensor in memory that the ranks of a node share: large collectives on it copy nothing.
 
         all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from 32 kB on, where
         every rank gives its tensor of the same call, or the same part of it. Private memory where the group spans
-        nodes, or is one rank. Collective; the same shape and dtype on every rank. The memory lives until `close`, or,
-        where a tensor still refers to it then, as long as the process.
+        nodes, is one rank, or the node has too little to share. Collective; the same shape and dtype on every rank.
+        The memory lives until `close`, or, where a tensor still refers to it then, as long as the process.
         """
         self._live_mpi()
         with self._watching("empty", "life"):
@@ -304,6 +304,7 @@ class Communicator(Runs):
                 self._alarm(stream.transport.failure)
             else:
                 transport = self._new_host(comm.Dup(), polling=True)
+                transport.open_lane()
                 threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
                 stream = Stream(name, index, transport, threaded=threaded)
                 if isinstance(backend, HostedBackend):

@@ -128,11 +128,16 @@ class HostTransport:
 
     @property
     def _lane(self) -> SharedLane:
-        """Collective the first time: inside the first collective that needs it."""
+        """Collective the first time: inside the first collective that needs it, or before, in `open_lane`."""
         if self._made_lane is None:
             wait = self._calls.wait if isinstance(self._calls, PollingComm) else spin
             self._made_lane = SharedLane(self._comm, wait)
         return self._made_lane
+
+    def open_lane(self) -> None:
+        """Be ready for shared tensors: a worker thread must not make a window. Collective."""
+        if self._shared is not None and self._shared.available:
+            _ = self._lane
 
     def close(self) -> None:
         """Free what it made, the communicator being the caller's. Collective."""

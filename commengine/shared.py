@@ -32,6 +32,9 @@ BLOCK_BYTES = 1 << 20
 #: looks at another's flag between two calls of MPI
 LOOKS_PER_PROGRESS = 256
 
+#: shared memory that is left for MPI itself
+MARGIN_BYTES = 8 << 20
+
 #: a rank's flags have a cache line of their own
 LINE_BYTES = 64
 
@@ -46,6 +49,7 @@ class SharedTensors:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+        self._own: MPI.Intracomm | None = None  # what the windows are made from
         self.segments: list[_Segment] = []
         self._available: bool | None = None
 
@@ -65,11 +69,24 @@ class SharedTensors:
         numel = 1
         for size in shape:
             numel *= size
-        if not self.available or numel == 0:
+        if not self.available or numel == 0 or not self._fits(numel * dtype.itemsize):
             return torch.empty(tuple(shape), dtype=dtype)
-        segment = _Segment(self._comm, numel * dtype.itemsize)
+        if self._own is None:
+            self._own = self._comm.Dup()
+        segment = _Segment(self._own, numel * dtype.itemsize)
         self.segments.append(segment)
         return segment.tensor(numel, dtype).view(tuple(shape))
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether the node has the memory: touching a window that it has not would end the process. Collective."""
+        from mpi4py import MPI
+
+        try:
+            space = os.statvfs("/dev/shm")  # where Linux keeps it; in a container often 64 MB
+            room = space.f_bavail * space.f_frsize
+        except OSError:
+            room = sys.maxsize
+        return bool(self._comm.allreduce(nbytes * self._comm.size + MARGIN_BYTES <= room, MPI.LAND))
 
     def find(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` lies, or None if that is no window."""
@@ -84,22 +101,25 @@ class SharedTensors:
         """Free the windows in which no tensor lies any more on any rank. The others live as long as the process."""
         from mpi4py import MPI
 
+        left = False
         for segment in self.segments:
             if self._comm.allreduce(segment.unused(), MPI.LAND):
                 segment.free()
+            else:
+                left = True
         self.segments.clear()
+        if self._own is not None and not left:
+            # MPICH numbers windows by their communicators: a number in use must not be given out again.
+            self._own.Free()
 
 
 class _Segment:
     """One window: this rank's part, and where the others' are."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        from mpi4py import MPI
 
         self.nbytes = nbytes
-        self.window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
-        self.window.Lock_all()
-        comm.Barrier()  # who waits at a flag makes no progress inside MPI, which another's lock may need
+        self.window = _new_window(comm, nbytes)
         memory = [self.window.Shared_query(rank)[0] for rank in range(comm.size)]
         self._mine = memory[comm.rank]
         self.address: int = self._mine.address
@@ -116,7 +136,6 @@ class _Segment:
         return sys.getrefcount(self._mine) == 2  # ours, and the call's
 
     def free(self) -> None:
-        self.window.Unlock_all()
         self.window.Free()
 
 
@@ -139,13 +158,12 @@ class SharedLane:
     """
 
     def __init__(self, comm: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> None:
-        from mpi4py import MPI
 
         self._rank, self._size = comm.rank, comm.size
         self._wait = wait
         self._progress = comm.Iprobe
-        self._window = MPI.Win.Allocate_shared(LINE_BYTES, 1, comm=comm)
-        self._window.Lock_all()
+        self._window = _new_window(comm, LINE_BYTES)
+        self._window.Lock_all()  # Sync asks for it
         self._sync = self._window.Sync
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self._size)]
         self._flags = [memoryview(part).cast("q") for part in memory]
@@ -247,6 +265,18 @@ class SharedLane:
             asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
             self._meet()  # nobody goes on to overwrite what another has not read
             raise CollectiveMismatch(f"the ranks gave different shared tensors: {asked}")
+
+
+def _new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
+    """A window of ``nbytes`` a rank. Collective, on the ranks' main threads.
+
+    All ranks come here first: MPICH makes a window without letting another thread of the process into MPI, and that
+    one may be what another rank waits for.
+    """
+    from mpi4py import MPI
+
+    comm.Barrier()
+    return MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
 
 
 def _described(flags: memoryview) -> str:

@@ -39,6 +39,10 @@ class Microbatch:
         """Labels that the loss counts."""
         return int((self.labels != IGNORED).sum())
 
+    def to(self, device: torch.device) -> Microbatch:
+        """The same on ``device``."""
+        return Microbatch(self.tokens.to(device), self.labels.to(device), self.numbers)
+
     def fits(self, vocab_size: int) -> bool:
         """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
         real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))

@@ -93,12 +93,12 @@ class Bucket:
         self.gradients: Tensor | None = None
         if self.flat or data.size > 1:
             wide = torch.float32 if self.mixed else self.dtype
-            self.gradients = torch.zeros(self.size, dtype=wide, device=first.device)
+            self.gradients = _zeros(self.size, wide, first.device, data)
         self.parameters: Tensor | None = None
         self.state: dict[str, Tensor] = {}
         self.segments = [Segment.of(parameter) for parameter in self.names]
         if self.flat:
-            self._flatten()
+            self._flatten(data)
 
     @property
     def reduced(self) -> Tensor:
@@ -153,10 +153,10 @@ class Bucket:
         if kind == "master":
             self.view(self.parameters, parameter).copy_(values)
 
-    def _flatten(self) -> None:
+    def _flatten(self, data: Communicator) -> None:
         """Make the parameters views of one buffer, and allocate the state of this rank's part of it."""
         assert self.gradients is not None
-        self.parameters = torch.zeros(self.size, dtype=self.dtype, device=self.gradients.device)
+        self.parameters = _zeros(self.size, self.dtype, self.gradients.device, data)
         for parameter in self.names:
             view = self.view(self.parameters, parameter)
             view.copy_(parameter.detach())
@@ -198,6 +198,13 @@ def parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator
         elements += parameter.numel()
     if part:
         yield part
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device, data: Communicator) -> Tensor:
+    """A flat buffer, on the host in memory that the data group shares: what is sent from there is not copied."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return data.empty((size,), dtype).zero_()
 
 
 def _rounded_up(number: int, unit: int) -> int:

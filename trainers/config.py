@@ -32,6 +32,11 @@ class TrainConfig:
     async_tensor_model_parallel_allreduce: bool | None = option(
         None, "reduce an input's gradient while the weight's is computed (default: on for devices, off on the host)"
     )
+    device: str | None = option(None, "cpu, or cuda (default: cuda where there is one), one device a rank of a node")
+    device_transport: str = option(
+        "nccl", "how device tensors travel: NCCL, an MPI that takes their addresses, or through host memory",
+        choices=("nccl", "mpi", "staged"),
+    )  # fmt: skip
     distributed_timeout_minutes: float = option(
         10.0, "a collective that takes longer ends the job, with a report of who is missing; 0: no limit"
     )

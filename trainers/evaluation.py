@@ -25,8 +25,9 @@ def evaluate(model: GPT, batches: GlobalBatches, data: Communicator, *, iteratio
                 if not batch.fits(model.config.vocab_size):
                     totals[2] += 1
                     continue
-                totals[0] += model(batch.tokens, batch.labels).sum(dtype=torch.float64)
                 totals[1] += batch.counted
+                batch = batch.to(data.device)
+                totals[0] += model(batch.tokens, batch.labels).sum(dtype=torch.float64).item()
     model.train()
     data.all_reduce(totals)
     if totals[2]:

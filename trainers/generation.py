@@ -29,10 +29,10 @@ def generate(
         for _ in range(count):
             window = tokens[-longest:]
             filled = window + [0] * (-len(window) % parts)
-            mine = model(torch.tensor([filled]))[0, len(window) - 1].float()  # this rank's columns
+            mine = model(torch.tensor([filled], device=comm.device))[0, len(window) - 1].float()  # this rank's columns
             logits = mine.new_empty(mine.numel() * comm.size)
             comm.all_gather(logits, mine.contiguous())
-            choice = _draw(logits[: config.vocab_size], generator, temperature, top_k)
+            choice = _draw(logits[: config.vocab_size].cpu(), generator, temperature, top_k)
             comm.broadcast(choice)
             tokens.append(int(choice))
     model.train(training)

@@ -61,16 +61,16 @@ class GPTTrainer:
         self.grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
         dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
         tensor = self.grid.tensor
-        overlap = config.async_tensor_model_parallel_allreduce
-        if overlap is None:  # on the host ranks fill the cores: there is nothing to hide a collective under
-            overlap = tensor.device.type != "cpu"
-        stream = tensor.new_stream() if overlap and tensor.size > 1 else None
+        stream = None
+        if self._overlapped(config.async_tensor_model_parallel_allreduce) and tensor.size > 1:
+            stream = tensor.new_stream()
         self.model = GPT(config.model(), tensor, dtype=dtype, overlap_stream=stream)
         initialize(self.model, config.seed)
+        self.model.to(tensor.device)
         # Training steps alone: their shapes never change. The parameters are the model's own.
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if config.compile else self.model
         self.gradients = GradientBuckets(
-            self.model, self.grid.data, tensor=self.grid.tensor, overlap=bool(config.overlap_grad_reduce),
+            self.model, self.grid.data, tensor=self.grid.tensor, overlap=self._overlapped(config.overlap_grad_reduce),
             bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32,
         )  # fmt: skip
@@ -83,6 +83,10 @@ class GPTTrainer:
         self.batches = self._batches(corpus.training, size, EpochPermutation(len(corpus.training), config.seed))
         self.held_out = None if corpus.held_out is None else self._batches(corpus.held_out, size, None)
         self.iteration = 0
+
+    def _overlapped(self, asked: bool | None) -> bool:
+        """Whether communication is to be hidden, where that is left open: host ranks fill the cores as it is."""
+        return self.grid.world.device.type != "cpu" if asked is None else asked
 
     def _batches(self, samples: Any, size: int, order: EpochPermutation | None) -> GlobalBatches:
         return GlobalBatches(samples, order, size=size, micro=self.config.micro_batch_size, data=self.grid.data)
@@ -158,7 +162,9 @@ class GPTTrainer:
             raise UsageError(f"step {self.iteration + 1}: {error}") from error
 
     def _backward(self, batch: Microbatch, tokens: int) -> float:
-        randomness = Randomness(self.config.seed, self.iteration, batch.numbers)
+        device = self.grid.world.device
+        randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
+        batch = batch.to(device)
         loss = self.forward(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
         return float(loss.item())

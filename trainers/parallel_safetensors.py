@@ -85,7 +85,7 @@ def _layout(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[byt
 def _write_tensor(file: Any, start: int, tensor: Tensor, placement: Placement, comm: Communicator) -> None:
     from mpi4py import MPI
 
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().cpu().contiguous()
     buffer = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
     if not placement.sharded:
         if comm.rank == 0:

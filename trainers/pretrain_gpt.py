@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commengine import Communicator, launch
+from commengine import CollectiveError, Communicator, UsageError, launch
 
 from . import config as settings
 from .corpus import with_vocabulary
@@ -24,7 +24,11 @@ def main(world: Communicator) -> None:
 
     config = settings.TrainConfig(**on_rank_zero(world, read))
     timeout = 60 * config.distributed_timeout_minutes or None
-    with Communicator(world.mpi, timeout=timeout) as watched:
+    try:
+        watched = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
+    except CollectiveError as error:  # raised by all ranks or by none
+        raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
+    with watched:
         train(config, watched)
 
 
