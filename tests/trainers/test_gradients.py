@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -147,6 +148,31 @@ def test_reduced_gradients_are_right_when_ranks_arrive_in_different_orders(world
     gradients = buckets(module, world, overlap=True)
     step(module, gradients, [inputs(1)[0]], orders[5 * world.rank])
     assert_gradients(module, expected)
+    gradients.remove()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buckets_are_reduced_before_backward_has_ended(world):
+    """The first layer's gradient, the last that backward computes, comes when all other buckets are done."""
+    module = Branches()
+    gradients = buckets(module, world, overlap=True)
+
+    def wait_for_the_others(_):
+        deadline = time.monotonic() + 30
+        while not all(work.done() for work, _ in gradients._in_flight):
+            assert time.monotonic() < deadline, "not reduced while backward runs"
+
+    module.layers[0].weight.register_hook(wait_for_the_others)
+    x = inputs(world.size)
+    gradients.zero()
+    with trace(world) as log, gradients.last_microbatch():
+        module(x[world.rank]).backward()
+        ended = time.perf_counter()
+    finished = [event.end for event in log.events if event.operation == "all_reduce" and 0 < event.end < ended]
+    assert len(finished) >= len(gradients.buckets) - 1 >= 3
+    assert all(event.wait_start is None for event in log.events)  # nobody has waited
+    gradients.finish()
+    assert_gradients(module, truth(x))
     gradients.remove()
 
 
