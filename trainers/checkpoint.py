@@ -108,6 +108,11 @@ def latest(folder: Path) -> Path | None:
     return found
 
 
+def find(folder: Path) -> Path | None:
+    """The checkpoint that ``folder`` is, or else the newest complete one in it, or None."""
+    return folder if (folder / "state.json").is_file() else latest(folder)
+
+
 def read_state(found: Path, settings: Mapping[str, Any]) -> Progress:
     """How far the checkpoint's run was. Raises UsageError where it is of another model or format."""
     try:

@@ -103,7 +103,14 @@ class TrainConfig:
     eval_interval: int = option(1000, "steps between evaluations on the validation documents")
     eval_iters: int = option(100, "global batches an evaluation, at most the whole split; 0 turns evaluation off")
     save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
-    load: str | None = option(None, "folder to resume from; one without a checkpoint starts a new run")
+    load: str | None = option(
+        None,
+        "go on from the newest checkpoint of this folder, or from an iter_* folder; one without a checkpoint is an "
+        "error, but for the folder of --save, where a new run starts",
+    )
+    overwrite: bool = option(
+        False, "a new run first removes the checkpoints, metrics and report that an older one left in --save"
+    )
     save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)")
     log_interval: int = option(100, "steps between rows of metrics.jsonl")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard (default SAVE/tensorboard where installed)")

@@ -16,7 +16,7 @@ import torch
 from commengine import Communicator, ProcessGrid, UsageError, trace
 from tplayers import GPT, Randomness, initialize, placement_of
 
-from . import checkpoint
+from . import checkpoint, run_folder
 from .batches import GlobalBatches, Microbatch
 from .compiler import require_compiler
 from .config import TrainConfig
@@ -192,13 +192,13 @@ class GPTTrainer:
         checkpoint.save(folder, progress, self.model, self.optimizer, settings, self.grid)
 
     def resume(self) -> bool:
-        """Load the newest checkpoint of ``--load``; False where there is none."""
+        """Load the checkpoint that ``--load`` names; False where there is none (`run_folder.checkpoint_to_load`)."""
         if self.config.load is None:
             return False
-        folder, settings = Path(self.config.load), self._settings()
+        settings = self._settings()
 
         def find() -> list[Any]:
-            found = checkpoint.latest(folder)
+            found = run_folder.checkpoint_to_load(self.config)
             return [None, None] if found is None else [str(found), asdict(checkpoint.read_state(found, settings))]
 
         found, state = on_rank_zero(self.grid.world, find)
@@ -225,18 +225,32 @@ class GPTTrainer:
         self.grid.close()
 
 
-def train(config: TrainConfig, world: Communicator) -> Report:
-    """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective."""
+def train(config: TrainConfig, world: Communicator) -> Report | None:
+    """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective.
+
+    Where the checkpoint is there already: say so, leave all files as they are, and return None.
+    """
+    on_rank_zero(world, lambda: run_folder.require_free(config))
     if config.compile:
         on_every_rank(world, require_compiler)
     trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     resumed = trainer.resume()
     first = world.rank == 0
+    if trainer.iteration >= config.train_iters:
+        if first:
+            print(
+                f"nothing to train: the checkpoint in {config.load} is at iteration {trainer.iteration}, --train-iters "
+                f"is {config.train_iters}; files are left as they are",
+                flush=True,
+            )
+        trainer.close()
+        return None
     folder = Path(config.save) if config.save else None
     if folder is not None:
         on_rank_zero(world, lambda: _writable_folder("--save", folder))
     if config.tensorboard_dir:
         on_rank_zero(world, lambda: _writable_folder("--tensorboard-dir", Path(config.tensorboard_dir or "")))
+    on_rank_zero(world, lambda: run_folder.clear(config))  # last: whatever can be refused was
     board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
     metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
     if config.load is not None:
