@@ -20,7 +20,7 @@ class GridLayout:
     def __post_init__(self) -> None:
         if self.tensor < 1 or self.world_size % self.tensor:
             raise CollectiveError(
-                f"tensor={self.tensor} does not divide the world of {self.world_size} ranks: "
+                f"tensor={self.tensor} does not divide the {self.world_size} ranks of the group: "
                 f"the sizes that do are {divisors(self.world_size)}"
             )
 

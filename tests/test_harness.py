@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -180,3 +181,14 @@ def test_environment_of_an_outer_job_is_not_passed_on(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "7")
     done = mpirun.run(2, "-c", "import sys; from mpi4py import MPI; sys.stdout.write(f'size {MPI.COMM_WORLD.size}\\n')")
     assert done.stdout.split("\n").count("size 2") == 2, done
+
+
+def test_tests_run_says_what_is_wrong_with_its_words():
+    argv = [sys.executable, str(HERE / "run"), "-k", "no_such_name", str(HERE / "test_imports.py")]
+    for ranks, code, says in (
+        ("x", 2, "RANKS=x: want numbers of ranks"),
+        ("0", 1, "(no test matches: -k no_such_name"),
+    ):
+        done = mpirun.command(argv, timeout=60, env={"RANKS": ranks})
+        assert done.returncode == code and says in done.stdout + done.stderr, done
+        assert "Traceback" not in done.stderr

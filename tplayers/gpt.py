@@ -53,8 +53,11 @@ class GPTConfig:
         """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
         return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
-    def require_parallel(self, tensor: int) -> None:
-        """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks."""
+    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
+        """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
+
+        ranks: of the whole job, where that is known: ``tensor`` must divide it, too.
+        """
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
@@ -62,6 +65,7 @@ class GPTConfig:
         require_divisible(
             tensor, num_attention_heads=self.num_attention_heads, hidden_size=self.hidden_size,
             ffn_hidden_size=self.ffn_size, padded_vocab_size=self.padded_vocab_size,
+            **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
 
 

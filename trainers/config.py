@@ -219,5 +219,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
         named = config.data_path is not None
         require(named, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
         for suffix in (".bin", ".idx"):
-            path = f"{config.data_path}{suffix}"
-            require(Path(path).is_file(), f"--data-path {config.data_path}: {path} does not exist")
+            path = Path(f"{config.data_path}{suffix}")
+            given = Path(config.data_path or "")
+            hint = f"; give the prefix alone: {given.with_suffix('')}" if given.suffix in (".bin", ".idx") else ""
+            require(path.is_file(), f"--data-path {given}: {path} does not exist{hint}")

@@ -20,11 +20,16 @@ class Parser(configargparse.ArgumentParser):
         self.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(" ".join(message.split()))
+        words = " ".join(message.split())
+        raise OptionError(f"--config: {words}" if "config file" in words and "--config" not in words else words)
+
+    def get_possible_config_keys(self, action: Any) -> list[str]:
+        keys: list[str] = super().get_possible_config_keys(action)
+        return [*keys, *(key.replace("-", "_") for key in keys if "-" in key.lstrip("-") and not key.startswith("-"))]
 
     def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
         # ConfigArgParse takes the value of "no-overlap-grad-reduce" for that of "overlap-grad-reduce".
-        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith("no-"):
+        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith(("no-", "no_")):
             self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
         arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
         return arguments

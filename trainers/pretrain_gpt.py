@@ -19,7 +19,7 @@ def main(world: Communicator) -> None:
         config = settings.parse(None, "pretrain_gpt")
         settings.validate(config, world.size)
         config = with_vocabulary(config)
-        config.model().require_parallel(config.tensor_model_parallel_size)
+        config.model().require_parallel(config.tensor_model_parallel_size, ranks=world.size)
         return config.to_json()
 
     config = settings.TrainConfig(**on_rank_zero(world, read))

@@ -38,7 +38,7 @@ def test_groups_partition_the_world(world_size):
 def test_a_size_that_does_not_divide(world_size, tensor):
     with pytest.raises(CollectiveError) as caught:
         GridLayout(world_size, tensor)
-    assert f"tensor={tensor} does not divide the world of {world_size} ranks" in str(caught.value)
+    assert f"tensor={tensor} does not divide the {world_size} ranks of the group" in str(caught.value)
     assert str(divisors(world_size)) in str(caught.value)
 
 

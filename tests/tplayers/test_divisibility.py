@@ -64,6 +64,13 @@ def test_gpt_names_every_value_and_the_sizes_that_divide_all(ranks_of, changes, 
         GPT(config, ranks_of(size)[0])
 
 
+def test_the_ranks_of_the_job_count_too():
+    config = GPTConfig(num_layers=1, hidden_size=16, num_attention_heads=8, vocab_size=16, max_position_embeddings=8)
+    with pytest.raises(ValueError, match=r"size 3 .*ranks=6; sizes that would work: \[1, 2\]"):
+        config.require_parallel(3, ranks=6)
+    config.require_parallel(2, ranks=6)
+
+
 def test_hidden_size_that_the_heads_do_not_divide(ranks_of):
     for build in (
         lambda: SelfAttention(10, 4, *ranks_of(1)),

@@ -75,16 +75,20 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "wrong type": (["--num-layers", "two"], ["--num-layers", "two"]),
     "not a choice": (["--lr-decay-style", "square"], ["--lr-decay-style", "square", "cosine"]),
     "missing value": (["--num-layers"], ["--num-layers"]),
-    "no configuration file": (["--config", "{dir}/none.yaml"], ["none.yaml"]),
+    "no configuration file": (["--config", "{dir}/none.yaml"], ["--config", "none.yaml"]),
     "configuration is a folder": (["--config", "{dir}"], ["{dir}"]),
     "configuration of unknown keys": (["--config", "{dir}/unknown.yaml"], ["frobnicate"]),
     "configuration of a wrong type": (["--config", "{dir}/type.yaml"], ["--clip-grad", "two"]),
-    "configuration is a list": (["--config", "{dir}/list.yaml"], ["list.yaml"]),
-    "configuration is not YAML": (["--config", "{dir}/broken.yaml"], ["broken.yaml"]),
+    "configuration is a list": (["--config", "{dir}/list.yaml"], ["--config", "list.yaml"]),
+    "configuration is not YAML": (["--config", "{dir}/broken.yaml"], ["--config", "broken.yaml"]),
     "mock data and a data set": (["--data-path", "{data}"], ["--mock-data", "--data-path"]),
     "mock data without vocabulary": (["{plain}", "--mock-data"], ["--vocab-size"]),
     "no data at all": (["{plain}"], ["--data-path", "--mock-data"]),
     "data set is not there": (["{plain}", "--data-path", "{dir}/none"], ["--data-path", "none.bin"]),
+    "data set named by a file": (
+        ["{plain}", "--data-path", "{data}.bin"],
+        ["--data-path {data}.bin", r"\.bin\.bin does not exist", "give the prefix alone: {data}$"],
+    ),
     "data set without vocabulary": (["{plain}", "--data-path", "{dir}/bare"], ["--vocab-size"]),
     "data set is damaged": (["{plain}", "--vocab-size", "9", "--data-path", "{dir}/cut"], ["cut.idx", "truncated"]),
     "data set is empty": (["{plain}", "--vocab-size", "9", "--data-path", "{dir}/empty"], ["empty"]),
@@ -223,7 +227,7 @@ YAML = """
 num-layers: 2
 hidden-size: 32
 num-attention-heads: 4
-seq-length: 32
+seq_length: 32
 micro-batch-size: 8
 global-batch-size: 16
 train-iters: 999
@@ -237,7 +241,7 @@ eval-iters: 100
 sample-tokens: 12
 make-vocab-size-divisible-by: 128
 split: "80,15,5"
-overlap-grad-reduce: true
+overlap_grad_reduce: true
 """
 
 # What importing TensorBoard meets on a machine without it.
