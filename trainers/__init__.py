@@ -1,1 +1,1 @@
-"""Training of GPT and BERT models: the commands, and the parts that they are made of."""
+"""Training of GPT models: the commands, and the parts that they are made of."""

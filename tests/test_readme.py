@@ -1,0 +1,96 @@
+"""What README.md and make tell people to type works as typed."""
+
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import mpirun
+from trainers.config import TrainConfig, parse, validate
+
+README = (mpirun.ROOT / "README.md").read_text()
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("n, grid, calls", [(4, "tensor=2, data=1", "1"), (2, "tensor=1, data=1", None)])
+def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, calls):
+    (tmp_path / "example.py").write_text(EXAMPLE)
+    done = mpirun.run(n, str(tmp_path / "example.py"), timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, shape, head, *rows = done.stdout.splitlines()
+    assert first == f"ProcessGrid({grid})" and shape == "[16, 1, 512]" and head.startswith("group")
+    assert [row.split()[2:4] for row in rows] == ([] if calls is None else [["all_reduce", calls]])
+
+
+def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
+    made = "                mlp = "
+    assert EXAMPLE.count(made) == 1
+    broken = EXAMPLE.replace(made, f"                assert MPI.COMM_WORLD.rank != 3, 'broken'\n{made}")
+    (tmp_path / "example.py").write_text(broken)
+    began = time.monotonic()
+    done = mpirun.run(4, str(tmp_path / "example.py"), timeout=60)
+    assert done.returncode != 0 and time.monotonic() - began < 40
+    assert "[rank 3] Traceback" in done.stderr and "AssertionError: broken" in done.stderr
+
+
+def accepted(command: str, data: Path) -> TrainConfig:
+    """The settings of ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
+
+    data: a data set that is there, in place of what the command reads.
+    """
+    words = shlex.split(command)
+    ranks, at = int(words[words.index("-n") + 1]), words.index("trainers.pretrain_gpt") + 1
+    config = parse([*words[at:], *([] if "--data-path" in words else ["--data-path", str(data)])], "pretrain_gpt")
+    validate(TrainConfig(**(config.to_json() | {"data_path": str(data)})), ranks)
+    return config
+
+
+@pytest.fixture
+def data(tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").touch()
+    return tmp_path / "tokens"
+
+
+def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folder(data):
+    commands = [
+        line for line in README.replace("\\\n", "").splitlines() if line.startswith("    mpirun ") and "..." not in line
+    ]
+    found = [accepted(command, data) for command in commands]
+    assert [config.save for config in found] == ["runs/four", "runs/mine", "runs/four"]
+    assert found[2].load == "runs/four" and found[2].train_iters > found[0].train_iters
+
+
+@pytest.mark.parametrize(
+    "words, changed",
+    [
+        ([], {"save": "runs/main", "overwrite": True, "data_path": "runs/data/stdlib", "micro_batch_size": 16}),
+        (["NP=4"], {"overwrite": True, "micro_batch_size": 8}),
+        (["NP=8"], {"overwrite": True, "micro_batch_size": 4}),
+        (["ARGS=--load runs/main --train-iters 900"], {"load": "runs/main", "save": "runs/main", "train_iters": 900}),
+        (["ARGS=--save runs/x"], {"save": "runs/x", "overwrite": False}),
+        (["CONFIG={yaml}"], {"save": "runs/mine", "overwrite": False}),
+        (["DATA={data}"], {"data_path": "{data}", "overwrite": True}),
+    ],
+)
+def test_make_train(data, tmp_path, words, changed):
+    """What make would run, by its word."""
+    (tmp_path / "mine.yaml").write_text("save: runs/mine\n")
+    places = {"data": data, "yaml": tmp_path / "mine.yaml"}
+    argv = ["make", "--dry-run", "train", *(word.format(**places) for word in words)]
+    done = subprocess.run(argv, cwd=mpirun.ROOT, capture_output=True, text=True, check=True)
+    (command,) = [line for line in done.stdout.splitlines() if "trainers.pretrain_gpt" in line]
+    config = accepted(command.replace(str(mpirun.ROOT), "."), data)
+    for name, value in changed.items():
+        if name != "data_path":
+            assert getattr(config, name) == value
+    assert ("--data-path" in command) == ("DATA={data}" in words)
+
+
+def test_make_train_does_not_make_up_data(tmp_path):
+    argv = ["make", "--dry-run", "train", f"DATA={tmp_path / 'none'}"]
+    done = subprocess.run(argv, cwd=mpirun.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and f"{tmp_path / 'none'}.bin" in done.stderr
