@@ -1,0 +1,60 @@
+"""How far the clocks of the ranks are apart, so that times taken on different ranks can be compared.
+
+Rank 0 sends a message, the other answers with its clock; that reading belongs to some moment between sending and
+receiving, so to their midpoint with an error of at most half the round trip (Cristian, Probabilistic clock
+synchronization, Distributed Computing 3, 1989). The shortest of several round trips says most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ROUND_TRIPS = 20
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What to add to a rank's clock to read rank 0's, in seconds; true within +-uncertainty."""
+
+    seconds: float
+    uncertainty: float
+
+    @staticmethod
+    def estimate(trips: Iterable[tuple[float, float, float]]) -> Offset:
+        """From (sent, the other's clock, received), one or more; sent and received by rank 0's clock."""
+        sent, other, received = min(trips, key=lambda trip: trip[2] - trip[0])
+        return Offset((sent + received) / 2 - other, (received - sent) / 2)
+
+
+def synchronise(
+    comm: MPI.Intracomm, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter
+) -> list[Offset]:
+    """Every rank's `Offset` to rank 0's clock, on every rank. Collective; rank 0 speaks with one after another."""
+    mine = np.zeros(1)
+    offsets = np.zeros((comm.size, 2))
+    comm.Barrier()
+    if comm.rank == 0:
+        for rank in range(1, comm.size):
+            trips = []
+            for _ in range(round_trips + 1):
+                sent = clock()
+                comm.Send(mine, rank)
+                comm.Recv(mine, rank)
+                trips.append((sent, float(mine[0]), clock()))
+            found = Offset.estimate(trips[1:])  # the first may have waited for the rank to arrive
+            offsets[rank] = found.seconds, found.uncertainty
+    else:
+        for _ in range(round_trips + 1):
+            comm.Recv(mine, 0)
+            mine[0] = clock()
+            comm.Send(mine, 0)
+    comm.Bcast(offsets, 0)
+    return [Offset(float(seconds), float(uncertainty)) for seconds, uncertainty in offsets]

@@ -1,0 +1,326 @@
+"""What every collective costs: each operation, size, dtype, transport, in and out of place, on any group of a grid.
+
+    mpiexec -n 2 python -m bench.collectives --max-bytes 64M --json results.json --plot results.png
+    mpiexec -n 4 python -m bench.collectives --operations all_reduce --transports engine,shared,gloo \
+        --tensor-model-parallel-size 2 --group tensor --overlap --transports stream
+
+Size, count, algorithm and bus bandwidth are nccl-tests', with the size of the group. All transports, in and out of
+place, alternate at each size (bench/sampling.py); the ranks meet before each call, and a call's time is the slowest
+rank's. Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
+
+Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
+Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU), gloo and
+torch-nccl (torch.distributed, in a process beside each rank).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.clocks import Offset, synchronise
+from bench.machine import environment
+from bench.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
+from bench.peer import PEERS, Peer
+from bench.points import Place, point
+from bench.sampling import Stopping
+from bench.tables import table, write_csv, write_plot
+from bench.transports import LOCAL, Transport
+from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
+from commengine.dtypes import reduction_error
+from commengine.host import load_mpi
+from trainers.options import Parser
+from trainers.rank_zero import on_rank_zero
+
+FORMAT = 1
+GROUPS = ("world", "tensor", "data")
+MEMORY_SHARE = 8  # the default of --max-bytes: all buffers together take no more than this part of the memory
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    operations: list[str]
+    transports: list[str]
+    dtypes: list[str]
+    redop: list[str]
+    root: int
+    sizes: list[int]
+    variants: list[bool]
+    tensor_model_parallel_size: int
+    group: str
+    stopping: dict[str, Any]
+    overlap: bool
+    seed: int
+    json: str | None
+    csv: str | None
+    plot: str | None
+
+    def series(self, ranks: int) -> Iterator[list[Call]]:
+        """For each operation, dtype and reduction the calls of all sizes, ascending, none twice."""
+        for operation in self.operations:
+            for dtype in self.dtypes if operation != "barrier" else self.dtypes[:1]:
+                for redop in self.redop if operation in REDUCING else ["none"]:
+                    calls = [Call.of(operation, DTYPES[dtype], redop, self.root, ranks, size) for size in self.sizes]
+                    yield list({call.nbytes: call for call in calls}.values())
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "4096", "64M", "1.5GiB": K, M, G and T are powers of 1024. ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: give bytes, or 32K, 64M, 1G")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def listed(values: Sequence[str], choices: Sequence[str], option: str) -> list[str]:
+    """Names separated by spaces or commas, each once. ValueError for one that is no choice."""
+    names = list(dict.fromkeys(name for value in values for name in value.split(",") if name))
+    if unknown := [name for name in names if name not in choices]:
+        raise ValueError(f"{option}: no {unknown[0]!r}; there are {', '.join(choices)}")
+    if not names:
+        raise ValueError(f"{option} names nothing; there are {', '.join(choices)}")
+    return names
+
+
+def parser() -> Parser:
+    """The command line."""
+    options = Parser(
+        prog="python -m bench.collectives", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    transports = [*LOCAL, *PEERS]
+    add("--operations", nargs="+", default=list(OPERATIONS), metavar="NAME", help=f"of {', '.join(OPERATIONS)}")
+    add("--transports", nargs="+", default=list(LOCAL)[:4], metavar="NAME", help=f"of {', '.join(transports)}")
+    add("--dtypes", nargs="+", default=["float32"], metavar="NAME", help=f"of {', '.join(DTYPES)}")
+    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"of {', '.join(REDOPS)}")
+    add("--root", type=int, default=0, help="a rank of the group")
+    add("--min-bytes", default="1", metavar="SIZE", help="rounded up to whole elements, on every rank where it splits")
+    add("--max-bytes", metavar="SIZE", help="such as 64M; default: by the memory, an eighth for all buffers together")
+    add("--step-factor", type=float, default=2.0, help="from one size to the next")
+    add("--in-place", action=BooleanOptionalAction, default=True)
+    add("--out-of-place", action=BooleanOptionalAction, default=True)
+    add("--tensor-model-parallel-size", type=int, default=1, help="ranks of a tensor group; the data groups' follow")
+    add("--group", default="world", help="whose collectives: world, tensor or data; all such groups at the same time")
+    add("--confidence", type=float, default=0.05, help="measure until the 95%% interval of the median is +-this share")
+    add("--time-limit", type=float, default=0.5, help="seconds for one transport at one size, converged or not")
+    add("--warmup", type=int, default=5, help="calls before that")
+    add("--overlap", action="store_true", help="for streams: how much is hidden behind as much compute")
+    add("--seed", type=int, default=0, help="of the order of the sizes, and of the transports within a round")
+    add("--json", metavar="FILE", help="every number, as bench.fit reads it")
+    add("--csv", metavar="FILE")
+    add("--plot", metavar="FILE", help="time and bus bandwidth over size: .png, .svg or .pdf")
+    return options
+
+
+def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]) -> Settings:
+    """What the command line asks for. Raises ValueError, which names the option, for what cannot be."""
+    given = parser().parse_args(argv)
+    operations = listed(given.operations, OPERATIONS, "--operations")
+    transports = listed(given.transports, [*LOCAL, *PEERS], "--transports")
+    dtypes = listed(given.dtypes, list(DTYPES), "--dtypes")
+    redop = listed(given.redop, REDOPS, "--redop")
+    if given.group not in GROUPS:
+        raise ValueError(f"--group: no {given.group!r}; there are {', '.join(GROUPS)}")
+    tensor = given.tensor_model_parallel_size
+    try:
+        layout = GridLayout(world_size, tensor)
+    except CollectiveError as error:
+        raise ValueError(f"--tensor-model-parallel-size {tensor}: {error}") from None
+    ranks = {"world": world_size, "tensor": layout.tensor, "data": layout.data}[given.group]
+    if not 0 <= given.root < ranks:
+        raise ValueError(f"--root {given.root}: the group {given.group} has the ranks 0 to {ranks - 1}")
+    for name in dtypes:
+        for op in redop:
+            if REDUCING & set(operations) and (problem := reduction_error(DTYPES[name], op)):
+                raise ValueError(f"--redop {op} with --dtypes {name}: {problem}")
+    positive = {"--confidence": given.confidence, "--time-limit": given.time_limit, "--warmup": given.warmup}
+    for option, value in positive.items():
+        if not (0 < value < math.inf):
+            raise ValueError(f"{option} {value}: a number above 0")
+    variants = [in_place for in_place, wanted in ((False, given.out_of_place), (True, given.in_place)) if wanted]
+    if not variants:
+        raise ValueError("--no-in-place and --no-out-of-place leave nothing to measure")
+    if given.overlap and not {"stream", "nccl", "staged"} & set(transports):
+        raise ValueError("--overlap needs a transport with a stream: add --transports stream")
+    for option, file in (("--json", given.json), ("--csv", given.csv), ("--plot", given.plot)):
+        if file is not None and not Path(file).parent.is_dir():
+            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
+    if given.plot and Path(given.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {given.plot}: the name ends in .png, .svg or .pdf")
+    return Settings(
+        operations, transports, dtypes, redop, given.root, _sizes(given, transports, memory), variants, tensor,
+        given.group, {"confidence": given.confidence, "seconds": given.time_limit, "warmup": given.warmup},
+        given.overlap, given.seed, given.json, given.csv, given.plot,
+    )  # fmt: skip
+
+
+def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> list[int]:
+    """From --min-bytes to --max-bytes, in bytes, not rounded to elements yet."""
+    buffers = 2 * len(transports)
+    most = memory["available"] // buffers
+    if "shared" in transports:
+        most = min(most, memory["shared"] // 2)
+    default = 1 << max(0, (most // MEMORY_SHARE).bit_length() - 1)
+    sizes = {}
+    for option, text in (("--min-bytes", given.min_bytes), ("--max-bytes", given.max_bytes)):
+        try:
+            sizes[option] = default if text is None else parse_bytes(str(text))
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+    least, largest = sizes.values()
+    if not 1 <= least <= largest:
+        raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: at least 1, and not falling")
+    if largest > most:
+        raise ValueError(
+            f"--max-bytes {given.max_bytes}: {buffers} buffers of that size; at most {most} bytes each fit into "
+            f"the memory that a rank has ({memory['available']} bytes, {memory['shared']} of them shared)"
+        )
+    if not 1 < given.step_factor < math.inf:
+        raise ValueError(f"--step-factor {given.step_factor}: a number above 1")
+    found, size = [], float(least)
+    while size <= largest:
+        found.append(round(size))
+        size *= given.step_factor
+    return found
+
+
+def free_memory(world: Communicator) -> dict[str, int]:
+    """Bytes that each rank may take, and of them in windows, on the node that has least. Collective."""
+    mpi = load_mpi()
+    node = world.mpi.Split_type(mpi.COMM_TYPE_SHARED)
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    try:  # a container's share of the machine
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
+        available = min(available, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        pass
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else available
+    each = [world.mpi.allreduce(size // node.size, mpi.MIN) for size in (available, min(available, shared))]
+    node.Free()
+    return dict(zip(("available", "shared"), each, strict=True))
+
+
+def open_transports(place: Place, names: Sequence[str], capacity: int) -> tuple[list[Transport], list[dict[str, str]]]:
+    """Those that work here, on every rank, and why the others do not. Collective over the world."""
+    opened, skipped = [], []
+    for name in names:
+
+        def make(name: str = name) -> Transport:
+            return Peer(name, place.group, capacity) if name in PEERS else LOCAL[name](place.group, capacity)
+
+        try:
+            opened.append(place.agreed(make))
+        except CollectiveError as error:
+            skipped.append({"transport": name, "reason": str(error)})
+    return opened, skipped
+
+
+def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> dict[str, Any]:
+    """What the JSON says about the clocks; drift: the largest change of an offset, over the time of the run."""
+    moved = max(abs(after.seconds - before.seconds) for before, after in zip(first, last, strict=True))
+    return {
+        "reference_rank": 0,
+        "offsets": [one.seconds for one in last],
+        "uncertainties": [one.uncertainty for one in last],
+        "drift": moved / seconds if seconds > 0 else 0.0,
+    }
+
+
+def measure(
+    place: Place, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All rows (on rank 0), and what was skipped and why. Collective over the world."""
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    for number, calls in enumerate(chosen.series(place.group.size)):
+        random.Random(f"{chosen.seed} {number}").shuffle(calls)
+        found = []
+        for index, call in enumerate(calls):
+            bar.set_description(f"{call.operation} {call.nbytes} B")
+            came = point(place, call, transports, chosen.variants, chosen.seed + index)
+            found += came.rows
+            skipped += came.skipped
+            bar.update()
+        found.sort(key=lambda row: (row["bytes"], row["transport"], row["in_place"]))
+        if found:
+            show(table(found))
+        rows += found
+    return rows, skipped
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
+    """Measure; rank 0 prints and writes."""
+    surroundings = environment("bench.collectives")  # now: the load average is to be that of others
+    memory = free_memory(world)
+    chosen = Settings(**on_rank_zero(world, lambda: asdict(settings(argv, world.size, memory))))
+    with ExitStack() as stack:
+        grid = stack.enter_context(ProcessGrid(world, chosen.tensor_model_parallel_size))
+        group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
+        place = Place(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap)
+        calls = [call for series in chosen.series(group.size) for call in series]
+        transports, unopened = open_transports(place, chosen.transports, max(call.nbytes for call in calls))
+        for transport in transports:
+            stack.callback(transport.close)
+        if not transports:
+            reasons = "; ".join(f"{one['transport']} {one['reason']}" for one in unopened)
+            raise UsageError(f"--transports: none of them works here: {reasons}")
+        began, first = load_mpi().Wtime(), synchronise(world.mpi)
+        bar = stack.enter_context(tqdm(total=len(calls), disable=world.rank != 0, file=sys.stderr))
+        rows, skipped = measure(
+            place, chosen, transports, lambda text: tqdm.write(f"{text}\n", file=sys.stdout), bar
+        )  # fmt: skip
+        last = synchronise(world.mpi)
+        clock = clock_summary(first, last, load_mpi().Wtime() - began)
+    result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
+    result["skipped"] = [*unopened, *skipped]
+    wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
+    if world.rank == 0:
+        conclude(result, chosen)
+    return 1 if wrong else 0
+
+
+def conclude(result: dict[str, Any], chosen: Settings) -> None:
+    """Say what there is to say, and write the files."""
+    reasons = dict.fromkeys(
+        f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
+        for one in result["skipped"]
+    )
+    print("\n".join(reasons), end="\n" if reasons else "")
+    clock, rows = result["clock"], result["rows"]
+    print(
+        f"# clocks: offsets to rank 0 of at most {max(map(abs, clock['offsets'])) * 1e6:.2f} us, known within "
+        f"+-{max(clock['uncertainties']) * 1e6:.2f} us, drift {clock['drift'] * 1e6:.2f} us/s"
+    )
+    if slow := sum(not row["converged"] for row in rows):
+        print(f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough")
+    print(f"# {sum(row['wrong'] for row in rows)} wrong elements")
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if chosen.csv:
+        write_csv(Path(chosen.csv), rows)
+    if chosen.plot:
+        write_plot(Path(chosen.plot), rows)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,226 @@
+"""The collectives that bench.collectives measures: sizes as nccl-tests counts them, inputs, and the only right outputs.
+
+What a rank sends repeats a table of small integers, its own, with a period that no block size shares: a block in the
+wrong place is seen. The tables are such that every sum and product, and every partial one in any order, is
+representable in the dtype (integers wrap): the right result has one value only, whatever the algorithm. The exception
+is ``avg`` by multiplication with 1/ranks, where ranks is no power of two.
+
+Nothing here knows MPI: the peers (bench/peers/collectives.py) make and check the same data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from commengine import cost
+
+OPERATIONS = (
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
+    "barrier",
+)  # fmt: skip
+REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+#: whose count is a rank's part, and whose size is that of all parts
+SPLIT = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
+#: which can leave the result where the input was
+IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather"})
+
+REDOPS = ("sum", "prod", "min", "max", "avg")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
+    )
+}  # fmt: skip
+
+PERIOD = 1021  # elements; a prime
+POISON = 0xA5  # the bytes of a buffer before a call: not the bytes of any expected value
+_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # integers up to here are representable
+_AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # nccl-tests' factors are these
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``count`` elements of a table that repeats for ever, from its element ``start`` on."""
+
+    table: Tensor
+    start: int
+    count: int
+
+    def _cut(self, flat: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """``flat`` as whole periods and the rest, each with what belongs there."""
+        rolled = self.table.roll(-(self.start % PERIOD))
+        whole = self.count // PERIOD
+        rows, rest = flat[: whole * PERIOD].view(whole, PERIOD), flat[whole * PERIOD :]
+        return (rows, rolled.expand(whole, PERIOD)), (rest, rolled[: len(rest)])
+
+    def write(self, flat: Tensor) -> None:
+        """Fill ``flat`` [count]."""
+        for part, values in self._cut(flat):
+            part.copy_(values)
+
+    def wrong(self, flat: Tensor) -> int:
+        """How many elements of ``flat`` [count] differ."""
+        return sum(int(torch.count_nonzero(part != values)) for part, values in self._cut(flat))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, the same on every rank of the group.
+
+    count: nccl-tests' count: elements of the buffer, or of a rank's part where the operation splits or joins. redop:
+    "none" where nothing is reduced; root: -1 where there is none. sendrecv sends to the next rank of a ring.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    redop: str
+    root: int
+    ranks: int
+    count: int
+
+    @staticmethod
+    def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> Call:
+        """The call of at least ``nbytes`` bytes, rounded up to whole elements, in SPLIT operations on every rank."""
+        unit = dtype.itemsize * (ranks if operation in SPLIT else 1)
+        count = 0 if operation == "barrier" else -(-nbytes // unit)
+        return Call(
+            operation, dtype, redop if operation in REDUCING else "none", root if operation in ROOTED else -1, ranks,
+            count,
+        )  # fmt: skip
+
+    @property
+    def whole(self) -> int:
+        """Elements of the larger of a rank's two buffers."""
+        return self.count * (self.ranks if self.operation in SPLIT else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """nccl-tests' size: that of the larger buffer."""
+        return self.whole * self.dtype.itemsize
+
+    @property
+    def bus_factor(self) -> float:
+        """Bus bandwidth over algorithm bandwidth."""
+        if self.operation == "barrier":
+            return 0.0
+        return cost.bus_factor(_AS_IN_COST.get(self.operation, self.operation), self.ranks)
+
+    def sent(self, rank: int) -> list[Piece]:
+        """What ``rank`` has in its input buffer, in order; nothing where it gives none."""
+        operation = self.operation
+        if operation == "barrier" or (operation in ("broadcast", "scatter") and rank != self.root):
+            return []
+        elements = self.whole if operation in ("reduce_scatter", "scatter", "all_to_all") else self.count
+        return [Piece(self._tables[rank], 0, elements)]
+
+    def received(self, rank: int) -> list[Piece]:
+        """What must be in ``rank``'s output buffer afterwards, in order; nothing where it gets nothing."""
+        operation, count, tables = self.operation, self.count, self._tables
+        if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
+            return []
+        if operation in ("all_reduce", "reduce"):
+            return [Piece(self._reduced, 0, count)]
+        if operation == "reduce_scatter":
+            return [Piece(self._reduced, rank * count, count)]
+        if operation == "broadcast":
+            return [Piece(tables[self.root], 0, count)]
+        if operation == "scatter":
+            return [Piece(tables[self.root], rank * count, count)]
+        if operation == "sendrecv":
+            return [Piece(tables[rank - 1], 0, count)]
+        start = rank * count if operation == "all_to_all" else 0
+        return [Piece(table, start, count) for table in tables]
+
+    @cached_property
+    def _integers(self) -> Tensor:
+        """Every rank's table [ranks, PERIOD], int64."""
+        return torch.stack([self._numbers(rank) for rank in range(self.ranks)])
+
+    @cached_property
+    def _tables(self) -> list[Tensor]:
+        return list(self._integers.to(self.dtype))
+
+    @cached_property
+    def _reduced(self) -> Tensor:
+        """The tables reduced over the ranks."""
+        integers, redop = self._integers, self.redop
+        if redop in ("sum", "avg"):
+            return (integers.sum(0) // (self.ranks if redop == "avg" else 1)).to(self.dtype)
+        if redop == "prod":
+            return integers.prod(0).to(self.dtype)
+        return (integers.amin(0) if redop == "min" else integers.amax(0)).to(self.dtype)
+
+    def _numbers(self, rank: int) -> Tensor:
+        """The table of ``rank``: equal on all who ask, unlike any other rank's."""
+        generator = torch.Generator().manual_seed(rank)
+
+        def drawn(end: int) -> Tensor:
+            return torch.randint(0, end, (PERIOD,), generator=generator)
+
+        place = torch.arange(PERIOD)
+        exact = _EXACT.get(self.dtype, 1 << 24)
+        if self.redop == "sum":
+            largest = max(1, min(15, exact // self.ranks))
+            every = -(-self.ranks * largest // exact)  # more ranks than may add 1: so many take turns
+            return drawn(largest + 1) * ((place + rank) % every == 0)
+        if self.redop == "prod":  # one 2 in each product, from another rank at each place
+            return (2 * drawn(2) - 1) * (1 + (place % self.ranks == rank).long())
+        if self.redop == "avg":  # a mean that is an integer: the others' deviations cancel
+            generator.manual_seed(self.ranks)
+            mean = 1 + drawn(max(1, min(3, exact // self.ranks - 1)))
+            turn = (place + rank) % self.ranks
+            return mean if self.ranks == 1 else mean + (turn == 0).long() - (turn == 1).long()
+        return drawn(127)
+
+
+class Buffers:
+    """A rank's two flat buffers for calls of up to ``capacity`` bytes; every call uses their beginnings.
+
+    send, recv: uint8 [capacity]. In place, the input lies in recv: where the output goes, or, all_gather, in the rank's
+    rows of it.
+    """
+
+    def __init__(self, send: Tensor, recv: Tensor) -> None:
+        self._send, self._recv = send, recv
+
+    def views(self, call: Call, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
+        """(input, output) of a call on this rank. What the rank does not give or get is there too, but means nothing.
+
+        Both are [elements]: a rank's part, or all parts where the operation splits (input) or joins (output).
+        """
+        several = call.operation in ("reduce_scatter", "scatter", "all_to_all")
+        send = self._typed(self._send, call, call.whole if several else call.count)
+        joined = call.operation in ("all_gather", "gather", "all_to_all")
+        recv = self._typed(self._recv, call, call.whole if joined else call.count)
+        if in_place:
+            send = recv[rank * call.count : (rank + 1) * call.count] if joined else recv
+        return send, recv
+
+    @staticmethod
+    def _typed(memory: Tensor, call: Call, elements: int) -> Tensor:
+        return memory[: elements * call.dtype.itemsize].view(call.dtype)
+
+    def reset(self, call: Call, rank: int, in_place: bool) -> None:
+        """Poison both buffers, as far as they are used, and write the input."""
+        send, recv = self.views(call, rank, in_place)
+        for used in (recv, send):
+            used.view(torch.uint8).fill_(POISON)
+        _each(call.sent(rank), send, Piece.write)
+
+    def wrong(self, call: Call, rank: int) -> int:
+        """Wrong elements in this rank's output."""
+        return sum(_each(call.received(rank), self.views(call, rank, False)[1], Piece.wrong))
+
+
+def _each(pieces: list[Piece], flat: Tensor, do: object) -> list[int]:
+    results, at = [], 0
+    for piece in pieces:
+        results.append(do(piece, flat[at : at + piece.count]))  # type: ignore[operator]
+        at += piece.count
+    return results

@@ -1,0 +1,142 @@
+"""torch.distributed's collectives, one process beside each rank of bench.collectives (see bench/peer.py).
+
+Obeys lines of JSON on standard input, answers on standard output: bind, reset, run, wrong. Ends with its input.
+
+Where torch.distributed has an operation in place only, the copy of the input is part of the time out of place, as it is
+for the engine (bench/transports.py).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.operations import DTYPES, Buffers, Call
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+    "none": None,
+}
+
+
+def invocation(call: Call, send: torch.Tensor, recv: torch.Tensor, in_place: bool) -> Callable[[], object]:
+    """The call from beginning to end, for a host; a device must still be waited for."""
+    rank, size, root, name, op = dist.get_rank(), call.ranks, call.root, call.operation, OPS[call.redop]
+    here = rank == root
+    if name == "barrier":
+        return dist.barrier
+    if name in ("all_reduce", "reduce", "broadcast"):
+        operate = {
+            "all_reduce": partial(dist.all_reduce, recv, op),
+            "reduce": partial(dist.reduce, recv, root, op),
+            "broadcast": partial(dist.broadcast, recv, root),
+        }[name]
+        if in_place or not call.sent(rank):
+            return operate
+
+        def copied() -> None:
+            recv.copy_(send)
+            operate()
+
+        return copied
+    if name == "reduce_scatter":
+        return partial(dist.reduce_scatter_tensor, recv, send, op)
+    if name == "gather":
+        return partial(dist.gather, send, list(recv.chunk(size)) if here else None, root)
+    if name == "scatter":
+        return partial(dist.scatter, recv, list(send.chunk(size)) if here else None, root)
+    if name == "sendrecv":
+        if size == 1:
+            raise ValueError("a process cannot send to itself")
+
+        def exchange() -> None:
+            following, previous = (rank + 1) % size, (rank - 1) % size
+            transfers = [dist.P2POp(dist.irecv, recv, previous), dist.P2POp(dist.isend, send, following)]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+
+        return exchange
+    return partial(dist.all_gather_into_tensor if name == "all_gather" else dist.all_to_all_single, recv, send)
+
+
+class Peer:
+    """Buffers, and one call that is bound, out of place and in place."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self._on_device = device.type == "cuda"
+        memory = [torch.zeros(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = Buffers(*memory)
+        self._invoke: dict[bool, Callable[[], object]] = {}
+
+    def bind(self, in_place: bool, dtype: str, **about: Any) -> dict[str, Any]:
+        """Make a call ready, by making it once: what the backend cannot do shows now."""
+        self._call = Call(dtype=DTYPES[dtype], **about)
+        self.reset(in_place)
+        views = self._buffers.views(self._call, dist.get_rank(), in_place)
+        self._invoke[in_place] = invocation(self._call, *views, in_place)
+        self.run(in_place, 1)
+        return self.reset(in_place)
+
+    def reset(self, in_place: bool) -> dict[str, Any]:
+        self._buffers.reset(self._call, dist.get_rank(), in_place)
+        return {}
+
+    def run(self, in_place: bool, count: int) -> dict[str, Any]:
+        invoke, starts, seconds = self._invoke[in_place], [], []
+        for _ in range(count):
+            self._finish()
+            dist.barrier()
+            starts.append(time.perf_counter())
+            invoke()
+            self._finish()
+            seconds.append(time.perf_counter() - starts[-1])
+        return {"starts": starts, "seconds": seconds}
+
+    def wrong(self) -> dict[str, Any]:
+        return {"wrong": self._buffers.wrong(self._call, dist.get_rank())}
+
+    def _finish(self) -> None:
+        if self._on_device:
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Backend ("gloo" or "nccl"; the latter not run yet), and the bytes of the largest call."""
+    backend, capacity = sys.argv[1], int(sys.argv[2])
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=dt.timedelta(seconds=120))
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    peer = Peer(device, capacity)
+    say({})
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            say(getattr(peer, command.pop("do"))(**command))
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # torch's: it cannot, or a rank is gone
+            say({"error": str(error).strip().split("\n")[0]})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

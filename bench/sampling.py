@@ -1,0 +1,156 @@
+"""How often a call is timed: until the median is known well enough, or time is up; several alternating.
+
+The confidence interval of the median is that of order statistics (Le Boudec, Performance Evaluation of Computer and
+Communication Systems, 2010, table A.1): it assumes no distribution, but independent samples. Times of neighbouring
+calls are not quite independent, so the interval is a little too narrow. Alternating in rounds makes it less so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+
+ROUND_SECONDS = 0.01  # of one contestant in one round, about
+MOST_IN_ROUND = 500
+
+
+class Timed(Protocol):
+    """Something that can be called and timed, on every rank of a group together."""
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        """Call it ``count`` times, the ranks meeting before each call: when each began, and how long it took here."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When to stop: the 95% interval of the median within +-``confidence`` of it, or ``seconds`` are spent.
+
+    warmup: calls that are not counted. fewest: samples without which no interval is believed.
+    """
+
+    confidence: float = 0.05
+    seconds: float = 0.5
+    warmup: int = 5
+    fewest: int = 20
+    most: int = 100_000
+
+
+def median_interval(values: Times) -> tuple[float, float]:
+    """The 95% confidence interval of the median of ``values``, one or more."""
+    ordered = np.sort(values)
+    spread = 0.98 * math.sqrt(len(ordered))
+    low = max(1, math.floor(len(ordered) / 2 - spread))
+    high = min(len(ordered), math.ceil(len(ordered) / 2 + 1 + spread))
+    return float(ordered[low - 1]), float(ordered[high - 1])
+
+
+class Sampler:
+    """The samples of one contestant, and whether there are enough."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self._stopping = stopping
+        self._parts: list[Times] = []
+        self._skews: list[Times] = []
+        self.count = 0
+        self.spent = 0.0
+        self.converged = False
+
+    def add(self, seconds: Times, spent: float, skew: Times | None = None) -> None:
+        """Take times, each the slowest rank's of a call. spent: what it took to get them. skew: of their starts."""
+        self._parts.append(seconds)
+        self._skews.append(np.zeros(0) if skew is None else skew)
+        self.count += len(seconds)
+        self.spent += spent
+        if self.count >= self._stopping.fewest:
+            low, high = median_interval(self.seconds)
+            self.converged = (high - low) / 2 <= self._stopping.confidence * float(np.median(self.seconds))
+
+    @property
+    def seconds(self) -> Times:
+        """All samples."""
+        return np.concatenate(self._parts)
+
+    @property
+    def skews(self) -> Times:
+        """How far apart the ranks began, of every sample."""
+        return np.concatenate(self._skews)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there are enough, or time is up."""
+        return self.converged or self.spent >= self._stopping.seconds or self.count >= self._stopping.most
+
+    def next_count(self) -> int:
+        """How many calls the next round is to have: a few milliseconds' worth, and never far beyond the limit."""
+        each = self.spent / self.count
+        left = max(self._stopping.seconds - self.spent, 0.0)
+        return max(1, min(MOST_IN_ROUND, int(min(ROUND_SECONDS, left) / max(each, 1e-9))))
+
+    def statistics(self) -> dict[str, float]:
+        """Quantiles in seconds."""
+        values = self.seconds
+        middle, p95, p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()
+        edges = {"min": float(values.min()), "max": float(values.max()), "mean": float(values.mean())}
+        return {"p50": middle, "p95": p95, "p99": p99, **edges}
+
+    def interval(self) -> tuple[float, float]:
+        """The 95% confidence interval of the median."""
+        return median_interval(self.seconds)
+
+
+#: element by element the largest of all ranks' arrays
+Largest = Callable[[Times], Times]
+
+
+def sample(
+    contestants: Sequence[Timed],
+    stopping: Stopping,
+    *,
+    in_group: Largest,
+    in_world: Largest,
+    seed: int,
+    offset: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Sampler]:
+    """Time all contestants, alternating in rounds of a random order, until each is `finished` in every group.
+
+    Every rank of the world calls it together; groups that are ready go on until all are, for they are to be measured
+    side by side. in_group, in_world: the largest over a rank's group, over all ranks. A sample is the slowest rank's
+    time of one call. offset: added to this rank's clock to read the clock that all ranks share. seed: the same on every
+    rank.
+    """
+    order = random.Random(seed)
+    samplers = [Sampler(stopping) for _ in contestants]
+    counts = []
+    for contestant in contestants:
+        begin = clock()
+        contestant.run(stopping.warmup)
+        each = (clock() - begin) / stopping.warmup
+        counts.append(max(1, min(MOST_IN_ROUND, int(min(ROUND_SECONDS, stopping.seconds) / max(each, 1e-9)))))
+    going = list(range(len(contestants)))
+    while going:
+        # The same number of calls on every rank: the fewest that any of them would make.
+        agreed = -in_world(np.array([-counts[index] for index in going], dtype=np.float64))
+        order.shuffle(turns := list(zip(going, agreed, strict=True)))
+        for index, count in turns:
+            begin = clock()
+            starts, seconds = contestants[index].run(int(count))
+            spent = clock() - begin
+            starts = starts + offset
+            slowest, last, minus_first, most_spent = np.split(
+                in_group(np.concatenate([seconds, starts, -starts, [spent]])), np.cumsum([int(count)] * 3)
+            )
+            samplers[index].add(slowest, float(most_spent[0]), last + minus_first)
+            counts[index] = samplers[index].next_count()
+        unfinished = in_world(np.array([not samplers[index].finished for index in going], dtype=np.float64))
+        going = [index for index, more in zip(going, unfinished, strict=True) if more]
+    return samplers

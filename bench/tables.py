@@ -1,0 +1,116 @@
+"""The results of bench.collectives for people and for spreadsheets: nccl-tests' columns, CSV, plots."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+#: name, unit, width, what a row has there; the first nine columns and their units are nccl-tests'
+COLUMNS = (
+    ("size", "(B)", 12, lambda row: f"{row['bytes']}"),
+    ("count", "(elements)", 12, lambda row: f"{row['count']}"),
+    ("type", "", 8, lambda row: row["dtype"]),
+    ("redop", "", 6, lambda row: row["redop"]),
+    ("root", "", 4, lambda row: f"{row['root']}"),
+    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"])),
+    ("algbw", "(GB/s)", 7, lambda row: f"{row['algbw'] / 1e9:.2f}"),
+    ("busbw", "(GB/s)", 7, lambda row: f"{row['busbw'] / 1e9:.2f}"),
+    ("#wrong", "", 6, lambda row: f"{row['wrong']}"),
+    ("p95", "(us)", 10, lambda row: _microseconds(row["seconds"]["p95"])),
+    ("p99", "(us)", 10, lambda row: _microseconds(row["seconds"]["p99"])),
+    ("min", "(us)", 10, lambda row: _microseconds(row["seconds"]["min"])),
+    ("max", "(us)", 10, lambda row: _microseconds(row["seconds"]["max"])),
+    ("+-median", "(%)", 8, lambda row: f"{interval_percent(row):.1f}{'' if row['converged'] else '*'}"),
+    ("calls", "", 6, lambda row: f"{row['iterations']}"),
+    ("place", "", 5, lambda row: "in" if row["in_place"] else "out"),
+    ("transport", "", 10, lambda row: row["transport"]),
+)
+OVERLAP = (
+    ("overall", "(us)", 10, lambda row: _microseconds(row["overlap"]["overall"])),
+    ("compute", "(us)", 10, lambda row: _microseconds(row["overlap"]["compute"])),
+    ("pure comm", "(us)", 10, lambda row: _microseconds(row["overlap"]["communication"])),
+    ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
+)
+
+
+def interval_percent(row: Row) -> float:
+    """Half the median's confidence interval, in percent of the median."""
+    low, high = row["ci"]
+    return float(50 * (high - low) / row["seconds"]["p50"])
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.2f}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of one operation, by size, with two lines of heading as nccl-tests has them."""
+    columns = COLUMNS + (OVERLAP if any("overlap" in row for row in rows) else ())
+    first = rows[0]
+    lines = [
+        f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}",
+        "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
+        "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
+    ]
+    for row in sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"])):
+        shown = [
+            f"{cell(row) if 'overlap' in row or index < len(COLUMNS) else '-':>{width}}"
+            for index, (_, _, width, cell) in enumerate(columns)
+        ]
+        lines.append(" ".join(shown))
+    return "\n".join(lines)
+
+
+def flat(row: Row) -> Row:
+    """A row without nesting: seconds become seconds_p50 and so on."""
+    found: Row = {}
+    for name, value in row.items():
+        if name == "ci":
+            found |= {"ci_low": value[0], "ci_high": value[1]}
+        elif isinstance(value, dict):
+            found |= {f"{name}_{key}": inner for key, inner in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row; seconds, bytes, and bytes per second, as in the JSON."""
+    flattened = [flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flattened for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(flattened)
+
+
+def write_plot(path: Path, rows: Sequence[Row]) -> None:
+    """Time and bus bandwidth over size, both on logarithmic axes; a line of two plots for each operation."""
+    from matplotlib.figure import Figure  # here: it takes a second to load
+
+    operations = list(dict.fromkeys(row["operation"] for row in rows if row["bytes"] > 0))
+    figure = Figure(figsize=(12, 3.6 * max(1, len(operations))), layout="constrained")
+    axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
+    for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
+        lines: dict[str, list[Row]] = defaultdict(list)
+        for row in sorted((row for row in rows if row["operation"] == operation), key=lambda row: int(row["bytes"])):
+            words = [row["transport"], row["dtype"], *([row["redop"]] if row["redop"] != "none" else [])]
+            lines[", ".join([*words, "in place" if row["in_place"] else "out of place"])].append(row)
+        for label, line in lines.items():
+            sizes = [row["bytes"] for row in line]
+            (drawn,) = time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], ".-", label=label)
+            low, high = ([row["ci"][end] * 1e6 for row in line] for end in (0, 1))
+            time_axes.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.3, linewidth=0)
+            if any(row["busbw"] > 0 for row in line):
+                bandwidth_axes.plot(sizes, [row["busbw"] / 1e9 for row in line], ".-", label=label)
+        ranks = next(row["ranks"] for row in rows if row["operation"] == operation)
+        for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
+            one.set(xscale="log", yscale="log", xlabel="size, bytes", ylabel=label, title=f"{operation}, {ranks} ranks")
+            one.grid(alpha=0.3)
+        time_axes.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)
