@@ -39,7 +39,7 @@ DTYPES = {
 }  # fmt: skip
 
 PERIOD = 1021  # elements; a prime
-POISON = 0xA5  # the bytes of a buffer before a call: not the bytes of any expected value
+POISON = 0xA5  # every byte of a buffer before a call
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # integers up to here are representable
 _AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # nccl-tests' factors are these
 

@@ -120,26 +120,23 @@ class Peer(Transport):
             raise CollectiveError("needs a CUDA device, and torch sees none")
         self._process = PeerProcess(PEERS[name], group.rank, group.size, _meeting_point(group), capacity)
         try:
-            self._agree(self._process.answer)
-        except CollectiveError:
+            self._process.answer()
+        except PeerError as error:
             self._process.close()
-            raise
+            raise CollectiveError(str(error)) from error
 
     def bind(self, call: Call, in_place: bool) -> Bound:
-        about = {"operation": call.operation, "dtype": str(call.dtype).removeprefix("torch."), "redop": call.redop}
+        about: dict[str, Any] = {
+            "operation": call.operation,
+            "dtype": str(call.dtype).removeprefix("torch."),
+            "redop": call.redop,
+        }
         about |= {"root": call.root, "ranks": call.ranks, "count": call.count, "in_place": in_place}
-        self._agree(lambda: self._process.ask(do="bind", **about))
-        return PeerCall(self._process, in_place)
-
-    def _agree(self, work: Any) -> None:
-        """Do ``work``; what went wrong on one rank is an error on all."""
-        problem = ""
         try:
-            work()
+            self._process.ask(do="bind", **about)
         except PeerError as error:
-            problem = str(error)
-        if problems := [text for text in self._group.mpi.allgather(problem) if text]:
-            raise CollectiveError(problems[0])
+            raise CollectiveError(str(error)) from error
+        return PeerCall(self._process, in_place)
 
     def close(self) -> None:
         self._process.close()

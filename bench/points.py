@@ -56,6 +56,8 @@ class Place:
         except CollectiveError as error:
             problem = str(error) or repr(error)
         if problems := [text for text in self.world.mpi.allgather(problem) if text]:
+            if isinstance(result, Transport):
+                result.close()
             raise CollectiveError(problems[0])
         return result
 

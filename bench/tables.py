@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,27 +91,42 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Time and bus bandwidth over size, both on logarithmic axes; a line of two plots for each operation."""
+    """Median time, with its confidence interval, and bus bandwidth over size; a line of two plots for each operation.
+
+    All axes are logarithmic. Colours are transports, markers dtypes and reductions; in place is dashed.
+    """
     from matplotlib.figure import Figure  # here: it takes a second to load
 
-    operations = list(dict.fromkeys(row["operation"] for row in rows if row["bytes"] > 0))
-    figure = Figure(figsize=(12, 3.6 * max(1, len(operations))), layout="constrained")
+    shown = [row for row in rows if row["bytes"] > 0]
+    operations = list(dict.fromkeys(row["operation"] for row in shown))
+    transports = list(dict.fromkeys(row["transport"] for row in shown))
+    kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
+    figure = Figure(figsize=(15, 4 * max(1, len(operations))), layout="constrained")
     axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
-        lines: dict[str, list[Row]] = defaultdict(list)
-        for row in sorted((row for row in rows if row["operation"] == operation), key=lambda row: int(row["bytes"])):
-            words = [row["transport"], row["dtype"], *([row["redop"]] if row["redop"] != "none" else [])]
-            lines[", ".join([*words, "in place" if row["in_place"] else "out of place"])].append(row)
-        for label, line in lines.items():
+        lines: defaultdict[tuple[str, str, str, bool], list[Row]] = defaultdict(list)
+        for row in sorted((row for row in shown if row["operation"] == operation), key=lambda row: int(row["bytes"])):
+            lines[row["transport"], row["dtype"], row["redop"], row["in_place"]].append(row)
+        for (transport, dtype, redop, in_place), line in lines.items():
+            words = [
+                transport,
+                dtype,
+                *([redop] if redop != "none" else []),
+                "in place" if in_place else "out of place",
+            ]
+            style: dict[str, Any] = {
+                "color": f"C{transports.index(transport) % 10}", "marker": ".ox+^vsd*"[kinds.index((dtype, redop)) % 9],
+                "linestyle": "--" if in_place else "-", "label": ", ".join(words),
+            }  # fmt: skip
             sizes = [row["bytes"] for row in line]
-            (drawn,) = time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], ".-", label=label)
+            time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
             low, high = ([row["ci"][end] * 1e6 for row in line] for end in (0, 1))
-            time_axes.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.3, linewidth=0)
-            if any(row["busbw"] > 0 for row in line):
-                bandwidth_axes.plot(sizes, [row["busbw"] / 1e9 for row in line], ".-", label=label)
-        ranks = next(row["ranks"] for row in rows if row["operation"] == operation)
+            time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            # A group of one rank moves nothing: 0 has no place on the axis.
+            bandwidth_axes.plot(sizes, [row["busbw"] / 1e9 or math.nan for row in line], **style)
+        ranks = next(row["ranks"] for row in shown if row["operation"] == operation)
         for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
             one.set(xscale="log", yscale="log", xlabel="size, bytes", ylabel=label, title=f"{operation}, {ranks} ranks")
             one.grid(alpha=0.3)
-        time_axes.legend(fontsize="x-small")
+        bandwidth_axes.legend(fontsize="xx-small", bbox_to_anchor=(1.01, 1), loc="upper left")
     figure.savefig(path, dpi=120)

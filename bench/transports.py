@@ -61,8 +61,9 @@ class Transport(ABC):
     def bind(self, call: Call, in_place: bool) -> Bound:
         """The call, its buffers reset. Raises CollectiveError, on every rank, where it turns out to be impossible."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Free what was made."""
+        """Free what was made; no call of it may be in use."""
 
 
 class LocalCall(Bound):
@@ -122,6 +123,9 @@ class Engine(Transport):
         bound = LocalCall(call, self._comm.rank, in_place, self._buffers, self._finished(start), self._meet())
         bound.start = start if self._stream is not None else None
         return bound
+
+    def close(self) -> None:
+        del self._buffers  # a window is freed with its communicator only where no tensor refers to it
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
         """The call from beginning to end."""
@@ -224,6 +228,7 @@ class OnDevice(Engine):
         return meet
 
     def close(self) -> None:
+        super().close()
         self._comm.close()
 
 
@@ -264,6 +269,9 @@ class Mpi4py(Transport):
             call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self._comm.Barrier
         )
 
+    def close(self) -> None:
+        del self._buffers
+
     def _invocation(self, call: Call, in_place: bool) -> Callable[[], object]:
         comm, name, root = self._comm, call.operation, call.root
         if name == "barrier":
@@ -272,7 +280,7 @@ class Mpi4py(Transport):
         if name in REDUCING:
             datatype, op = self._types.reduce[call.dtype, call.redop]
         else:
-            datatype, op = self._types.move[call.dtype], None
+            datatype, op = self._types.move[call.dtype], self._mpi.OP_NULL
         send, recv = self._buffers.views(call, comm.rank, in_place)
         source, target = ((self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), datatype) for t in (send, recv))
         given = self._mpi.IN_PLACE if in_place else source

@@ -1,0 +1,294 @@
+"""bench.collectives: its transports on real ranks, its command line, what it writes."""
+
+import csv
+import json
+import time
+
+import pytest
+import torch
+
+import mpirun
+from bench.clocks import Offset, synchronise
+from bench.collectives import Settings, parse_bytes, settings
+from bench.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Call
+from bench.points import overlap_percent
+from bench.tables import table
+from commengine import CollectiveError
+from commengine.dtypes import reduction_error
+
+MEMORY = {"available": 1 << 33, "shared": 1 << 32}
+
+
+# On real ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(mpi_world):
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        yield world
+
+
+@pytest.fixture(scope="module", params=["engine", "mpi4py", "shared", "stream"])
+def transport(request, world):
+    from bench.transports import LOCAL
+
+    if request.param == "shared" and world.size == 1:
+        with pytest.raises(CollectiveError, match="two ranks or more"):
+            LOCAL["shared"](world, 64)
+        pytest.skip("nothing to share")
+    opened = LOCAL[request.param](world, 1 << 18)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_transport_computes_what_is_expected(world, transport, operation):
+    for name in ("float32", "bfloat16", "int8"):
+        for redop in REDOPS if operation in REDUCING else ["none"]:
+            if redop != "none" and reduction_error(DTYPES[name], redop):
+                continue
+            for in_place in {False, operation in IN_PLACE}:
+                for nbytes in (1, 70_000):
+                    call = Call.of(operation, DTYPES[name], redop, world.size - 1, world.size, nbytes)
+                    reason = transport.refuses(call, in_place)
+                    assert (reason is not None) == (
+                        transport.name == "mpi4py" and (redop == "avg" or (name == "bfloat16" and redop != "none"))
+                    )
+                    if reason is not None:
+                        continue
+                    bound = transport.bind(call, in_place)
+                    poisoned = bound.wrong()
+                    starts, seconds = bound.run(1)
+                    assert starts.shape == seconds.shape == (1,) and seconds[0] > 0
+                    assert bound.wrong() == 0, (name, redop, in_place, nbytes)
+                    assert in_place or poisoned > 0 or not call.received(world.rank)
+                    if not in_place:
+                        bound.run(2)  # out of place the input is still there
+                        assert bound.wrong() == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_broken_transport_shows(world):
+    from bench.points import Place, point
+    from bench.sampling import Stopping
+    from bench.transports import Engine
+
+    class Broken(Engine):
+        """Forgets the first element of the last rank's part of a sum."""
+
+        name = "broken"
+
+        def _start(self, call, in_place):
+            def start():
+                recv = self._buffers.views(call, world.rank, in_place)[1]
+                work = right()
+                if world.rank == world.size - 1:
+                    recv[0] -= 1
+                return work
+
+            right = super()._start(call, in_place)
+            return start
+
+    class Idle(Engine):
+        """Does nothing."""
+
+        name = "idle"
+
+        def _start(self, call, in_place):
+            return lambda: None
+
+    place = Place(world, world, "world", Stopping(seconds=0.01))
+    call = Call.of("all_reduce", torch.float32, "sum", 0, world.size, 4000)
+    transports = [kind(world, 4096) for kind in (Broken, Idle, Engine)]
+    rows = point(place, call, transports, [False, True], 0).rows
+    assert bool(rows) == (world.rank == 0)
+    if world.rank == 0:
+        wrong = {(row["transport"], row["in_place"]): row["wrong"] for row in rows}
+        assert wrong["engine", False] == wrong["engine", True] == 0
+        assert wrong["broken", False] == wrong["broken", True] == 1
+        assert wrong["idle", False] == 1000 * world.size
+        assert wrong["idle", True] > 500 * world.size
+
+
+@pytest.mark.mpi
+def test_clocks_that_are_apart_are_found_out(world):
+    def clock():
+        return time.perf_counter() - 7.5 * world.rank  # one machine: the real clocks are the same
+
+    for rank, offset in enumerate(synchronise(world.mpi, clock=clock)):
+        assert abs(offset.seconds - 7.5 * rank) <= offset.uncertainty + 1e-9
+        assert (offset.uncertainty > 0) == (rank > 0)
+
+
+# Anywhere -----------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_round_trip_says_most():
+    trips = [(0.0, 5.9, 2.0), (10.0, 15.06, 10.1), (20.0, 25.0, 21.0)]
+    offset = Offset.estimate(trips)
+    assert offset.seconds == pytest.approx(-5.01)
+    assert offset.uncertainty == pytest.approx(0.05)
+
+
+def test_overlap_is_osus_formula():
+    assert overlap_percent(10, 10, 10) == 100
+    assert overlap_percent(10, 10, 20) == 0
+    assert overlap_percent(10, 12, 17) == 50
+    assert overlap_percent(10, 10, 25) == 0
+    assert overlap_percent(10, 10, 9) == 100
+
+
+def test_sizes_in_human_units():
+    assert [parse_bytes(text) for text in ("1", "64M", "64MB", "64 MiB", "1.5k", "2g")] == [
+        1, 64 << 20, 64 << 20, 64 << 20, 1536, 2 << 30,
+    ]  # fmt: skip
+
+
+def test_sizes_are_rounded_up_and_none_is_measured_twice():
+    chosen = settings(["--max-bytes", "100", "--operations", "all_reduce,all_gather"], 4, MEMORY)
+    first, second = chosen.series(4)
+    assert [call.nbytes for call in first] == [4, 8, 16, 32, 64]
+    assert [call.nbytes for call in second] == [16, 32, 64]
+
+
+def test_defaults_fit_into_the_memory():
+    chosen = settings([], 4, MEMORY)
+    assert chosen.operations == list(OPERATIONS)
+    assert chosen.transports == ["engine", "mpi4py", "shared", "stream"]
+    assert 2 * 4 * max(chosen.sizes) <= MEMORY["available"] // 8
+    assert Settings(**json.loads(json.dumps(chosen.__dict__))) == chosen  # it goes to the other ranks as JSON
+
+
+def test_options_come_from_a_file_too(tmp_path):
+    (tmp_path / "c.yaml").write_text("operations: [broadcast, reduce]\nmax-bytes: 1K\nin-place: false\n")
+    chosen = settings(["--config", str(tmp_path / "c.yaml"), "--step-factor", "4"], 2, MEMORY)
+    assert chosen.operations == ["broadcast", "reduce"]
+    assert chosen.sizes == [1, 4, 16, 64, 256, 1024]
+    assert chosen.variants == [False]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--operations", "allreduce"], "--operations: no 'allreduce'; there are all_reduce, reduce_scatter"),
+        (["--transports", "engine,ucx"], "--transports: no 'ucx'; there are engine, mpi4py, shared"),
+        (["--dtypes", "fp32"], "--dtypes: no 'fp32'; there are float32"),
+        (["--redop", "avg", "--dtypes", "int8"], "--redop avg with --dtypes int8: op='avg' needs a floating-point"),
+        (["--max-bytes", "12Q"], "--max-bytes: '12Q' is not a size: give bytes, or 32K, 64M, 1G"),
+        (["--max-bytes", "1T"], "--max-bytes 1T: 8 buffers of that size; at most"),
+        (["--min-bytes", "2K", "--max-bytes", "1K"], "--min-bytes 2048 and --max-bytes 1024"),
+        (["--step-factor", "1"], "--step-factor 1.0: a number above 1"),
+        (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: tensor=3 does not divide"),
+        (["--group", "pipeline"], "--group: no 'pipeline'; there are world, tensor, data"),
+        (["--tensor-model-parallel-size", "2", "--group", "data", "--root", "2"], "--root 2: the group data has"),
+        (["--no-in-place", "--no-out-of-place"], "leave nothing to measure"),
+        (["--confidence", "0"], "--confidence 0.0: a number above 0"),
+        (["--time-limit", "nan"], "--time-limit nan: a number above 0"),
+        (["--overlap", "--transports", "engine"], "--overlap measures the transport stream"),
+        (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
+        (["--plot", "x.txt"], "--plot x.txt: the name ends in .png"),
+        (["--rounds", "3"], "unrecognized arguments: --rounds 3"),
+    ],
+)
+def test_bad_options_are_named(argv, message):
+    with pytest.raises(ValueError) as raised:
+        settings(argv, 4, MEMORY)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def bench(ranks, *options):
+    return mpirun.run(ranks, "-m", "bench.collectives", *map(str, options), timeout=100)
+
+
+def test_bad_input_ends_every_rank_with_one_line():
+    done = bench(2, "--root", 5)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: --root 5: the group world has the ranks 0 to 1"
+    assert done.stdout == ""
+
+
+KEYS = {
+    "operation": str, "transport": str, "group": str, "ranks": int, "dtype": str, "redop": str, "root": int,
+    "in_place": bool, "bytes": int, "count": int, "iterations": int, "seconds": dict, "ci": list, "algbw": float,
+    "busbw": float, "wrong": int, "start_skew": dict, "converged": bool,
+}  # fmt: skip
+
+
+def check(result, group, ranks):
+    """The schema that bench.fit reads, and what must hold in every row."""
+    assert result["format"] == 1
+    assert {"command", "date", "hardware", "versions", "rows", "clock"} <= set(result)
+    for row in result["rows"]:
+        assert {name: type(row[name]) for name in KEYS} == KEYS
+        assert (row["group"], row["ranks"], row["wrong"]) == (group, ranks, 0)
+        seconds, (low, high) = row["seconds"], row["ci"]
+        assert 0 < seconds["min"] <= low <= seconds["p50"] <= high <= seconds["max"]
+        assert seconds["p50"] <= seconds["p95"] <= seconds["p99"] <= seconds["max"]
+        assert row["algbw"] == pytest.approx(row["bytes"] / seconds["p50"])
+        assert 0 <= row["start_skew"]["p50"] <= row["start_skew"]["max"]
+    clock = result["clock"]
+    for offset, uncertainty in zip(clock["offsets"], clock["uncertainties"], strict=True):
+        assert abs(offset) <= uncertainty + 1e-9  # one machine
+
+
+def measured(result):
+    return {(row["operation"], row["transport"], row["in_place"], row["bytes"]) for row in result["rows"]}
+
+
+def test_all_operations_and_transports_on_two_ranks(tmp_path):
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "png")}
+    done = bench(
+        2, "--min-bytes", "40K", "--max-bytes", "40K", "--time-limit", 0.002, "--warmup", 1,
+        "--transports", "engine,mpi4py,shared,stream,gloo,nccl", "--json", files["json"], "--csv", files["csv"],
+        "--plot", files["png"], "--dtypes", "float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(files["json"].read_text())
+    check(result, "world", 2)
+    expected = {
+        (operation, transport, in_place, size)
+        for operation in OPERATIONS
+        for transport in ("engine", "mpi4py", "shared", "stream", "gloo")
+        for in_place in {False, operation in IN_PLACE}
+        for size in ([40960] if operation != "barrier" else [0])
+    }
+    assert measured(result) == expected
+    if not torch.cuda.is_available():
+        assert result["skipped"] == [{"transport": "nccl", "reason": "needs a CUDA device, and torch sees none"}]
+    for row in result["rows"]:
+        assert row["busbw"] == pytest.approx(row["algbw"] * (0.5 if row["operation"] in HALVES else 1.0))
+    lines = list(csv.DictReader(files["csv"].open()))
+    assert len(lines) == len(result["rows"])
+    assert [float(line["seconds_p50"]) for line in lines] == [row["seconds"]["p50"] for row in result["rows"]]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    shown = [line.split() for line in done.stdout.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(shown) == len(result["rows"])
+    assert "# 0 wrong elements" in done.stdout
+    head = next(line.lstrip("#").split() for line in done.stdout.splitlines() if line.split()[1:2] == ["size"])
+    assert head[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
+
+
+HALVES = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # (n - 1) / n with 2 ranks
+
+
+def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
+    done = bench(
+        4, "--min-bytes", 64, "--max-bytes", 64, "--time-limit", 0.002, "--warmup", 1, "--operations", "all_reduce",
+        "broadcast", "--transports", "stream,gloo", "--overlap", "--tensor-model-parallel-size", 2, "--group", "data",
+        "--dtypes", "bfloat16", "--redop", "sum,max", "--root", 1, "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    check(result, "data", 2)
+    assert len(result["clock"]["offsets"]) == 4
+    assert len(result["rows"]) == (2 + 1) * 2 * 2
+    for row in result["rows"]:
+        assert ("overlap" in row) == (row["transport"] == "stream")
+        assert row["root"] == (1 if row["operation"] == "broadcast" else -1)
+    streamed = [row["overlap"] for row in result["rows"] if "overlap" in row]
+    assert all(0 <= one["percent"] <= 100 and one["overall"] > 0 < one["compute"] for one in streamed)
+    assert "pure comm" in table(result["rows"])

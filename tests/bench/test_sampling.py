@@ -1,0 +1,113 @@
+"""When a measurement stops, what it says of the median, and how far the ranks' clocks are apart."""
+
+import numpy as np
+import pytest
+
+from bench.sampling import Sampler, Stopping, median_interval, sample
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Fake:
+    """A call whose times are drawn from a generator, on a clock that only it moves."""
+
+    def __init__(self, clock, draw, overhead=0.0):
+        self.clock, self.draw, self.overhead, self.rounds = clock, draw, overhead, []
+
+    def run(self, count):
+        starts, seconds = [], []
+        for _ in range(count):
+            self.clock.now += self.overhead
+            starts.append(self.clock.now)
+            seconds.append(self.draw())
+            self.clock.now += seconds[-1]
+        self.rounds.append(count)
+        return np.array(starts), np.array(seconds)
+
+
+def alone(contestants, clock, **stopping):
+    return sample(
+        contestants, Stopping(**stopping), in_group=lambda x: x, in_world=lambda x: x, seed=0, clock=clock
+    )  # fmt: skip
+
+
+def test_a_steady_call_stops_at_once_and_a_noisy_one_when_its_median_is_known():
+    clock, random = FakeClock(), np.random.default_rng(0)
+    steady, noisy = Fake(clock, lambda: 1e-3), Fake(clock, lambda: random.lognormal(-7, 1))
+    first, second = alone([steady, noisy], clock, confidence=0.05, seconds=1e9)
+    assert first.converged and second.converged
+    assert 20 <= first.count < 40 < 500 < second.count
+    low, high = second.interval()
+    assert (high - low) / 2 <= 0.05 * np.median(second.seconds)
+    assert low <= np.exp(-7) <= high
+    assert noisy.rounds[0] == 5  # warm-up, not counted
+    assert sum(noisy.rounds[1:]) == second.count
+
+
+@pytest.mark.parametrize("each, limit", [(1e-5, 0.2), (0.03, 0.2), (5.0, 0.2)])
+def test_a_call_that_never_settles_stops_at_the_limit(each, limit):
+    """Having spent no more than one round beyond it: meetings before a call count too."""
+    clock, random = FakeClock(), np.random.default_rng(0)
+    wild = Fake(clock, lambda: each * 10 ** random.uniform(-2, 2), overhead=each)
+    (found,) = alone([wild], clock, confidence=1e-6, seconds=limit, warmup=1)
+    assert not found.converged and found.finished
+    assert found.spent >= limit
+    before = found.spent - found._parts[-1].sum() - each * len(found._parts[-1])
+    assert before < limit
+
+
+def test_one_group_goes_on_until_all_are_ready():
+    """in_world is how the other groups say that they are not."""
+    clock, calls = FakeClock(), []
+
+    def in_world(values):
+        calls.append(values)
+        return values if len(calls) > 12 else np.where(values >= 0, 1.0, values)
+
+    steady = Fake(clock, lambda: 1e-3)
+    (found,) = sample([steady], Stopping(), in_group=lambda x: x, in_world=in_world, seed=0, clock=clock)
+    assert found.converged and len(calls) == 14
+
+
+def test_a_sample_is_the_slowest_rank_and_its_skew_that_of_the_starts():
+    """in_group as a group of two would have it: the other begins 3 us later and takes twice as long."""
+    clock = FakeClock()
+
+    def in_group(mine):
+        count = (len(mine) - 1) // 3
+        other = np.concatenate([mine[:count] * 2, mine[count : 2 * count] + 3e-6, mine[2 * count : -1] - 3e-6, [0.0]])
+        return np.maximum(mine, other)
+
+    (found,) = sample(
+        [Fake(clock, lambda: 1e-4)], Stopping(), in_group=in_group, in_world=lambda x: x, seed=0, clock=clock
+    )  # fmt: skip
+    np.testing.assert_allclose(found.seconds, 2e-4)
+    np.testing.assert_allclose(found.skews, 3e-6, atol=1e-12)
+
+
+def test_the_interval_of_the_median_covers_it_as_often_as_it_says():
+    random = np.random.default_rng(1)
+    for count in (20, 50, 300):
+        hits = 0
+        for _ in range(400):
+            low, high = median_interval(random.exponential(size=count))
+            hits += low <= np.log(2) <= high
+        assert 0.93 <= hits / 400 <= 1.0
+
+
+def test_statistics_are_numpys():
+    sampler = Sampler(Stopping())
+    values = np.random.default_rng(2).exponential(size=101)
+    sampler.add(values[:50], 1.0)
+    sampler.add(values[50:], 1.0)
+    found = sampler.statistics()
+    assert found["p50"] == sorted(values)[50]
+    assert found["p95"] == sorted(values)[95]
+    assert (found["min"], found["max"]) == (values.min(), values.max())
+    assert found["mean"] == pytest.approx(values.mean())
