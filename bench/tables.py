@@ -101,7 +101,10 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     operations = list(dict.fromkeys(row["operation"] for row in shown))
     transports = list(dict.fromkeys(row["transport"] for row in shown))
     kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
-    figure = Figure(figsize=(15, 4 * max(1, len(operations))), layout="constrained")
+    height = 4 * max(1, len(operations))
+    figure = Figure(figsize=(15, height))
+    # matplotlib's own layouts take twice the time of everything else here
+    figure.subplots_adjust(0.05, 0.6 / height, 0.84, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
     axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
         lines: defaultdict[tuple[str, str, str, bool], list[Row]] = defaultdict(list)
@@ -129,4 +132,4 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
             one.set(xscale="log", yscale="log", xlabel="size, bytes", ylabel=label, title=f"{operation}, {ranks} ranks")
             one.grid(alpha=0.3)
         bandwidth_axes.legend(fontsize="xx-small", bbox_to_anchor=(1.01, 1), loc="upper left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
