@@ -9,7 +9,6 @@ The way through processes of their own, for the peers, is in bench/peer.py.
 
 from __future__ import annotations
 
-import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -202,10 +201,7 @@ class OnDevice(Engine):
     def __init__(self, group: Communicator, capacity: int) -> None:
         if not torch.cuda.is_available():
             raise CollectiveError("needs a CUDA device, and torch sees none")
-        if "transport" not in inspect.signature(Communicator.__init__).parameters:
-            raise CollectiveError("this version of commengine moves host tensors only")
-        options: dict[str, Any] = {"device": "cuda", "transport": self.name}
-        device_comm = Communicator(group.mpi, name=group.name, **options)
+        device_comm = Communicator(group.mpi, device="cuda", transport=self.name, name=group.name)
         self._device = device_comm.device
         super().__init__(group, capacity)
         self._comm = device_comm
