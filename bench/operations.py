@@ -2,8 +2,8 @@
 
 What a rank sends repeats a table of small integers, its own, with a period that no block size shares: a block in the
 wrong place is seen. The tables are such that every sum and product, and every partial one in any order, is
-representable in the dtype (integers wrap): the right result has one value only, whatever the algorithm. The exception
-is ``avg`` by multiplication with 1/ranks, where ranks is no power of two.
+representable in the dtype: the right result has one value only, whatever the algorithm. The exceptions: ``prod`` of
+uint8 takes 255 for -1, so it wraps; ``avg`` by multiplication with 1/ranks rounds where ranks is no power of two.
 
 Nothing here knows MPI: the peers (bench/peers/collectives.py) make and check the same data.
 """
@@ -40,7 +40,8 @@ DTYPES = {
 
 PERIOD = 1021  # elements; a prime
 POISON = 0xA5  # every byte of a buffer before a call
-_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # integers up to here are representable
+#: integers up to here are representable; 2**24 in the dtypes that are not here
+_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.int8: 127, torch.uint8: 255, torch.int16: (1 << 15) - 1}
 _AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # nccl-tests' factors are these
 
 

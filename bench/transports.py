@@ -257,7 +257,7 @@ class Mpi4py(Transport):
         if call.redop == "avg":
             return "MPI has no avg"
         if call.operation in REDUCING and (call.dtype, call.redop) not in self._types.reduce:
-            return f"MPI has no reduction of {str(call.dtype).removeprefix('torch.')}"
+            return f"MPI does not reduce {str(call.dtype).removeprefix('torch.')} as torch does"
         return None
 
     def bind(self, call: Call, in_place: bool) -> Bound:
