@@ -115,7 +115,7 @@ def parser() -> Parser:
     add("--max-bytes", metavar="SIZE", help="such as 64M; default: by the memory, an eighth for all buffers together")
     add("--step-factor", type=float, default=2.0, help="from one size to the next")
     add("--in-place", action=BooleanOptionalAction, default=True)
-    add("--out-of-place", action=BooleanOptionalAction, default=True)
+    add("--out-of-place", action=BooleanOptionalAction, default=True, help="what has no other form is always run so")
     add("--tensor-model-parallel-size", type=int, default=1, help="ranks of a tensor group; the data groups' follow")
     add("--group", default="world", help="whose collectives: world, tensor or data; all such groups at the same time")
     add("--confidence", type=float, default=0.05, help="measure until the 95%% interval of the median is +-this share")
@@ -237,13 +237,20 @@ def open_transports(place: Place, names: Sequence[str], capacity: int) -> tuple[
 
 
 def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> dict[str, Any]:
-    """What the JSON says about the clocks; drift: the largest change of an offset, over the time of the run."""
-    moved = max(abs(after.seconds - before.seconds) for before, after in zip(first, last, strict=True))
+    """What the JSON says about the clocks, in seconds by rank.
+
+    drift: the largest change of an offset over the time of the run, in seconds a second; drift_uncertainty: what of it
+    the offsets' own uncertainty may be.
+    """
+    pairs = list(zip(first, last, strict=True))
+    moved = max(abs(after.seconds - before.seconds) for before, after in pairs)
+    unknown = max(after.uncertainty + before.uncertainty for before, after in pairs)
     return {
         "reference_rank": 0,
         "offsets": [one.seconds for one in last],
         "uncertainties": [one.uncertainty for one in last],
-        "drift": moved / seconds if seconds > 0 else 0.0,
+        "drift": moved / seconds,
+        "drift_uncertainty": unknown / seconds,
     }
 
 
@@ -314,7 +321,8 @@ def conclude(result: dict[str, Any], chosen: Settings) -> None:
     clock, rows = result["clock"], result["rows"]
     print(
         f"# clocks: offsets to rank 0 of at most {max(map(abs, clock['offsets'])) * 1e6:.2f} us, known within "
-        f"+-{max(clock['uncertainties']) * 1e6:.2f} us, drift {clock['drift'] * 1e6:.2f} us/s"
+        f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
+        f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
     )
     if slow := sum(not row["converged"] for row in rows):
         print(f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough")

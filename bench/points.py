@@ -1,4 +1,12 @@
-"""One point of bench.collectives: a call by every transport, in and out of place, alternating, checked and timed."""
+"""One point of bench.collectives: a call by every transport, in and out of place, alternating, checked and timed.
+
+A row, in the JSON that bench.fit reads, has of the call: operation, transport, group (world, tensor or data), ranks (of
+that group), dtype, redop ("none" where nothing is reduced), root (-1 where there is none), in_place, bytes and count
+(nccl-tests'). Of the times: iterations, converged (or else out of time), seconds {p50, p95, p99, min, max, mean} of the
+slowest rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second. wrong: elements, of all
+ranks. start_skew: {p50, max} of the seconds between the first rank's start of a call and the last's, and the
+uncertainty of the clocks. With --overlap, on streams: overlap {communication, compute, overall in seconds, percent}.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from bench.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Cal
 from bench.points import overlap_percent
 from bench.tables import table
 from commengine import CollectiveError
-from commengine.dtypes import reduction_error
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
 
@@ -46,10 +45,8 @@ def transport(request, world):
 @pytest.mark.mpi
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_transport_computes_what_is_expected(world, transport, operation):
-    for name in ("float32", "bfloat16", "int8"):
+    for name in ("float32", "bfloat16"):
         for redop in REDOPS if operation in REDUCING else ["none"]:
-            if redop != "none" and reduction_error(DTYPES[name], redop):
-                continue
             for in_place in {False, operation in IN_PLACE}:
                 for nbytes in (1, 70_000):
                     call = Call.of(operation, DTYPES[name], redop, world.size - 1, world.size, nbytes)
@@ -226,7 +223,7 @@ KEYS = {
 def check(result, group, ranks):
     """The schema that bench.fit reads, and what must hold in every row."""
     assert result["format"] == 1
-    assert {"command", "date", "hardware", "versions", "rows", "clock"} <= set(result)
+    assert {"command", "date", "hardware", "versions", "rows", "clock", "skipped"} <= set(result)
     for row in result["rows"]:
         assert {name: type(row[name]) for name in KEYS} == KEYS
         assert (row["group"], row["ranks"], row["wrong"]) == (group, ranks, 0)
