@@ -1,0 +1,241 @@
+"""Alpha and beta, and the sizes at which algorithms switch, from what bench.collectives measured.
+
+    python -m bench.fit results.json --output model.json --plot fit.png
+
+Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
+and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads:
+of each operation and number of ranks the first series in the file that the options let through; all series, with
+residuals and what each algorithm's formula would make of a link, stand under "series". Sizes are nccl-tests'.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import BooleanOptionalAction
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import configargparse
+
+from bench import piecewise
+from bench.machine import environment
+from bench.measurements import Series, read
+from bench.piecewise import FittedSegment, PiecewiseFit
+from commengine import UsageError
+from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
+
+#: what measuring programs may call one message
+MESSAGES = ("send", "send_recv", "ping_pong")
+
+
+@dataclass(frozen=True)
+class FittedSeries:
+    """A series with its fit."""
+
+    series: Series
+    fit: PiecewiseFit
+
+    @property
+    def operation(self) -> str:
+        """As `commengine.cost` calls it."""
+        return "p2p" if self.series.operation in MESSAGES else self.series.operation
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.series.operation}, {self.series.ranks} ranks, {self.series.variant}"
+
+
+def parse(argv: Sequence[str] | None = None) -> Any:
+    """The command line, and its parser for errors that are found later."""
+    options = configargparse.ArgumentParser(
+        prog="python -m bench.fit",
+        description=__doc__,
+        formatter_class=configargparse.RawDescriptionHelpFormatter,
+        config_file_parser_class=configargparse.YAMLConfigFileParser,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("results", type=Path, metavar="RESULTS.json", help="what bench.collectives --json wrote")
+    add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
+    add("--output", type=Path, metavar="FILE", help="write the model as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw fits over data, and residuals (png, pdf, svg)")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables")
+    add("--operation", action="append", metavar="NAME", help="fit this operation only; may be repeated")
+    add("--transport", action="append", metavar="NAME", help="fit this transport only; may be repeated")
+    add("--group", action="append", metavar="NAME", help="fit this group only; may be repeated")
+    add("--dtype", action="append", metavar="NAME", help="fit this dtype only; may be repeated")
+    add("--in-place", action=BooleanOptionalAction, help="fit only what ran in place, or only what did not")
+    add("--segments", type=int, default=piecewise.MOST_SEGMENTS, metavar="N", help="at most so many")
+    return options.parse_args(argv), options
+
+
+def chosen(series: Sequence[Series], arguments: Any) -> list[Series]:
+    """What the options let through. Raises UsageError for a name that no series has, and where nothing is left."""
+    left = list(series)
+    for name in ("operation", "transport", "group", "dtype"):
+        wanted = getattr(arguments, name)
+        there = sorted({str(one.key[name]) for one in series})
+        if wanted and (unknown := [value for value in wanted if value not in there]):
+            raise UsageError(
+                f"--{name} {unknown[0]}: not among the results, which have {', '.join(there) or 'nothing'}"
+            )
+        left = [one for one in left if not wanted or str(one.key[name]) in wanted]
+    if arguments.in_place is not None:
+        left = [one for one in left if bool(one.key["in_place"]) == arguments.in_place]
+    left = [one for one in left if one.ranks > 1]
+    if not left:
+        raise UsageError("nothing to fit: no results on 2 ranks or more are left by the options")
+    return left
+
+
+def fit_all(series: Sequence[Series], most: int) -> tuple[list[FittedSeries], list[str]]:
+    """All fits, and why the others could not be."""
+    fitted, left_out = [], []
+    for one in series:
+        try:
+            fitted.append(FittedSeries(one, piecewise.fit(one.sizes, one.seconds, one.errors, most)))
+        except ValueError as error:
+            left_out.append(f"{one.operation}, {one.ranks} ranks, {one.variant}: {error}")
+    return fitted, left_out
+
+
+def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
+    """The model for `commengine.cost`, and the series that it is made of."""
+    used: dict[tuple[str, int], FittedSeries] = {}
+    for one in fitted:
+        if one.operation in OPERATIONS:
+            used.setdefault((one.operation, one.series.ranks), one)
+    collectives: dict[str, tuple[Segment, ...]] = {}
+    for operation, ranks in sorted(used):
+        segments = used[operation, ranks].fit.segments
+        rows = tuple(Segment(ranks, part.from_bytes, part.alpha, part.beta) for part in segments)
+        collectives[operation] = collectives.get(operation, ()) + rows
+    return FittedModel(collectives), list(used.values())
+
+
+def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
+    """Per algorithm, alpha and beta of a link on which its formula gives this segment; reducing counts as free."""
+    found = {}
+    for name in ALGORITHMS.get(operation, {}):
+        try:
+            cost = collective(operation, name, 1.0, ranks)
+        except ValueError:  # needs a power of two
+            continue
+        found[name] = {"alpha": segment.alpha / cost.steps, "beta": segment.beta / cost.path_bytes}
+    return found
+
+
+def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The model file."""
+    model, used = model_of(fitted)
+    rows = []
+    for one in fitted:
+        points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, strict=True)
+        rows.append({
+            **one.series.key,
+            "in_model": any(one is other for other in used),
+            "bic": one.fit.bic,
+            "segments": [
+                asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
+            ],
+            "points": [{"bytes": size, "seconds": spent, "residual": error} for size, spent, error in points],
+        })  # fmt: skip
+    measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
+    return {**model.to_json(), **environment("bench.fit"), "results": str(path), "measured": measured, "series": rows}
+
+
+def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
+    """The fits, then every size, as markdown."""
+    yield "| operation | ranks | measured as | from bytes | alpha, us | 1 / beta, GB/s | residuals: rms | largest |"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|"
+    for one in fitted:
+        bounds = [*(part.from_bytes for part in one.fit.segments[1:]), float("inf")]
+        for part, end in zip(one.fit.segments, bounds, strict=True):
+            pairs = zip(one.series.sizes, one.fit.residuals, strict=True)
+            errors = [error for size, error in pairs if part.from_bytes <= size < end]
+            rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+            start = _interval(part.from_bytes, part.from_interval, "g") if part.from_bytes else "0"
+            low, high = (_bandwidth(beta) for beta in reversed(part.beta_interval))
+            yield (
+                f"| {one.series.operation} | {one.series.ranks} | {one.series.variant} | {start} "
+                f"| {_interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
+                f"| {_bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
+            )
+    for one in fitted:
+        yield from ("", f"{one.title}:", "", "| bytes | measured, us | fit, us | residual |", "|---:|---:|---:|---:|")
+        for size, spent, error in zip(one.series.sizes, one.series.seconds, one.fit.residuals, strict=True):
+            yield f"| {size:.0f} | {1e6 * spent:.4g} | {1e6 * spent * (1 - error):.4g} | {error:+.1%} |"
+
+
+def _interval(value: float, ends: Sequence[float], form: str) -> str:
+    return f"{value:{form}} [{ends[0]:{form}} to {ends[1]:{form}}]"
+
+
+def _bandwidth(beta: float) -> str:
+    return f"{1e-9 / beta:.4g}" if beta else "inf"
+
+
+def draw(fitted: Sequence[FittedSeries], path: Path) -> None:
+    """Fit over data, log-log, and the residuals below; one column per operation."""
+    from matplotlib.figure import Figure
+
+    operations = list(dict.fromkeys(one.series.operation for one in fitted))
+    figure = Figure(figsize=(5.5 * len(operations), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(operations), squeeze=False, sharex="col", height_ratios=(3, 1))
+    for column, operation in enumerate(operations):
+        above, below = axes[0][column], axes[1][column]
+        for number, one in enumerate(one for one in fitted if one.series.operation == operation):
+            colour, shown = f"C{number % 10}", one.series.sizes > 0
+            sizes, seconds = one.series.sizes[shown], one.series.seconds[shown]
+            bars = 1.96 * one.series.errors[shown] * seconds
+            label = f"{one.series.ranks} ranks, {one.series.variant}"
+            above.errorbar(sizes, seconds, bars, fmt="o", color=colour, markersize=4, label=label)
+            starts = [part.from_bytes for part in one.fit.segments]
+            for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+                inside = sizes[(sizes >= start) & (sizes < end)]
+                line = [inside[0] * (inside[-1] / inside[0]) ** (k / 50) for k in range(51)]  # a line curves here
+                above.plot(line, [one.fit.seconds(size) for size in line], color=colour)
+                if start:
+                    above.axvline(start, color=colour, linestyle=":", linewidth=0.8)
+            errors = [100 * error for error, keep in zip(one.fit.residuals, shown, strict=True) if keep]
+            below.plot(sizes, errors, "o-", color=colour, markersize=3, linewidth=0.8)
+        above.set(title=operation, xscale="log", yscale="log", ylabel="seconds" if not column else "")
+        above.legend(fontsize="x-small")
+        below.axhline(0, color="black", linewidth=0.6)
+        below.set(xlabel="bytes", ylabel="residual, %" if not column else "")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fit and report; the exit status."""
+    arguments, options = parse(argv)
+    try:
+        if arguments.segments < 1:
+            raise UsageError(f"--segments {arguments.segments}: at least 1")
+        series, source = read(arguments.results)
+        fitted, left_out = fit_all(chosen(series, arguments), arguments.segments)
+        if not fitted:
+            raise UsageError(f"nothing to fit: {left_out[0]}")
+        lines = list(tables(fitted))
+        print("\n".join(lines))
+        if arguments.markdown:
+            arguments.markdown.write_text(
+                "\n".join(["# Fit", "", f"- results: `{source.get('command', arguments.results)}`", "", *lines, ""])
+            )
+        if arguments.output:
+            arguments.output.write_text(json.dumps(as_json(fitted, source, arguments.results), indent=1))
+        if arguments.plot:
+            draw(fitted, arguments.plot)
+    except (UsageError, OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
+        options.error(str(error))
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

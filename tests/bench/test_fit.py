@@ -1,0 +1,181 @@
+"""bench.fit: a known piecewise model comes back from noisy times; its file loads; damaged results are named."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from bench import fit, piecewise
+from commengine import cost
+
+SIZES = [2.0**k for k in range(3, 28)]
+#: (from, alpha, beta)
+ONE = [(0, 5e-6, 1e-10)]
+THREE = [(0, 2e-6, 5e-10), (16384, 12e-6, 1.2e-10), (1 << 21, 60e-6, 2.5e-10)]
+
+
+def seconds(model, size):
+    _, alpha, beta = [part for part in model if part[0] <= size][-1]
+    return alpha + size * beta
+
+
+def row(size, spent, spread=0.02, **other):
+    half = 1.96 * spread * spent
+    statistics = dict.fromkeys(("p50", "p95", "p99", "min", "max", "mean"), spent)
+    return {
+        "operation": "all_reduce", "transport": "engine", "group": "world", "ranks": 2, "dtype": "float32",
+        "redop": "sum", "root": None, "in_place": True, "bytes": size, "count": size // 4, "iterations": 100,
+        "seconds": statistics, "ci": [spent - half, spent + half],
+        "algbw": size / spent, "busbw": size / spent, "wrong": 0,
+    } | other  # fmt: skip
+
+
+def results(path, rows):
+    data = {"format": 1, "command": "python -m bench.collectives", "date": "2026-11-21", "hardware": "synthetic"}
+    path.write_text(json.dumps(data | {"versions": {"python": "3"}, "rows": rows, "clock": {}}))
+    return path
+
+
+def call(*argv):
+    return fit.main([str(one) for one in argv])
+
+
+def noisy(model, seed, sizes=SIZES, spread=0.02):
+    random = np.random.default_rng(seed)
+    exact = np.array([seconds(model, size) for size in sizes])
+    return piecewise.fit(
+        np.array(sizes), exact * (1 + spread * random.standard_normal(len(sizes))), np.full(len(sizes), spread)
+    )
+
+
+def test_known_model_comes_back_and_its_intervals_hold_it():
+    """Over 20 noisy data sets: the number of segments, switch points, and 95% intervals that hold in about 95%."""
+    right = held = asked = 0
+    for seed in range(20):
+        found = noisy(THREE, seed).segments
+        right += len(found) == 3
+        if len(found) != 3:
+            continue
+        for part, (start, alpha, beta) in zip(found, THREE, strict=True):
+            assert part.from_interval[0] <= start <= part.from_interval[1]
+            assert start / 2 <= part.from_bytes <= start  # between the sizes around it
+            assert part.beta == pytest.approx(beta, rel=0.15)
+            held += part.alpha_interval[0] <= alpha <= part.alpha_interval[1]
+            held += part.beta_interval[0] <= beta <= part.beta_interval[1]
+            asked += 2
+        assert found[0].alpha == pytest.approx(2e-6, rel=0.05) and found[1].alpha == pytest.approx(12e-6, rel=0.08)
+    assert right >= 18
+    assert 0.88 <= held / asked <= 1
+    widths = [part.alpha_interval[1] - part.alpha_interval[0] for part in found[:2]]
+    assert widths[0] < 0.1 * 2e-6 and widths[1] < 0.2 * 12e-6  # they hold it without being useless
+
+
+@pytest.mark.parametrize("count", [3, 5, 8, 25])
+def test_one_line_stays_one_line(count):
+    sizes = [float(size) for size in np.logspace(1, 8, count)]
+    found = [len(noisy(ONE, seed, sizes).segments) for seed in range(20)]
+    assert found.count(1) >= 19
+    exact = noisy(ONE, 0, sizes, spread=1e-9)
+    assert len(exact.segments) == 1
+    assert (exact.segments[0].alpha, exact.segments[0].beta) == (pytest.approx(5e-6), pytest.approx(1e-10))
+
+
+def test_wide_intervals_weigh_little():
+    """A size measured badly does not move the line, and one measured well does."""
+    sizes = np.array([1e3, 1e4, 1e5, 1e6, 1e7])
+    spent = 1e-5 + sizes * 1e-9
+    spent[2] *= 1.5
+    errors = np.full(5, 0.01)
+    wrong = piecewise.fit(sizes, spent, errors).segments[0]
+    errors[2] = 0.5
+    found = piecewise.fit(sizes, spent, errors)
+    assert found.segments[0].beta == pytest.approx(1e-9, rel=1e-3)
+    assert abs(wrong.beta / 1e-9 - 1) > 10 * abs(found.segments[0].beta / 1e-9 - 1)
+    assert found.residuals[2] == pytest.approx(1 / 3, abs=0.01)  # (measured - model) / measured
+
+
+def test_alpha_and_beta_are_not_negative():
+    sizes = np.array([1.0, 2.0, 3.0, 4.0])
+    for spent in (np.array([1.0, 2.5, 4.0, 5.5]), np.array([4.0, 3.9, 3.8, 3.7])):
+        part = piecewise.fit(sizes, spent, np.zeros(4)).segments[0]
+        assert min(part.alpha, part.beta, part.alpha_interval[0], part.beta_interval[0]) == 0
+
+
+def test_model_file_loads_and_predicts(tmp_path, capsys):
+    random = np.random.default_rng(0)
+
+    def rows(model, **other):
+        return [row(n, seconds(model, n) * (1 + 0.01 * random.standard_normal()), 0.01, **other) for n in SIZES]
+
+    random_order = rows(THREE) + rows(ONE, ranks=4) + rows(ONE, transport="mpi4py") + rows(ONE, operation="gather")
+    random_order += [row(n, 1e-6, operation="broadcast") for n in (1, 2)] + rows(ONE, ranks=1)
+    random.shuffle(random_order)
+    random_order.sort(key=lambda one: one["transport"])  # the engine's first
+    path = results(tmp_path / "results.json", random_order)
+    assert call(path, "--output", tmp_path / "model.json", "--plot", tmp_path / "fit.png") == 0
+    printed = capsys.readouterr()
+    assert "left out: broadcast, 2 ranks" in printed.err and "at least 3 different sizes" in printed.err
+    assert printed.out.count("| all_reduce | 2 | engine world float32 sum in place |") == 3
+    assert (tmp_path / "fit.png").read_bytes()[:4] == b"\x89PNG"
+
+    model = cost.FittedModel.load(tmp_path / "model.json")
+    assert set(model.collectives) == {"all_reduce"}  # commengine.cost knows no gather
+    for size in SIZES:
+        assert model.seconds("all_reduce", size, 2) == pytest.approx(seconds(THREE, size), rel=0.05)
+        assert model.seconds("all_reduce", size, 4) == pytest.approx(seconds(ONE, size), rel=0.05)
+    file = json.loads((tmp_path / "model.json").read_text())
+    assert file["measured"]["hardware"] == "synthetic" and file["command"].startswith("python -m bench.fit")
+    assert sum(one["in_model"] for one in file["series"]) == 2 and len(file["series"]) == 4
+    first = next(one for one in file["series"] if one["in_model"] and one["ranks"] == 4)
+    assert len(first["points"]) == len(SIZES) and max(abs(point["residual"]) for point in first["points"]) < 0.05
+    ring = first["segments"][0]["links"]["ring"]  # 6 messages; 6/4 of the bytes
+    assert ring["alpha"] == pytest.approx(5e-6 / 6, rel=0.05) and ring["beta"] == pytest.approx(1e-10 / 1.5, rel=0.05)
+
+    assert call(path, "--transport", "mpi4py", "--output", tmp_path / "mpi.json") == 0
+    assert cost.FittedModel.load(tmp_path / "mpi.json").seconds("all_reduce", 0, 2) == pytest.approx(5e-6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("edit", "argv", "message"),
+    [
+        (lambda d: d.pop("rows"), (), 'there is no list "rows"'),
+        (lambda d: d.update(format=2), (), "format 2; this version reads 1"),
+        (lambda d: d["rows"][1].pop("bytes"), (), "rows[1]: 'bytes' is missing"),
+        (lambda d: d["rows"][1]["seconds"].pop("p50"), (), "rows[1]: 'p50' is missing"),
+        (lambda d: d["rows"][1]["seconds"].update(p50=0), (), "seconds.p50=0.0: a time is above 0"),
+        (lambda d: d["rows"][1]["seconds"].update(p50=math.nan), (), "p50=nan: a number, 0 or more"),
+        (lambda d: d["rows"][1].update(seconds=1.0), (), "rows[1]: seconds=1.0: an object"),
+        (lambda d: d["rows"][1].update(bytes="8"), (), "bytes='8': a number, 0 or more"),
+        (lambda d: d["rows"][1].update(ci=[2, 1]), (), "ci=[2, 1]: the low end is above"),
+        (lambda d: d["rows"][1].update(ci=3), (), "ci=3: [low, high]"),
+        (lambda d: d["rows"][1].update(wrong=4), (), "had 4 wrong values"),
+        (lambda d: d["rows"][1].update(ranks=1.5), (), "ranks=1.5: a whole number"),
+        (lambda d: d["rows"].insert(1, 7), (), "rows[1]: a row is an object, not 7"),
+        (lambda d: d["rows"].clear(), (), "nothing to fit"),
+        (lambda d: d.update(rows=d["rows"][:2]), (), "at least 3 different sizes, not 2"),
+        (lambda d: None, ("--transport", "nccl"), "--transport nccl: not among the results, which have engine"),
+        (lambda d: None, ("--no-in-place",), "nothing to fit"),
+        (lambda d: None, ("--segments", "0"), "--segments 0: at least 1"),
+        (lambda d: None, ("--plot", "fit.xyz"), "xyz"),
+        (lambda d: None, ("--output", "nowhere/model.json"), "nowhere/model.json"),
+    ],
+)
+def test_bad_input_is_one_clear_error(edit, argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = results(tmp_path / "results.json", [row(n, seconds(ONE, n)) for n in SIZES[:6]])
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(SystemExit) as ended:
+        call(path, *argv)
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_file_that_is_none_is_named(tmp_path, capsys):
+    (tmp_path / "text.json").write_text("{")
+    for name in ("text.json", "nowhere.json"):
+        with pytest.raises(SystemExit):
+            call(tmp_path / name)
+        assert name in capsys.readouterr().err
