@@ -22,7 +22,7 @@ import configargparse
 
 from bench import piecewise
 from bench.machine import environment
-from bench.measurements import Series, read
+from bench.measurements import STATISTICS, Series, read
 from bench.piecewise import FittedSegment, PiecewiseFit
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
@@ -69,6 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--group", action="append", metavar="NAME", help="fit this group only; may be repeated")
     add("--dtype", action="append", metavar="NAME", help="fit this dtype only; may be repeated")
     add("--in-place", action=BooleanOptionalAction, help="fit only what ran in place, or only what did not")
+    add("--statistic", choices=STATISTICS, default="p50", help="of the times; min where others use the machine, too")
     add("--segments", type=int, default=piecewise.MOST_SEGMENTS, metavar="N", help="at most so many")
     return options.parse_args(argv), options
 
@@ -216,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.segments < 1:
             raise UsageError(f"--segments {arguments.segments}: at least 1")
-        series, source = read(arguments.results)
+        series, source = read(arguments.results, arguments.statistic)
         fitted, left_out = fit_all(chosen(series, arguments), arguments.segments)
         if not fitted:
             raise UsageError(f"nothing to fit: {left_out[0]}")

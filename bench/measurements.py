@@ -15,6 +15,7 @@ from commengine import UsageError
 
 FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
+STATISTICS = ("p50", "mean", "min")
 #: what tells measurements of one operation apart, besides the size
 KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream")
 
@@ -23,7 +24,8 @@ KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in
 class Series:
     """One operation run in one way, at several sizes.
 
-    key: KEY's fields. sizes: bytes, ascending. seconds: the medians. errors: their relative standard errors.
+    key: KEY's fields. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
+    errors.
     """
 
     key: dict[str, Any]
@@ -50,8 +52,11 @@ class Series:
         return " ".join([*parts, *(["stream"] if self.key.get("stream") else [])])
 
 
-def read(path: Path) -> tuple[list[Series], dict[str, Any]]:
-    """The series of a results file, in its order, and the rest of the file. Raises UsageError that names the fault."""
+def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:
+    """The series of a results file, in its order, and the rest of the file. statistic: one of STATISTICS.
+
+    Raises UsageError that names the fault.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -63,7 +68,7 @@ def read(path: Path) -> tuple[list[Series], dict[str, Any]]:
     found: dict[str, tuple[dict[str, Any], list[tuple[float, float, float]]]] = {}
     for number, row in enumerate(data["rows"]):
         try:
-            key, point = _row(row)
+            key, point = _row(row, statistic)
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}: rows[{number}]: {what}") from error
@@ -71,7 +76,7 @@ def read(path: Path) -> tuple[list[Series], dict[str, Any]]:
     return [_series(key, points) for key, points in found.values()], {k: v for k, v in data.items() if k != "rows"}
 
 
-def _row(row: Any) -> tuple[dict[str, Any], tuple[float, float, float]]:
+def _row(row: Any, statistic: str) -> tuple[dict[str, Any], tuple[float, float, float]]:
     if not isinstance(row, dict):
         raise TypeError(f"a row is an object, not {row!r}")
     for name in ("operation", "transport"):
@@ -81,10 +86,10 @@ def _row(row: Any) -> tuple[dict[str, Any], tuple[float, float, float]]:
     if ranks != int(ranks) or ranks < 1:
         raise ValueError(f"ranks={row['ranks']!r}: a whole number, at least 1")
     if not isinstance(row["seconds"], dict):
-        raise TypeError(f"seconds={row['seconds']!r}: an object with p50, ...")
-    median = _number(row["seconds"], "p50")
-    if median <= 0:
-        raise ValueError(f"seconds.p50={median}: a time is above 0")
+        raise TypeError(f"seconds={row['seconds']!r}: an object with {statistic}, ...")
+    spent = _number(row["seconds"], statistic)
+    if spent <= 0:
+        raise ValueError(f"seconds.{statistic}={spent}: a time is above 0")
     if row.get("wrong"):
         raise ValueError(
             f"{row['operation']} of {size:g} bytes had {row['wrong']} wrong values: its time means nothing"
@@ -96,8 +101,8 @@ def _row(row: Any) -> tuple[dict[str, Any], tuple[float, float, float]]:
         low, high = (_number({"ci": end}, "ci") for end in row["ci"])
         if high < low:
             raise ValueError(f"ci={row['ci']}: the low end is above the high end")
-        error = (high - low) / 2 / NORMAL_95 / median
-    return {name: row.get(name) for name in KEY} | {"ranks": int(ranks)}, (size, median, error)
+        error = (high - low) / 2 / NORMAL_95 / spent
+    return {name: row.get(name) for name in KEY} | {"ranks": int(ranks)}, (size, spent, error)
 
 
 def _number(row: dict[str, Any], name: str) -> float:

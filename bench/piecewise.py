@@ -130,7 +130,8 @@ def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_
             best = choices[back, np.arange(count)]
         if not np.isfinite(best[-1]):
             break
-        firsts, last = [], count - 1
+        firsts: list[int] = []
+        last = count - 1
         for back in reversed(backs):
             firsts.insert(0, int(back[last]))
             last = firsts[0] - 1

@@ -1,0 +1,87 @@
+"""Emulated hosts: bench.fit finds the delay and the rate of their wire, and nothing of them is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mpirun
+from bench import fit
+from commengine.cost import FittedModel
+from lab.hosts import HERE, emulated_hosts, why_not
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no emulated hosts: {REASON}")
+
+
+def gone(pids, seconds=10):
+    """Whether all these processes have ended, at the latest after some seconds."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("delay_us", "rate_mbit"), [(2000, 500), (3000, 200)])
+def test_fit_recovers_delay_and_rate(delay_us, rate_mbit, tmp_path):
+    """Within 15%. The engine's messages over UCX and TCP add some 60 us and 2% of headers.
+
+    The least time of each size: others' use of this machine only ever adds to it.
+    """
+    with emulated_hosts(2, delay_us, rate_mbit) as hosts:
+        results, model = tmp_path / "results.json", tmp_path / "model.json"
+        done = hosts.run(str(HERE / "ping_pong.py"), str(results), "20", timeout=60)
+        assert done.returncode == 0, done
+        assert sorted(hosts.processes()) == sorted(hosts.pids.values())
+    assert gone(hosts.pids.values())
+    assert fit.main([str(results), "--statistic", "min", "--output", str(model)]) == 0
+    segments = FittedModel.load(model).collectives["p2p"]
+    assert segments[0].alpha == pytest.approx(delay_us * 1e-6, rel=0.15)
+    assert 1 / segments[-1].beta == pytest.approx(rate_mbit * 1e6 / 8, rel=0.15)
+
+
+def test_everything_ends_when_a_job_hangs():
+    with emulated_hosts(2, 100, 1000) as hosts:
+        program = "from mpi4py import MPI; import time; print(MPI.COMM_WORLD.rank, flush=True); time.sleep(1000)"
+        with pytest.raises(subprocess.TimeoutExpired) as ended:
+            hosts.run("-c", program, timeout=6)
+        assert "0\n" in ended.value.output and "1\n" in ended.value.output
+        running = hosts.processes()
+    assert gone([*running, *hosts.pids.values()])
+
+
+def test_everything_ends_with_whoever_started_it():
+    """Also when that is killed, and cannot tear anything down."""
+    program = (
+        "import sys, time; from lab.hosts import emulated_hosts\n"
+        "with emulated_hosts(3, 100, 1000) as hosts:\n"
+        "    print(*hosts.pids.values(), flush=True); time.sleep(1000)\n"
+    )
+    path = os.pathsep.join([str(mpirun.ROOT), str(HERE.parent)])
+    process = mpirun.start([sys.executable, "-c", program], env={"PYTHONPATH": path}, stdout=subprocess.PIPE)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 3 and not gone(pids, seconds=0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert gone(pids)
+
+
+def test_wire_between_three_hosts():
+    """Every host reaches every other, and none another run's: both have the same addresses."""
+    program = (
+        "from mpi4py import MPI; import socket; w = MPI.COMM_WORLD; "
+        "print(*w.allgather(socket.gethostname())) if w.rank == 0 else None"
+    )
+    with emulated_hosts(3, 100, 1000) as hosts, emulated_hosts(2, 100, 1000) as others:
+        assert hosts.run("-c", program, timeout=40).stdout == "lab1 lab2 lab3\n"
+        assert others.run("-c", program, timeout=40).stdout == "lab1 lab2\n"
+
+
+def test_wrong_wire_is_an_error():
+    with pytest.raises(OSError, match="did not start"), emulated_hosts(2, 100, 1000, mtu=10**9):
+        pass
