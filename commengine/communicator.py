@@ -341,6 +341,14 @@ class Communicator(Runs):
         made._use(backend)
         return made
 
+    def world_ranks(self) -> list[int]:
+        """The ranks of the group in MPI.COMM_WORLD, in its order. Of this rank alone."""
+        mine, world = self._live_mpi().Get_group(), load_mpi().COMM_WORLD.Get_group()
+        ranks = list(mine.Translate_ranks(None, world))
+        mine.Free()
+        world.Free()
+        return ranks
+
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent.
 
@@ -383,5 +391,5 @@ class Communicator(Runs):
 
     def _live_mpi(self) -> MPI.Intracomm:
         if isinstance(self._host, Closed):
-            raise self._error("new_stream, split or empty", "the communicator is closed")
+            raise self._error("new_stream, split, empty or world_ranks", "the communicator is closed")
         return self.mpi

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from .device_clock import DeviceTimes
 
 
+#: of the files that `Trace.save` writes, and what they say of an event
+FORMAT = 1
+SAVED = (
+    "operation", "redop", "root", "dtype", "shape", "bytes", "group", "size", "stream",
+    "enqueue", "start", "end", "wait_start", "wait_end",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
@@ -155,6 +163,19 @@ class Trace:
                 f"{row.bytes / 1e6:>12.3f}{row.seconds:>10.3f}{hidden:>8.0%}"
             )
         return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON lines: first the format, this rank and the world ranks of each group, then the events in order.
+
+        Call it when nothing traced is in flight and the communicators are open. Raises ValueError where two of them
+        have one name, for then the file could not tell them apart.
+        """
+        groups = {comm.name: comm.world_ranks() for comm in self._comms}
+        if len(groups) < len(self._comms):
+            raise ValueError(f"traced groups need names of their own, not {[comm.name for comm in self._comms]}")
+        lines: list[dict[str, Any]] = [{"format": FORMAT, "rank": self.rank, "groups": groups}]
+        lines += [{name: getattr(event, name) for name in SAVED} for event in self.events]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def save_chrome(self, path: str | Path) -> None:
         """Write the events as a Chrome trace (microseconds); the process is the rank, a thread is a stream."""

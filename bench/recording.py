@@ -1,0 +1,163 @@
+"""A recorded step: the collectives of every rank, as `commengine.Trace.save` wrote them, one file a rank in one folder.
+
+What is read here is what a replay needs: which groups there were, and what each rank did with them, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from commengine import UsageError
+from commengine.trace import FORMAT, SAVED
+
+#: operations whose events say all that a replay needs
+REPLAYED = (
+    "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier",
+    "send", "recv",
+)  # fmt: skip
+MESSAGES = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of the recorded run: its name and its ranks there, in the group's order."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a rank. group: its index in ``Recording.groups``. stream: its number in the group, 0 for none.
+
+    Times are seconds of the recording rank's clock.
+    """
+
+    operation: str
+    redop: str | None
+    root: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    group: int
+    stream: int
+    enqueue: float
+    start: float
+    end: float
+    wait_start: float | None
+    wait_end: float | None
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What every rank did. ``calls[rank]`` are in the order in which they were enqueued."""
+
+    groups: tuple[Group, ...]
+    calls: tuple[tuple[Call, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.calls)
+
+    def streams(self, group: int) -> int:
+        """How many streams the group needs."""
+        return max((call.stream for calls in self.calls for call in calls if call.group == group), default=0)
+
+    def scaled(self, size: int) -> Recording:
+        """The parts of the first ``size`` ranks: a group loses its other ranks, its collectives keep their bytes.
+
+        A root that is gone is the group's first rank. Groups of one rank, and messages to ranks that are gone, are left
+        out. Where rows must be divisible by the group, they are rounded up.
+        """
+        kept = [Group(group.name, tuple(rank for rank in group.ranks if rank < size)) for group in self.groups]
+        numbers = {old: new for new, old in enumerate(i for i, group in enumerate(kept) if len(group.ranks) > 1)}
+        return Recording(
+            tuple(kept[old] for old in numbers),
+            tuple(
+                tuple(
+                    self._scaled(call, kept[call.group], numbers[call.group])
+                    for call in calls
+                    if call.group in numbers and not self._is_lost(call, kept[call.group])
+                )
+                for calls in self.calls[:size]
+            ),
+        )
+
+    def _is_lost(self, call: Call, kept: Group) -> bool:
+        return call.operation in MESSAGES and self.groups[call.group].ranks[call.root or 0] not in kept.ranks
+
+    def _scaled(self, call: Call, kept: Group, number: int) -> Call:
+        old = self.groups[call.group]
+        root = call.root
+        if root is not None:
+            root = kept.ranks.index(old.ranks[root]) if old.ranks[root] in kept.ranks else 0
+        shape, size = call.shape, len(kept.ranks)
+        if call.operation in ("reduce_scatter", "all_gather", "all_to_all") and shape[0] % size:
+            shape = (-(-shape[0] // size) * size, *shape[1:])
+        return replace(call, group=number, root=root, shape=shape)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The files of a recording as one object of JSON types, for `parse`. Raises UsageError that names the fault."""
+    paths = sorted(folder.glob("rank-*.jsonl"))
+    if not paths:
+        raise UsageError(f"{folder}: not a recording: there is no rank-0.jsonl (bench.replay --record makes one)")
+    found: dict[int, list[Any]] = {}
+    for path in paths:
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            head = lines[0]
+            if head["format"] != FORMAT:
+                raise ValueError(f"format {head['format']}; this version reads {FORMAT}")
+            found[head["rank"]] = [head["groups"], lines[1:]]
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"{path}: not a trace of one rank: {error!r}") from error
+    missing = sorted(set(range(len(found))) - set(found))
+    if missing:
+        raise UsageError(f"{folder}: there is no trace of rank {missing[0]}, though of {len(found)} ranks in all")
+    return {"ranks": [found[rank] for rank in range(len(found))]}
+
+
+def parse(data: dict[str, Any]) -> Recording:
+    """What `read` found. Raises UsageError where the ranks' traces do not fit together, or cannot be replayed."""
+    numbers: dict[Group, int] = {}
+    for groups, _ in data["ranks"]:
+        for name, ranks in groups.items():
+            numbers.setdefault(Group(name, tuple(ranks)), len(numbers))
+    size = len(data["ranks"])
+    for group in numbers:
+        if gone := [rank for rank in group.ranks if not 0 <= rank < size]:
+            raise UsageError(f"group {group.name!r} has rank {gone[0]}, and there is a trace of {size} ranks only")
+    calls = []
+    for rank, (groups, events) in enumerate(data["ranks"]):
+        of_rank = {name: numbers[Group(name, tuple(ranks))] for name, ranks in groups.items()}
+        calls.append(tuple(_calls(rank, events, of_rank)))
+    return Recording(tuple(numbers), tuple(calls))
+
+
+def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Call]:
+    for number, event in enumerate(events):
+        where = f"rank {rank}, event {number}"
+        if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
+            raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
+        if event["operation"] not in REPLAYED:
+            raise UsageError(f"{where}: {event['operation']} cannot be replayed: a trace says not with which ranks")
+        if event["group"] not in groups:
+            raise UsageError(f"{where}: group {event['group']!r} is not among {', '.join(groups)}")
+        stream = event["stream"]
+        fields = {name: event[name] for name in SAVED if name not in ("group", "size", "stream", "shape")}
+        try:
+            index = 0 if stream is None else int(stream.rpartition("/stream")[2])
+            yield Call(**fields, shape=tuple(event["shape"]), group=groups[event["group"]], stream=index)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{where}: {error}") from error

@@ -1,0 +1,314 @@
+"""The collectives of a recorded training step again, without its compute: what each takes alone, beside what it took.
+
+    mpiexec -n 4 python -m bench.replay steps/ --record --mock-data --vocab-size 8192 --tensor-model-parallel-size 2
+    mpiexec -n 4 python -m bench.replay steps/ --output replay.md --json replay.json
+    mpiexec -n 2 python -m bench.replay steps/ --scale
+
+Recording runs pretrain_gpt's step with pretrain_gpt's options and writes one file a rank. A replay has the same groups,
+sizes, dtypes, reductions, streams and order, and waits for a stream where the step did; buffers are private and zero. It
+needs as many ranks as were recorded, on whatever machine; --scale gives the first ranks' parts to fewer. What a
+collective took longer inside the step is what skew between the ranks and contention with compute cost.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import configargparse
+import torch
+
+from bench import recording
+from bench.machine import environment, heading
+from bench.recording import Call, Recording
+from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
+from trainers import config as settings
+from trainers.corpus import open_corpus, with_vocabulary
+from trainers.loop import GPTTrainer
+from trainers.rank_zero import on_every_rank, on_rank_zero
+
+
+def parser() -> Any:
+    """The command line; with --record, what is left is pretrain_gpt's."""
+    options = configargparse.ArgumentParser(
+        prog="python -m bench.replay",
+        description=__doc__,
+        formatter_class=configargparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("trace", metavar="TRACE", help="folder with rank-0.jsonl, rank-1.jsonl, ...")
+    add("--record", action="store_true", help="write TRACE: one training step of pretrain_gpt's options")
+    add("--warmup", type=int, default=3, help="steps before the recorded one, or replays before those that count")
+    add("--rounds", type=int, default=7, help="replays; a collective's time is its median over them")
+    add("--scale", action="store_true", help="replay on fewer ranks than were recorded")
+    add("--json", metavar="FILE", help="write every collective of every rank")
+    add("--output", metavar="FILE", help="write the table as markdown")
+    return options
+
+
+# ---- recording
+
+
+def record(world: Communicator, folder: Path, rest: list[str], warmup: int) -> None:
+    """Trace one training step on every rank, and save it. Collective."""
+
+    def read() -> dict[str, Any]:
+        config = settings.parse(rest, "python -m bench.replay --record")
+        settings.validate(config, world.size)
+        config = with_vocabulary(config)
+        config.model().require_parallel(config.tensor_model_parallel_size)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank-*.jsonl"):
+            old.unlink()
+        return config.to_json()
+
+    config = settings.TrainConfig(**on_rank_zero(world, read))
+    trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
+    for _ in range(warmup):
+        trainer.step()
+    trainer.optimizer.wait_for_parameters()
+    world.barrier()
+    with trace(trainer.grid.tensor, trainer.grid.data) as log:
+        trainer.step()
+        trainer.optimizer.wait_for_parameters()
+    on_every_rank(world, lambda: log.save(folder / f"rank-{world.rank}.jsonl"))
+    if world.rank == 0:
+        print(f"recorded {len(log.events)} collectives a rank on {world.size} ranks in {folder}\n\n{log.summary()}")
+    trainer.close()
+
+
+# ---- replaying
+
+
+class Replay:
+    """This rank's part of a recording, ready to run again and again. Collective over ``world``, as is `close`."""
+
+    def __init__(self, world: Communicator, what: Recording) -> None:
+        self.calls = what.calls[world.rank] if world.rank < what.size else ()
+        self.comms: list[Communicator | None] = []
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        for index, group in enumerate(what.groups):
+            mine = world.rank in group.ranks
+            place = group.ranks.index(world.rank) if mine else 0
+            comm = world.split(0 if mine else None, place, name=group.name)
+            self.comms.append(comm)
+            for number in range(1, what.streams(index) + 1) if comm is not None else ():
+                self._streams[index, number] = comm.new_stream()
+        # Enqueue and wait in the order in which the step did; what it never waited for ends with the replay.
+        moments = [(call.enqueue, 0, number) for number, call in enumerate(self.calls)]
+        moments += [
+            (call.wait_start, 1, number)
+            for number, call in enumerate(self.calls)
+            if call.wait_start is not None and call.stream
+        ]
+        self._moments = sorted(moments)
+        self._runs = [self._prepared(call) for call in self.calls]
+
+    def run(self) -> list[CollectiveEvent]:
+        """Everything once: the trace of it, in the order of ``calls``."""
+        works: dict[int, Work] = {}
+        mine = [comm for comm in self.comms if comm is not None]
+        with trace(*mine) as log:
+            for _, waits, number in self._moments:
+                if waits:
+                    works[number].wait()
+                else:
+                    works[number] = self._run(number)
+            for work in works.values():
+                work.wait()
+        return log.events
+
+    def close(self) -> None:
+        """Free the groups."""
+        for comm in self.comms:
+            if comm is not None:
+                comm.close()
+
+    def _run(self, number: int) -> Work:
+        name, comm, args, about = self._runs[number]
+        work: Work = getattr(comm, name)(*args, **about)
+        return work
+
+    def _prepared(self, call: Call) -> tuple[str, Communicator, tuple[Any, ...], dict[str, Any]]:
+        """Method name, communicator and arguments of a call."""
+        comm = self.comms[call.group]
+        assert comm is not None  # a rank traces only groups that it is in
+        about: dict[str, Any] = {"stream": self._streams[call.group, call.stream]} if call.stream else {}
+        if call.redop is not None:
+            about["op"] = call.redop
+        name, size = call.operation, comm.size
+        if name == "barrier":
+            return name, comm, (), about
+        tensor = self._buffer(call, "", call.shape)
+        if name in ("send", "recv"):
+            return name, comm, (tensor, call.root), about
+        if call.root is not None:
+            about["root"] = call.root
+        if name in ("all_reduce", "reduce", "broadcast"):
+            return name, comm, (tensor,), about
+        if name == "all_to_all":
+            return name, comm, (self._buffer(call, "output", call.shape), tensor), about
+        rows = call.shape or (1,)
+        if name in ("reduce_scatter", "all_gather"):
+            part = self._buffer(call, "part", (rows[0] // size, *rows[1:]))
+            return name, comm, (part, tensor) if name == "reduce_scatter" else (tensor, part), about
+        whole = self._buffer(call, "whole", (rows[0] * size, *rows[1:])) if comm.rank == call.root else None
+        return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
+
+    def _buffer(self, call: Call, use: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor for all calls alike: those of one stream never run at once."""
+        key = (call.group, call.stream, use, shape, call.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(shape, dtype=getattr(torch, call.dtype))
+        return self._buffers[key]
+
+
+def check(calls: Sequence[Call], events: Sequence[CollectiveEvent], comms: Sequence[Communicator | None]) -> None:
+    """Raise UsageError unless the replay did what was recorded, call for call."""
+    recorded = [
+        (call.operation, call.redop, call.root, call.dtype, call.shape, call.bytes, comms[call.group], call.stream > 0)
+        for call in calls
+    ]
+    by_name = {comm.name: comm for comm in comms if comm is not None}
+    done = [
+        (
+            one.operation,
+            one.redop,
+            one.root,
+            one.dtype,
+            one.shape,
+            one.bytes,
+            by_name[one.group],
+            one.stream is not None,
+        )
+        for one in events
+    ]
+    if recorded != done:
+        pairs = zip(recorded, done, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), (len(recorded), len(done)))
+        raise UsageError(f"the replay is not what was recorded: {first[0]} became {first[1]}")
+
+
+def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> list[dict[str, Any]]:
+    """Per collective of this rank what was recorded, and its seconds in each replay. Collective."""
+    replay = Replay(world, what)
+    times: list[list[float]] = [[] for _ in replay.calls]
+    for number in range(warmup + rounds):
+        world.barrier()
+        events = replay.run()
+        if number == 0:
+            on_every_rank(world, lambda events=events: check(replay.calls, events, replay.comms))
+        if number >= warmup:
+            for spent, event in zip(times, events, strict=True):
+                spent.append(event.seconds)
+    rows = []
+    for call, event, spent in zip(replay.calls, events, times, strict=True):
+        group = what.groups[call.group]
+        rows.append({
+            "operation": call.operation, "group": group.name, "ranks": list(group.ranks), "dtype": call.dtype,
+            "redop": call.redop, "root": call.root, "shape": list(call.shape), "bytes": call.bytes,
+            "replayed_bytes": event.bytes, "stream": call.stream, "in_step_s": call.seconds,
+            "isolated_s": statistics.median(spent), "replays_s": spent,
+        })  # fmt: skip
+    replay.close()
+    return rows
+
+
+# ---- reporting
+
+
+def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
+    """Collectives that are alike in one row: per rank, the mean over ranks that have them."""
+    rows: dict[tuple[Any, ...], list[float]] = {}
+    holders: dict[tuple[Any, ...], set[int]] = {}
+    for rank, calls in enumerate(ranks):
+        for call in calls:
+            stream = "yes" if call["stream"] else "no"
+            key = (call["group"], len(call["ranks"]), call["operation"], call["dtype"], call["bytes"], stream)
+            sums = rows.setdefault(key, [0, 0.0, 0.0])
+            sums[0] += 1
+            sums[1] += call["in_step_s"]
+            sums[2] += call["isolated_s"]
+            holders.setdefault(key, set()).add(rank)
+    yield "| group | operation | dtype | bytes | stream | count | in step, ms | isolated, ms | in step / isolated |"
+    yield "|---|---|---|---:|---|---:|---:|---:|---:|"
+    total = [0.0, 0.0]
+    for key, (count, in_step, alone) in sorted(rows.items(), key=lambda row: -row[1][1]):
+        group, size, operation, dtype, nbytes, stream = key
+        many = len(holders[key])
+        total = [total[0] + in_step / len(ranks), total[1] + alone / len(ranks)]
+        yield (
+            f"| {group} ({size}) | {operation} | {dtype} | {nbytes} | {stream} | {count / many:g} "
+            f"| {1e3 * in_step / many:.3f} | {1e3 * alone / many:.3f} | {_ratio(in_step, alone)} |"
+        )
+    yield (
+        f"| **all** | | | | | | **{1e3 * total[0]:.3f}** | **{1e3 * total[1]:.3f}** | **{_ratio(total[0], total[1])}** |"
+    )
+    yield from ("", "| group | ranks | bytes recorded | bytes replayed |", "|---|---|---:|---:|")
+    moved: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for calls in ranks:
+        for call in calls:
+            both = moved.setdefault((call["group"], tuple(call["ranks"])), [0, 0])
+            both[0] += call["bytes"]
+            both[1] += call["replayed_bytes"]
+    for (group, members), (recorded, replayed) in moved.items():
+        yield f"| {group} | {', '.join(map(str, members))} | {recorded} | {replayed} |"
+
+
+def _ratio(one: float, other: float) -> str:
+    return f"{one / other:.2f}" if other else "-"
+
+
+def main(world: Communicator) -> None:
+    """One rank of a recording or a replay."""
+
+    def read() -> dict[str, Any]:
+        arguments, rest = parser().parse_known_args()
+        if arguments.warmup < 0 or arguments.rounds < 1:
+            raise UsageError("need --warmup >= 0 and --rounds >= 1")
+        if not arguments.record and rest:
+            raise UsageError(f"unknown: {' '.join(rest)} (pretrain_gpt's options go with --record)")
+        found = vars(arguments) | {"rest": rest, "surroundings": environment("bench.replay")}
+        return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
+
+    options = on_rank_zero(world, read)
+    if options["record"]:
+        record(world, Path(options["trace"]), options["rest"], options["warmup"])
+        return
+    what = recording.parse(options["data"])
+    recorded = what.size
+    if world.size < recorded:
+        if not options["scale"]:
+            raise UsageError(
+                f"{options['trace']} was recorded on {recorded} ranks, and here are {world.size}: start {recorded}, or "
+                "give --scale to replay the parts of the first ranks"
+            )
+        what = what.scaled(world.size)
+    rows = measure(world, what, options["warmup"], options["rounds"])
+    ranks = world.mpi.gather(rows)
+
+    def report() -> None:
+        lines = [
+            f"- recorded on {recorded} ranks, replayed on {min(recorded, world.size)}; the median of {options['rounds']} "
+            "replays; per rank, the mean over those that have the group",
+            "",
+            *tables(ranks),
+        ]
+        print("\n".join(lines), flush=True)
+        if options["output"]:
+            text = [*heading("Replay", options["surroundings"]), *lines, ""]
+            Path(options["output"]).write_text("\n".join(text))
+        if options["json"]:
+            result = options["surroundings"] | {"recorded_ranks": recorded, "ranks": ranks}
+            Path(options["json"]).write_text(json.dumps(result, indent=1))
+
+    on_rank_zero(world, report)
+
+
+if __name__ == "__main__":
+    launch.run(main)
