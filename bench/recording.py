@@ -6,10 +6,13 @@ What is read here is what a replay needs: which groups there were, and what each
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from commengine import UsageError
 from commengine.trace import FORMAT, SAVED
@@ -101,10 +104,14 @@ class Recording:
         root = call.root
         if root is not None:
             root = kept.ranks.index(old.ranks[root]) if old.ranks[root] in kept.ranks else 0
-        shape, size = call.shape, len(kept.ranks)
+        shape, nbytes, size = call.shape, call.bytes, len(kept.ranks)
+        if call.operation in ("gather", "scatter"):  # the root's buffer, of one part a rank
+            nbytes = nbytes // len(old.ranks) * size
         if call.operation in ("reduce_scatter", "all_gather", "all_to_all") and shape[0] % size:
-            shape = (-(-shape[0] // size) * size, *shape[1:])
-        return replace(call, group=number, root=root, shape=shape)
+            rows = -(-shape[0] // size) * size
+            nbytes = nbytes // shape[0] * rows
+            shape = (rows, *shape[1:])
+        return replace(call, group=number, root=root, shape=shape, bytes=nbytes)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -140,9 +147,52 @@ def parse(data: dict[str, Any]) -> Recording:
             raise UsageError(f"group {group.name!r} has rank {gone[0]}, and there is a trace of {size} ranks only")
     calls = []
     for rank, (groups, events) in enumerate(data["ranks"]):
+        for name, ranks in groups.items():
+            if rank not in ranks:
+                raise UsageError(f"rank {rank} has a trace of group {name!r}, which is of ranks {ranks}")
         of_rank = {name: numbers[Group(name, tuple(ranks))] for name, ranks in groups.items()}
         calls.append(tuple(_calls(rank, events, of_rank)))
-    return Recording(tuple(numbers), tuple(calls))
+    found = Recording(tuple(numbers), tuple(calls))
+    _check_agreement(found)
+    return found
+
+
+def _check_agreement(what: Recording) -> None:
+    """Raise UsageError where the ranks of a group did not do the same: a replay would hang where the trace is cut off.
+
+    On each stream of a group collectives must be the same on all its ranks, and messages received as they were sent.
+    """
+    for number, group in enumerate(what.groups):
+        for stream in range(what.streams(number) + 1):
+            mine = [
+                [call for call in what.calls[rank] if (call.group, call.stream) == (number, stream)]
+                for rank in group.ranks
+            ]
+            collectives = [
+                [(c.operation, c.redop, c.root, c.dtype, c.bytes) for c in calls if c.operation not in MESSAGES]
+                for calls in mine
+            ]
+            for rank, theirs in zip(group.ranks, collectives, strict=True):
+                if theirs != collectives[0]:
+                    _disagree(group, (group.ranks[0], collectives[0]), (rank, theirs))
+            sent, received = (
+                {
+                    (one, other): [c.bytes for c in mine[one] if c.operation == operation and c.root == other]
+                    for one in range(len(mine))
+                    for other in range(len(mine))
+                }
+                for operation in MESSAGES
+            )
+            for (one, other), sizes in sent.items():
+                if received[other, one] != sizes:
+                    _disagree(group, (group.ranks[one], sizes), (group.ranks[other], received[other, one]))
+
+
+def _disagree(group: Group, one: tuple[int, list[Any]], other: tuple[int, list[Any]]) -> NoReturn:
+    (first, theirs), (second, others) = one, other
+    at = next((k for k, pair in enumerate(zip(theirs, others, strict=False)) if pair[0] != pair[1]), None)
+    what = f"{len(theirs)} and {len(others)} calls" if at is None else f"call {at}: {theirs[at]} and {others[at]}"
+    raise UsageError(f"the traces do not fit: ranks {first} and {second} of group {group.name!r} disagree: {what}")
 
 
 def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Call]:
@@ -158,6 +208,9 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Cal
         fields = {name: event[name] for name in SAVED if name not in ("group", "size", "stream", "shape")}
         try:
             index = 0 if stream is None else int(stream.rpartition("/stream")[2])
-            yield Call(**fields, shape=tuple(event["shape"]), group=groups[event["group"]], stream=index)
+            shape = tuple(operator.index(n) for n in event["shape"])
+            if event["operation"] != "barrier" and not isinstance(getattr(torch, event["dtype"], None), torch.dtype):
+                raise ValueError(f"dtype {event['dtype']!r} is none of torch's")
+            yield Call(**fields, shape=shape, group=groups[event["group"]], stream=index)
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{where}: {error}") from error

@@ -1,0 +1,173 @@
+"""bench.replay: the recorded bytes and nothing else, on the recorded groups; and recordings that do not fit."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+
+import mpirun
+from bench import recording
+from bench.recording import Group
+from commengine import UsageError
+
+TINY = [
+    "--mock-data", "--vocab-size", "100", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
+    "--seq-length", "16", "--make-vocab-size-divisible-by", "128", "--micro-batch-size", "2",
+    "--tensor-model-parallel-size", "2", "--ddp-bucket-size", "5000",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(mpi_world, tmp_path):
+    """One folder for all ranks."""
+    return mpi_world.bcast(tmp_path)
+
+
+def counted(monkeypatch, moved):
+    """Add up in ``moved`` what every collective is given, by group: not what a trace says of it."""
+    from commengine import Communicator
+
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        original = getattr(Communicator, name)
+
+        def method(self, *tensors, original=original, **options):
+            moved[self.name] += max(tensor.nbytes for tensor in tensors if hasattr(tensor, "nbytes"))
+            return original(self, *tensors, **options)
+
+        monkeypatch.setattr(Communicator, name, method)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--overlap-grad-reduce", "--async-tensor-model-parallel-allreduce"],
+        ["--sequence-parallel", "--bf16", "--use-distributed-optimizer", "--micro-batch-size", "1"],
+    ],
+)
+def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, monkeypatch):
+    from bench import replay
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        stepped, replayed = Counter(), Counter()
+        with monkeypatch.context() as patch:
+            counted(patch, stepped)
+            replay.record(world, folder, [*TINY, *options], warmup=0)
+        what = recording.parse(recording.read(folder))
+        assert what.size == world.size
+        tensor = [Group("tensor", (first, first + 1)) for first in range(0, world.size, 2)]
+        data = [Group("data", tuple(range(first, world.size, 2))) for first in (0, 1)]
+        assert set(what.groups) == {*tensor, *data}
+
+        with monkeypatch.context() as patch:
+            counted(patch, replayed)
+            rows = replay.measure(world, what, warmup=0, rounds=1)
+        recorded = Counter()
+        for row in rows:
+            assert row["replayed_bytes"] == row["bytes"] and row["isolated_s"] > 0 and row["in_step_s"] > 0
+            recorded[row["group"]] += row["bytes"]
+        assert recorded["tensor"] > 0 and recorded["data"] > 0
+        # The step's collectives of the two groups all lie inside the trace, and the replay's are no others.
+        assert all(replayed[name] == stepped[name] == recorded[name] for name in ("tensor", "data"))
+        operations = {(row["group"], row["operation"]) for row in rows}
+        if "--sequence-parallel" in options:
+            assert {("tensor", "reduce_scatter"), ("tensor", "all_gather")} <= operations
+            assert (("data", "reduce_scatter") in operations) == (world.size > 2)
+        else:
+            assert any(row["stream"] for row in rows)  # overlapped
+        scaled = what.scaled(1) if world.size == 2 else what.scaled(2)
+        assert set(scaled.groups) == ({tensor[0]} if world.size == 4 else set())
+
+
+def event(operation, rank, **other):
+    return {
+        "operation": operation, "redop": None, "root": None, "dtype": "float32", "shape": [6, 2], "bytes": 48,
+        "group": "all", "size": 3, "stream": None, "enqueue": 1.0 + rank, "start": 1.0 + rank, "end": 2.0 + rank,
+        "wait_start": None, "wait_end": None,
+    } | other  # fmt: skip
+
+
+def write(folder, events, ranks=3):
+    """A recording of ``ranks`` ranks, all with the group "all" and these events (a function of the rank)."""
+    for rank in range(ranks):
+        head = {"format": 1, "rank": rank, "groups": {"all": list(range(ranks))}}
+        lines = [head, *events(rank)]
+        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
+    def events(rank):
+        yield event("all_reduce", rank, redop="sum")
+        yield event("all_gather", rank, shape=[3, 4])
+        yield event("broadcast", rank, root=2)
+        yield event("gather", rank, root=1, bytes=144)
+        if rank == 0:
+            yield event("send", rank, root=1)
+            yield event("send", rank, root=2)
+        else:
+            yield event("recv", rank, root=0)
+
+    what = recording.parse(recording.read(write(tmp_path, events)))
+    two = what.scaled(2)
+    assert two.groups == (Group("all", (0, 1)),) and two.size == 2
+    assert [(call.operation, call.shape, call.bytes, call.root) for call in two.calls[0]] == [
+        ("all_reduce", (6, 2), 48, None),
+        ("all_gather", (4, 4), 64, None),  # 3 rows become 4, for 2 must divide them
+        ("broadcast", (6, 2), 48, 0),  # rank 2 is gone
+        ("gather", (6, 2), 96, 1),
+        ("send", (6, 2), 48, 1),
+    ]
+    assert [call.operation for call in two.calls[1]][-1] == "recv"
+    assert what.scaled(1).calls == ((),)
+    assert what.scaled(3) == what
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: shutil.rmtree(f), "not a recording: there is no rank-0.jsonl"),
+        (lambda f: (f / "rank-1.jsonl").unlink(), "there is no trace of rank 1, though of 2 ranks"),
+        (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank"),
+        (lambda f: (f / "rank-1.jsonl").write_text('{"format": 2}\n'), "format 2; this version reads 1"),
+        (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there is a trace of 2 ranks only"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r)] * (2 - (r == 1))), "ranks 0 and 1 .* 2 and 1 calls"),
+        (lambda f: write(f, lambda r: [event("broadcast", r, root=r % 2)]), "ranks 0 and 1 of group 'all' disagree"),
+        (lambda f: write(f, lambda r: [event("send", r, root=1)] * (r == 0)), "ranks 0 and 1 .* 1 and 0 calls"),
+        (lambda f: write(f, lambda r: [event("exchange", r)]), "event 0: exchange cannot be replayed"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, group="b")]), "group 'b' is not among all"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, dtype="f4")]), "dtype 'f4' is none of torch's"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, shape=[1.5])]), "rank 0, event 0: .*float"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, stream="x")]), "rank 0, event 0: invalid literal"),
+        (lambda f: write(f, lambda r: [{"operation": "all_reduce"}]), "event 0: not an event: redop is missing"),
+    ],
+)
+def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
+    write(tmp_path, lambda rank: [event("all_reduce", rank, redop="sum")])
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        recording.parse(recording.read(tmp_path))
+
+
+@pytest.mark.slow
+def test_commands(tmp_path):
+    steps, table, numbers = tmp_path / "steps", tmp_path / "replay.md", tmp_path / "replay.json"
+    done = mpirun.run(2, "-m", "bench.replay", str(steps), "--record", "--warmup", "1", *TINY)
+    assert done.returncode == 0 and "recorded" in done.stdout, done
+    done = mpirun.run(
+        2, "-m", "bench.replay", str(steps), "--rounds", "2", "--output", str(table), "--json", str(numbers)
+    )
+    assert done.returncode == 0 and "| tensor (2) | all_reduce |" in done.stdout, done
+    assert "- command: `python -m bench.replay" in table.read_text()
+    ranks = json.loads(numbers.read_text())["ranks"]
+    assert len(ranks) == 2 and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
+    for argv, message in [
+        ([str(steps)], "recorded on 2 ranks, and here are 1: start 2, or give --scale"),
+        ([str(steps), "--num-layers", "2"], "unknown: --num-layers 2"),
+        ([str(tmp_path / "nowhere"), "--scale"], "not a recording"),
+        ([str(steps), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
+    ]:
+        done = mpirun.run(1, "-m", "bench.replay", *argv)
+        assert done.returncode == 2 and message in done.stderr, done
