@@ -12,6 +12,7 @@ collective took longer inside the step is what skew between the ranks and conten
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -97,8 +98,9 @@ class Replay:
             place = group.ranks.index(world.rank) if mine else 0
             comm = world.split(0 if mine else None, place, name=group.name)
             self.comms.append(comm)
-            for number in range(1, what.streams(index) + 1) if comm is not None else ():
-                self._streams[index, number] = comm.new_stream()
+            if comm is not None:
+                made = [comm.new_stream() for _ in range(what.streams(index))]
+                self._streams.update({(index, number): stream for number, stream in enumerate(made, 1)})
         # Enqueue and wait in the order in which the step did; what it never waited for ends with the replay.
         moments = [(call.enqueue, 0, number) for number, call in enumerate(self.calls)]
         moments += [
@@ -202,7 +204,7 @@ def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> l
         world.barrier()
         events = replay.run()
         if number == 0:
-            on_every_rank(world, lambda events=events: check(replay.calls, events, replay.comms))
+            on_every_rank(world, functools.partial(check, replay.calls, events, replay.comms))
         if number >= warmup:
             for spent, event in zip(times, events, strict=True):
                 spent.append(event.seconds)
@@ -271,7 +273,7 @@ def main(world: Communicator) -> None:
             raise UsageError("need --warmup >= 0 and --rounds >= 1")
         if not arguments.record and rest:
             raise UsageError(f"unknown: {' '.join(rest)} (pretrain_gpt's options go with --record)")
-        found = vars(arguments) | {"rest": rest, "surroundings": environment("bench.replay")}
+        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment("bench.replay")}
         return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
 
     options = on_rank_zero(world, read)
@@ -288,7 +290,7 @@ def main(world: Communicator) -> None:
             )
         what = what.scaled(world.size)
     rows = measure(world, what, options["warmup"], options["rounds"])
-    ranks = world.mpi.gather(rows)
+    ranks = world.mpi.gather(rows) or []
 
     def report() -> None:
         lines = [

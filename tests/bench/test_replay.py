@@ -163,11 +163,24 @@ def test_commands(tmp_path):
     assert "- command: `python -m bench.replay" in table.read_text()
     ranks = json.loads(numbers.read_text())["ranks"]
     assert len(ranks) == 2 and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
-    for argv, message in [
-        ([str(steps)], "recorded on 2 ranks, and here are 1: start 2, or give --scale"),
-        ([str(steps), "--num-layers", "2"], "unknown: --num-layers 2"),
-        ([str(tmp_path / "nowhere"), "--scale"], "not a recording"),
-        ([str(steps), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
-    ]:
-        done = mpirun.run(1, "-m", "bench.replay", *argv)
-        assert done.returncode == 2 and message in done.stderr, done
+    done = mpirun.run(1, "-m", "bench.replay", str(steps))
+    assert done.returncode == 2, done
+    assert "recorded on 2 ranks, and here are 1: start 2, or give --scale" in done.stderr
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeypatch):
+    from bench import replay
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        for argv, message in [
+            ([str(folder)], "not a recording"),
+            ([str(folder), "--num-layers", "2"], "unknown: --num-layers 2"),
+            ([str(folder), "--rounds", "0"], "need --warmup >= 0 and --rounds >= 1"),
+            ([str(folder), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
+            ([str(folder), "--record", "--vocab-size", "9"], "--data-path"),
+        ]:
+            monkeypatch.setattr("sys.argv", ["replay", *argv])
+            with pytest.raises(UsageError, match=message):
+                replay.main(world)
