@@ -189,6 +189,10 @@ def _starts(split: _Split, sizes: Array) -> list[float]:
     return starts
 
 
+#: logarithms of noise beyond which a time would be no number
+CLIPPED = 50.0
+
+
 def _intervals(
     split: _Split, sizes: Array, model: Array, variances: Array, replicates: int, seed: int
 ) -> tuple[Array, Array]:
@@ -199,9 +203,13 @@ def _intervals(
     for _ in range(replicates):
         scale = split.chi2 / random.chisquare(freedom)  # the variance is an estimate: hence Student's t
         noise = np.sqrt(variances * scale) * random.standard_normal(len(sizes))
-        again = _splits(sizes, model * np.exp(noise), variances, len(split.firsts))[-1]
-        if len(again.firsts) == len(split.firsts):
+        found = _splits(sizes, model * np.exp(np.clip(noise, -CLIPPED, CLIPPED)), variances, len(split.firsts))
+        if found and len(found[-1].firsts) == len(split.firsts):
+            again = found[-1]
             drawn.append([_starts(again, sizes), again.alphas, again.betas])
+    if len(drawn) < replicates / 2:  # so noisy that no interval can be told
+        nothing = np.zeros((3, len(split.firsts)))
+        return nothing, nothing + np.inf
     ends = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.array(drawn), [ends, 1 - ends], axis=0)
     return low, high
