@@ -1,6 +1,7 @@
 """Start commands under a real ``mpiexec``, and never leave one running."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,8 @@ _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+# What Open MPI's launcher says between two lines of dashes when a job ends with an error: not the program's words.
+_BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)
 _GRACE_S = 5.0  # between asking a job to end and killing it
 
 
@@ -79,7 +82,7 @@ def command(
     except BaseException:
         stop(process)
         raise
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+    return subprocess.CompletedProcess(argv, process.returncode, out, _BANNER.sub("", err))
 
 
 def start(

@@ -249,6 +249,9 @@ def test_errors_are_exceptions_although_the_callers_handler_is_fatal(mpi_world):
     """A wrong message would end the process when the duplicate inherited the caller's error handler."""
     from mpi4py import MPI
 
+    if MPI.get_vendor()[0] == "Open MPI":
+        pytest.skip("Open MPI reports no error where a rank's message to itself is longer than its buffer")
+
     theirs = mpi_world.Dup()
     theirs.Set_errhandler(MPI.ERRORS_ARE_FATAL)
     with Communicator(theirs) as comm:

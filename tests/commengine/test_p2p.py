@@ -168,6 +168,10 @@ def test_exception_in_a_group_sends_nothing(world, lane):
 
 @pytest.mark.parametrize("count", [16, LARGE])
 def test_message_longer_than_the_buffer(world, count):
+    from mpi4py import MPI
+
+    if count == LARGE and MPI.get_vendor()[0] == "Open MPI":
+        pytest.skip("Open MPI 5.0 writes a long message past a shorter buffer before it reports the error")
     if world.rank == 0:
         world.send(torch.ones(count), 1)
     elif world.rank == 1:
