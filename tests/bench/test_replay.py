@@ -151,21 +151,33 @@ def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
         recording.parse(recording.read(tmp_path))
 
 
-@pytest.mark.slow
-def test_commands(tmp_path):
-    steps, table, numbers = tmp_path / "steps", tmp_path / "replay.md", tmp_path / "replay.json"
-    done = mpirun.run(2, "-m", "bench.replay", str(steps), "--record", "--warmup", "1", *TINY)
-    assert done.returncode == 0 and "recorded" in done.stdout, done
-    done = mpirun.run(
-        2, "-m", "bench.replay", str(steps), "--rounds", "2", "--output", str(table), "--json", str(numbers)
-    )
-    assert done.returncode == 0 and "| tensor (2) | all_reduce |" in done.stdout, done
-    assert "- command: `python -m bench.replay" in table.read_text()
-    ranks = json.loads(numbers.read_text())["ranks"]
-    assert len(ranks) == 2 and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
-    done = mpirun.run(1, "-m", "bench.replay", str(steps))
+@pytest.mark.mpi(min_size=2)
+def test_report_of_a_replay(mpi_world, folder, monkeypatch):
+    from bench import replay
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        if world.rank == 0:
+            write(folder, lambda rank: [event("all_reduce", rank, redop="sum")] * 3, ranks=world.size)
+        world.barrier()
+        table, numbers = folder / "replay.md", folder / "replay.json"
+        options = ["--rounds", "2", "--warmup", "1", "--output", str(table), "--json", str(numbers)]
+        monkeypatch.setattr("sys.argv", ["replay", str(folder), *options])
+        replay.main(world)
+        text, ranks = table.read_text(), json.loads(numbers.read_text())["ranks"]
+        assert "- command: `python -m bench.replay" in text and f"recorded on {world.size} ranks" in text
+        # In the step each took a second; alone, far less.
+        assert f"| all ({world.size}) | all_reduce | float32 | 48 | no | 3 | 3000.000 |" in text
+        members = ", ".join(map(str, range(world.size)))
+        assert f"| all | {members} | {world.size * 144} | {world.size * 144} |" in text
+        assert len(ranks) == world.size and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
+
+
+def test_fewer_ranks_are_an_error_of_the_command(tmp_path):
+    write(tmp_path, lambda rank: [event("all_reduce", rank, redop="sum")])
+    done = mpirun.run(1, "-m", "bench.replay", str(tmp_path))
     assert done.returncode == 2, done
-    assert "recorded on 2 ranks, and here are 1: start 2, or give --scale" in done.stderr
+    assert "recorded on 3 ranks, and here are 1: start 3, or give --scale" in done.stderr
 
 
 @pytest.mark.mpi(min_size=2)
