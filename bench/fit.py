@@ -27,8 +27,8 @@ from bench.piecewise import FittedSegment, PiecewiseFit
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 
-#: what measuring programs may call one message
-MESSAGES = ("send", "send_recv", "ping_pong")
+#: names of what costs one message: a rank sends and receives at once (commengine/cost/collectives.py)
+MESSAGES = ("send", "sendrecv", "ping_pong")
 
 
 @dataclass(frozen=True)
