@@ -4,8 +4,8 @@
 
 Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
 and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads:
-of each operation and number of ranks the first series in the file that the options let through; all series, with
-residuals and what each algorithm's formula would make of a link, stand under "series". Sizes are nccl-tests'.
+of each operation and number of ranks the first transport in the file that the options let through, in place where that
+was measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series". Sizes are nccl-tests'.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def chosen(series: Sequence[Series], arguments: Any) -> list[Series]:
             )
         left = [one for one in left if not wanted or str(one.key[name]) in wanted]
     if arguments.in_place is not None:
-        left = [one for one in left if bool(one.key["in_place"]) == arguments.in_place]
+        left = [one for one in left if one.in_place == arguments.in_place]
     left = [one for one in left if one.ranks > 1]
     if not left:
         raise UsageError("nothing to fit: no results on 2 ranks or more are left by the options")
@@ -107,7 +107,8 @@ def fit_all(series: Sequence[Series], most: int) -> tuple[list[FittedSeries], li
 def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
     """The model for `commengine.cost`, and the series that it is made of."""
     used: dict[tuple[str, int], FittedSeries] = {}
-    for one in fitted:
+    transports = [one.series.key["transport"] for one in fitted]
+    for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
         if one.operation in OPERATIONS:
             used.setdefault((one.operation, one.series.ranks), one)
     collectives: dict[str, tuple[Segment, ...]] = {}
@@ -222,7 +223,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not fitted:
             raise UsageError(f"nothing to fit: {left_out[0]}")
         lines = list(tables(fitted))
-        print("\n".join(lines))
         if arguments.markdown:
             arguments.markdown.write_text(
                 "\n".join(["# Fit", "", f"- results: `{source.get('command', arguments.results)}`", "", *lines, ""])
@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(fitted, arguments.plot)
     except (UsageError, OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
         options.error(str(error))
+    print("\n".join(lines))
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     return 0

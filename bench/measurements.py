@@ -44,6 +44,11 @@ class Series:
         return int(self.key["ranks"])
 
     @property
+    def in_place(self) -> bool:
+        """Whether the result replaced the input."""
+        return bool(self.key["in_place"])
+
+    @property
     def variant(self) -> str:
         """What else tells it apart, for people."""
         parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop") if self.key.get(name)]

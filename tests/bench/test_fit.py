@@ -108,7 +108,13 @@ def test_model_file_loads_and_predicts(tmp_path, capsys):
     def rows(model, **other):
         return [row(n, seconds(model, n) * (1 + 0.01 * random.standard_normal()), 0.01, **other) for n in SIZES]
 
-    random_order = rows(THREE) + rows(ONE, ranks=4) + rows(ONE, transport="mpi4py") + rows(ONE, operation="gather")
+    random_order = (
+        rows(THREE)
+        + rows(ONE, ranks=4)
+        + rows(ONE, in_place=False)
+        + rows(ONE, transport="mpi4py")
+        + rows(ONE, operation="gather")
+    )
     random_order += [row(n, 1e-6, operation="broadcast") for n in (1, 2)] + rows(ONE, ranks=1)
     random.shuffle(random_order)
     random_order.sort(key=lambda one: one["transport"])  # the engine's first
@@ -126,7 +132,7 @@ def test_model_file_loads_and_predicts(tmp_path, capsys):
         assert model.seconds("all_reduce", size, 4) == pytest.approx(seconds(ONE, size), rel=0.05)
     file = json.loads((tmp_path / "model.json").read_text())
     assert file["measured"]["hardware"] == "synthetic" and file["command"].startswith("python -m bench.fit")
-    assert sum(one["in_model"] for one in file["series"]) == 2 and len(file["series"]) == 4
+    assert sum(one["in_model"] for one in file["series"]) == 2 and len(file["series"]) == 5
     first = next(one for one in file["series"] if one["in_model"] and one["ranks"] == 4)
     assert len(first["points"]) == len(SIZES) and max(abs(point["residual"]) for point in first["points"]) < 0.05
     ring = first["segments"][0]["links"]["ring"]  # 6 messages; 6/4 of the bytes
