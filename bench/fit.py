@@ -3,9 +3,10 @@
     python -m bench.fit results.json --output model.json --plot fit.png
 
 Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
-and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads:
-of each operation and number of ranks the first transport in the file that the options let through, in place where that
-was measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series". Sizes are nccl-tests'.
+and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads: of
+each operation and number of ranks the first transport in the file that the options let through, in place where that was
+measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series". Sizes
+are those of nccl-tests.
 """
 
 from __future__ import annotations
