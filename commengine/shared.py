@@ -9,9 +9,11 @@ The ranks meet at flags in a window of the lane's own, which a stream has as wel
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +127,9 @@ class _Segment:
         self.address: int = self._mine.address
         # Not views of what the user has: writing here must not look like a change that autograd has to know of.
         self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+        # Touched, or the system would count it as free, and end the process where later there is none.
+        self.parts[comm.rank].zero_()
+        comm.Barrier()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """This rank's part."""
@@ -182,49 +187,58 @@ class SharedLane:
 
     def all_reduce(self, place: Place, op: str) -> None:
         """Rank r reduces the r-th part of everybody's tensor, and writes it to all."""
-        self._meet("all_reduce", place)
-        parts = place.parts()
-        for block in self._blocks(parts[0], self._rank, self._size):
-            operands = [part[block] for part in parts]
-            result = reduce_in_order(operands, op, operands[0])
-            for other in operands[1:]:
-                other.copy_(result)
-        self._meet()
+        with self._together("all_reduce", place, op):
+            parts = place.parts()
+            for block in self._blocks(parts[0], self._rank, self._size):
+                operands = [part[block] for part in parts]
+                result = reduce_in_order(operands, op, operands[0])
+                for other in operands[1:]:
+                    other.copy_(result)
 
     def reduce_scatter(self, output: Tensor, place: Place, op: str) -> None:
         """Rank r reduces the r-th part of everybody's ``place`` into its ``output``."""
-        self._meet("reduce_scatter", place)
-        parts = [part.view(self._size, -1)[self._rank] for part in place.parts()]
-        flat = output.view(-1)
-        for block in self._blocks(flat, 0, 1):
-            reduce_in_order([part[block] for part in parts], op, flat[block])
-        self._meet()
+        with self._together("reduce_scatter", place, op):
+            parts = [part.view(self._size, -1)[self._rank] for part in place.parts()]
+            flat = output.view(-1)
+            for block in self._blocks(flat, 0, 1):
+                reduce_in_order([part[block] for part in parts], op, flat[block])
 
     def all_gather(self, output: Tensor, place: Place) -> None:
         """Copy everybody's ``place`` into ``output``."""
-        self._meet("all_gather", place)
-        for row, part in zip(output.view(self._size, -1), place.parts(), strict=True):
-            if row.data_ptr() != part.data_ptr():
-                row.copy_(part)
-        self._meet()
+        with self._together("all_gather", place):
+            rows = output.view(self._size, -1)
+            for rank, part in enumerate(place.parts()):
+                if rows[rank].data_ptr() != part.data_ptr():
+                    rows[rank].copy_(part)
 
     def gather_into(self, place: Place, input: Tensor) -> None:
         """Copy ``input`` into this rank's rows of everybody's ``place``."""
-        self._meet("gather_into", place)
-        flat = input.reshape(-1)
-        for part in place.parts():
-            row = part.view(self._size, -1)[self._rank]
-            if row.data_ptr() != flat.data_ptr():
-                row.copy_(flat)
-        self._meet()
+        with self._together("gather_into", place):
+            flat = input.reshape(-1)
+            for part in place.parts():
+                row = part.view(self._size, -1)[self._rank]
+                if row.data_ptr() != flat.data_ptr():
+                    row.copy_(flat)
 
     def broadcast(self, place: Place, root: int) -> None:
         """Copy ``root``'s tensor."""
-        self._meet("broadcast", place)
-        if self._rank != root:
-            parts = place.parts()
-            parts[self._rank].copy_(parts[root])
-        self._meet()
+        with self._together("broadcast", place):
+            if self._rank != root:
+                parts = place.parts()
+                parts[self._rank].copy_(parts[root])
+
+    @contextlib.contextmanager
+    def _together(self, operation: str, place: Place, op: str = "") -> Iterator[None]:
+        """Around reading and writing each other's memory: all ranks are here before, and done afterwards.
+
+        Behind autograd's back, whatever the calling thread's modes, as MPI writes.
+        """
+        self._meet(operation, place, op)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self._meet()
 
     def _reached(self, flags: memoryview) -> Callable[[], bool]:
         """Whether that rank is here. Now and then it lets MPI work on what another rank may wait for."""
@@ -245,7 +259,7 @@ class SharedLane:
         step = BLOCK_BYTES // flat.itemsize
         return [slice(start, min(start + step, high)) for start in range(low, high, step)]
 
-    def _meet(self, operation: str | None = None, place: Place | None = None) -> None:
+    def _meet(self, operation: str | None = None, place: Place | None = None, op: str = "") -> None:
         """Wait until every rank is here, and all that it wrote can be seen.
 
         Where the collective begins they tell each other what they are about to do: a tensor that lies elsewhere on
@@ -255,16 +269,17 @@ class SharedLane:
         if operation is not None and place is not None:
             self._mine[1] = place.index << 48 | place.offset
             self._mine[2] = place.nbytes << 8 | _OPERATIONS.index(operation)
+            self._mine[3] = zlib.crc32(f"{place.dtype} {op}".encode())
         self._sync()
         self._mine[0] = self._round
         for flags in self._flags:
             if flags[0] < self._round:
                 self._wait(self._reached(flags))
         self._sync()
-        if operation is not None and len({(flags[1], flags[2]) for flags in self._flags}) > 1:
+        if operation is not None and len({tuple(flags[1:4]) for flags in self._flags}) > 1:
             asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
             self._meet()  # nobody goes on to overwrite what another has not read
-            raise CollectiveMismatch(f"the ranks gave different shared tensors: {asked}")
+            raise CollectiveMismatch(f"the ranks gave different shared tensors, dtypes or reductions: {asked}")
 
 
 def _new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:

@@ -26,7 +26,7 @@ from torch import Tensor
 from .agreement import describe
 from .ending import abort, say
 from .errors import CollectiveError, CollectiveTimeout
-from .host import load_mpi
+from .host import SLEEP_SECONDS, load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,6 +36,12 @@ TICK_SECONDS = 0.1
 
 #: from the question where everybody is to the deadline; a quarter of a timeout that is shorter than four times this
 ASK_SECONDS = 1.0
+
+#: a process that has not looked for so long was suspended
+UNSEEN_SECONDS = 1.0
+
+#: from a rank's report to the end of the job: within a look or two the others print theirs
+LINGER_SECONDS = 1.5
 
 #: collectives that a report lists
 REPORTED = 16
@@ -148,6 +154,7 @@ class Watch:
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # by rank: how far it is
         self._asked_for: Entry | None = None  # what the others were asked for
+        self._asked_at = 0.0
         self._sent: list[Any] = []
         self._looked = 0.0
         self._before = min(ASK_SECONDS, timeout / 4)
@@ -178,9 +185,18 @@ class Watch:
         """End the watcher. Collective over the root communicator."""
         self._stop()
         atexit.unregister(self._stop)
-        mpi = load_mpi()
-        if not mpi.Is_finalized():
-            self._comm.Free()
+        if load_mpi().Is_finalized():
+            return
+        # A message left behind would be received by whichever communicator gets this one's number next. Sends are
+        # synchronous: who has none pending any more enters the barrier, and reads until all have.
+        barrier = None
+        while barrier is None or not barrier.Test():
+            self._listen(answer=False)
+            self._sent = [request for request in self._sent if not request[0].Test()]
+            if barrier is None and not self._sent:
+                barrier = self._comm.Ibarrier()
+            time.sleep(SLEEP_SECONDS)
+        self._comm.Free()
 
     # Looking --------------------------------------------------------------------------------------------------
 
@@ -195,9 +211,11 @@ class Watch:
                 self._look()
             except CollectiveTimeout as timeout:
                 say(str(timeout))
-                # The others print theirs within a look or two.
-                time.sleep(3 * TICK_SECONDS)
+                time.sleep(LINGER_SECONDS)
                 abort(EXIT_CODE)
+            except Exception as error:  # of MPI, say: a rank must not go on unwatched and unheard
+                say(f"[rank {load_mpi().COMM_WORLD.rank}] the watcher of collectives failed: {error!r}")
+                abort(1)
 
     def look(self) -> None:
         """For a rank without a watcher thread, while it waits: look, if it is time. Raises CollectiveTimeout."""
@@ -206,32 +224,36 @@ class Watch:
 
     def _look(self) -> None:
         """Answer the others, then see whether anything of ours has run out of time."""
-        self._looked = now = time.monotonic()
+        last, self._looked = self._looked, time.monotonic()
+        now = self._looked
         over = self._listen()
         for entry in list(self.running.values()):
             if entry.done is not None and entry.done():
                 entry.end()
+            unseen = now - max(last, entry.started)
+            if unseen > UNSEEN_SECONDS:  # this process was suspended: its job, perhaps, with all the others
+                entry.started += unseen
         for alarm in self.alarms:
             if (problem := alarm()) is not None:
                 self._tell_all(_OVER)
                 raise CollectiveTimeout(self._report(None, problem))
-        oldest = min(self.running.values(), key=lambda entry: entry.started, default=None)
+        oldest = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
         if over is not None:
             raise CollectiveTimeout(self._report(oldest, f"rank {over} has run out of time"))
         if oldest is None:
             return
         left = oldest.started + self.timeout - now
         if left < self._before and self._asked_for is not oldest:
-            self._asked_for = oldest
+            self._asked_for, self._asked_at = oldest, now
             self._told.clear()
             self._tell_all(_ASKED)
-        if left < 0:
+        if left < 0 and now - self._asked_at > self._before / 2:  # else there was no time to answer
             self._tell_all(_OVER)
             raise CollectiveTimeout(self._report(oldest))
 
     # Telling --------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> int | None:
+    def _listen(self, *, answer: bool = True) -> int | None:
         """Read what the others sent; answer. The world rank of one that has run out of time, or None."""
         mpi = load_mpi()
         over, asked, status = None, False, mpi.Status()
@@ -243,7 +265,7 @@ class Watch:
             asked |= message["kind"] == _ASKED
             if message["kind"] == _OVER:
                 over = int(message["world_rank"])
-        if asked:
+        if asked and answer:
             self._tell_all(_TOLD)
         return over
 
@@ -259,7 +281,7 @@ class Watch:
         self._sent = [request for request in self._sent if not request[0].Test()]
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._sent.append((self._comm.Isend([message, mpi.BYTE], rank), message))
+                self._sent.append((self._comm.Issend([message, mpi.BYTE], rank), message))
 
     # Reporting ------------------------------------------------------------------------------------------------
 

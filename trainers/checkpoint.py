@@ -98,6 +98,11 @@ def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint of ``folder``, or None. Raises UsageError where the pointer leads nowhere."""
     pointer = folder / "latest"
     if not pointer.exists():
+        if whole := sorted(path.parent.name for path in folder.glob("iter_*/state.json")):
+            raise UsageError(
+                f"--load {folder}: there is no {pointer}, which names the newest checkpoint, but there are "
+                f"{', '.join(whole[-3:])}; give one of them to --load"
+            )
         return None
     found = folder / pointer.read_text().strip()
     aside = found.with_name(f"{found.name}.old")  # while another of the same name takes its place

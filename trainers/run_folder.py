@@ -37,9 +37,20 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
 def require_free(config: TrainConfig) -> None:
     """Raise UsageError, changing nothing, where ``--load`` names no checkpoint or ``--save`` holds another run."""
     found = checkpoint_to_load(config)
-    if config.save is None or config.overwrite or _same(config.load, config.save) or _goes_on(config, found):
+    if config.save is None or config.overwrite:
         return
     folder = Path(config.save)
+    if _same(config.load, config.save):  # what is newer than the pointer, a crash left there
+        return
+    if _goes_on(config, found):
+        assert found is not None
+        complete = sorted(path.parent.name for path in folder.glob("iter_*/state.json"))
+        if newer := [name for name in complete if name > found.name]:
+            raise UsageError(
+                f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
+                "replace; give another --save, or --overwrite"
+            )
+        return
     if left := [path.name for path in _left(folder)]:
         names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         raise UsageError(
@@ -66,7 +77,7 @@ def _left(folder: Path) -> list[Path]:
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:
     """Whether ``found`` is a checkpoint of the run in ``--save``."""
-    return found is not None and config.save is not None and _same(str(found.resolve().parent), config.save)
+    return found is not None and config.save is not None and _same(str(found.absolute().parent), config.save)
 
 
 def _same(one: str | None, other: str | None) -> bool:

@@ -40,16 +40,19 @@ def met(finished, pretrain, mock):
         "overwrite nothing": (1, ["--save", "{new}", "--overwrite"]),
         "overwrite what goes on": (1, ["--load", "{old}", "--save", "{old}", "--overwrite", "--train-iters", "6"]),
         "one checkpoint": (1, ["--load", "{old}/iter_0000002", "--save", "{new}", "--train-iters", "6"]),
-        "branch": (1, ["--load", "{old}/iter_0000002", "--save", "{old}", "--train-iters", "6"]),
+        "branch": (1, ["--load", "{old}/iter_0000002", "--save", "{old}", "--train-iters", "6", "--overwrite"]),
+        "branch unasked": (1, ["--load", "{old}/iter_0000002", "--save", "{old}", "--train-iters", "6"]),
+        "no pointer": (2, ["--load", "{unnamed}", "--save", "{unnamed}"]),
         "started again": (1, ["--load", "{begun}", "--save", "{begun}"]),
         "done": (2, ["--load", "{old}", "--save", "{old}"]),
         "beyond": (1, ["--load", "{old}", "--save", "{old}", "--train-iters", "3"]),
     }
     root, commands = finished.parent, []
     for name, (n, words) in cases.items():
-        places = {key: root / name / key for key in ("old", "other", "new", "begun")}
-        for key in ("old", "other"):
+        places = {key: root / name / key for key in ("old", "other", "new", "begun", "unnamed")}
+        for key in ("old", "other", "unnamed"):
             shutil.copytree(finished, places[key])
+        (places["unnamed"] / "latest").unlink()
         for key in ("new", "begun"):
             places[key].mkdir()
         (places["begun"] / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0}\n')
@@ -65,6 +68,8 @@ REFUSED = {
     "no folder": ["--load", "no such folder", "iter_*", "--save"],
     "empty folder": ["--load", "holds no checkpoint", "iter_*", "--save"],
     "pointer": ["--load", "latest", "iter_*"],
+    "branch unasked": ["--load", "newer checkpoints (iter_0000004)", "--overwrite"],
+    "no pointer": ["--load", "there is no", "latest", "iter_0000002, iter_0000004"],
 }
 
 
