@@ -136,6 +136,26 @@ def test_autograd_sees_nothing(world):
     assert torch.equal(leaf.grad, torch.full((SHARED_BYTES,), 4.0))
 
 
+def test_any_output_can_be_gathered_into(run, world):
+    """A leaf, and a tensor of inference mode, whatever the mode of the thread that runs it."""
+    rows = SHARED_BYTES
+    input = world.empty((rows,)).fill_(world.rank)
+    with torch.inference_mode():
+        made_there = torch.empty(rows * world.size)
+    for output in (torch.nn.Parameter(torch.empty(rows * world.size)), made_there):
+        run("all_gather", output, input)
+        assert torch.equal(output.detach()[::rows], torch.arange(world.size).float())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_reductions_are_an_error_on_all(world):
+    tensor = world.empty((SHARED_BYTES,)).fill_(1.0)
+    with pytest.raises(CollectiveMismatch, match="reductions"):
+        world.all_reduce(tensor, "max" if world.rank else "sum")
+    with pytest.raises(CollectiveMismatch, match="dtypes"):
+        world.all_reduce(tensor.view(torch.int32) if world.rank else tensor)
+
+
 def test_many_rounds_on_two_lanes(world):
     """The caller's lane and a stream's, in flight at once: neither takes the other's flags for its own."""
     stream = world.new_stream()

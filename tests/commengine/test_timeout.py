@@ -173,6 +173,47 @@ timed.close()
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
+def test_a_suspended_job_goes_on(job):
+    """The time in which nobody could look does not count; here twice the timeout, in the middle of a collective."""
+    done, _ = job(
+        """
+import subprocess
+timed = Communicator(world.mpi, timeout=2)
+pids = torch.zeros(world.size, dtype=torch.int64)
+pids[world.rank] = os.getpid()
+timed.all_reduce(pids)
+every = " ".join(map(str, pids.tolist()))
+if world.rank == 0:
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {every}; sleep 4; kill -CONT {every}"])
+time.sleep(1.5 * world.rank)
+timed.barrier()
+time.sleep(1)
+timed.barrier()
+timed.close()
+"""
+    )
+    assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
+
+
+def test_no_question_is_left_to_the_next_communicator(job):
+    """A collective that ends just after its rank asked where the others are; then close, and a new communicator."""
+    done, _ = job(
+        """
+for late in (1.55, 1.6, 1.65):
+    timed = Communicator(world.mpi, timeout=2)
+    time.sleep(late * world.rank)
+    timed.barrier()
+    timed.close()
+    fresh = world.mpi.Dup()
+    assert not fresh.Iprobe(), "a message of the watchers"
+    with Communicator(world.mpi) as next_one:
+        next_one.all_reduce(torch.ones(3))
+    fresh.Free()
+"""
+    )
+    assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
+
+
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("timeout", [0, -1, "2", float("nan")])
 def test_a_timeout_that_is_no_time_is_refused(mpi_world, timeout):
