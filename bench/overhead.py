@@ -7,7 +7,7 @@ The two alternate within a round, in random order; a cell is the median over the
 
 The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
 added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
-as such an all-reduce finds and leaves them. Above 4 MB the engine calls MPI once for each 4 MB.
+as such an all-reduce finds and leaves them. Above 8 MB the engine calls MPI once for each 4 MB.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 #: what is reduced in rank order is all-gathered and reduced everywhere up to this many bytes: one round trip, not two
 SMALL_BYTES = 16 * 1024
 
-#: longer reductions go in pieces of this many bytes. An MPI's temporary copy of a longer one no longer fits the caches,
-#: and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md: 2.5 times the time)
+#: reductions of more bytes than LONG_BYTES go in pieces. An MPI's temporary copy of such a one no longer fits the
+#: caches, and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md)
+LONG_BYTES = 8 << 20
 PIECE_BYTES = 4 << 20
 
 #: how often a polling thread yields its core before it starts to sleep between polls
@@ -156,7 +157,7 @@ class HostTransport:
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
         nbytes = tensor.nbytes
-        if nbytes <= PIECE_BYTES:
+        if nbytes <= LONG_BYTES:
             self._calls.Allreduce(self._in_place, (self._address(tensor.data_ptr(), nbytes), datatype), mpi_op)
         else:
             for piece in self._pieces(tensor):
@@ -167,8 +168,9 @@ class HostTransport:
     def _pieces(self, tensor: Tensor) -> Iterator[Any]:
         """The memory of a reduction, as MPI is to have it; one piece where there is none."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        for start in range(0, nbytes or 1, PIECE_BYTES):
-            yield self._address(address + start, min(PIECE_BYTES, nbytes - start))
+        step = PIECE_BYTES if nbytes > LONG_BYTES else nbytes or 1
+        for start in range(0, nbytes or 1, step):
+            yield self._address(address + start, min(step, nbytes - start))
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
         if tensor.dtype in self._in_order:

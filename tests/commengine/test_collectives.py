@@ -12,7 +12,7 @@ import torch
 
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
-from commengine.host import PIECE_BYTES, SMALL_BYTES
+from commengine.host import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -98,7 +98,7 @@ def test_reductions_in_pieces(run, world, dtype, op, extra):
     """About the length from which reductions go in pieces: every element is reduced once, none left out."""
     if op == "avg" and not dtype.is_floating_point:
         pytest.skip("integers have no average")
-    numel = PIECE_BYTES // dtype.itemsize + (extra if abs(extra) == 1 else extra // dtype.itemsize)
+    numel = LONG_BYTES // dtype.itemsize + (extra if abs(extra) == 1 else extra // dtype.itemsize)
     steps = torch.arange(numel) % 7
     values = [(steps + rank).to(dtype) for rank in range(world.size)]
     expected = {
