@@ -52,6 +52,7 @@ def main(world: Communicator) -> None:
     """Measure; rank 0 prints and writes."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=11)
+    options.add_argument("--micro-batch-size", type=int, default=2, help="samples a rank and step")
     options.add_argument("--rate", type=float, default=0.5e9, help="bytes a second of the slow link")
     options.add_argument("--output", type=Path, help="write the table as markdown")
     options.add_argument("--json", type=Path, help="write every number")
@@ -59,7 +60,7 @@ def main(world: Communicator) -> None:
     result = environment("bench.overlap") | {"ranks": world.size}
     config = TrainConfig(
         num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192, mock_data=True,
-        micro_batch_size=2, hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
+        micro_batch_size=arguments.micro_batch_size, hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
     )  # fmt: skip
     runners = []
     for rate in (None, arguments.rate):
@@ -77,7 +78,7 @@ def main(world: Communicator) -> None:
                 runner.seconds.clear()
                 runner.hidden.clear()
     if world.rank == 0:
-        text = markdown(result, runners, arguments.rounds)
+        text = markdown(result, runners, arguments)
         print(text)
         if arguments.output:
             arguments.output.write_text(text)
@@ -88,12 +89,13 @@ def main(world: Communicator) -> None:
         runner.trainer.close()
 
 
-def markdown(result: dict[str, object], runners: list[Runner], rounds: int) -> str:
+def markdown(result: dict[str, object], runners: list[Runner], arguments: argparse.Namespace) -> str:
     """The table for people."""
     lines = [
         *heading("Overlapping the reduction of gradients with backward", result),
-        f"- {result['ranks']} data-parallel ranks, {rounds} rounds in random order: medians, ratios with quartiles",
-        "- GPT of 4 layers, hidden 512, vocabulary 8192, sequence 256, 2 samples a rank, fp32",
+        f"- {result['ranks']} data-parallel ranks, {arguments.rounds} rounds in random order; medians, quartiles",
+        "- GPT of 4 layers, hidden 512, vocabulary 8192, sequence 256, fp32; samples a rank and step: "
+        f"{arguments.micro_batch_size}",
         "",
         "| link | s per step without | with overlap | hidden | speed-up by overlap |",
         "|---|---:|---:|---:|---|",

@@ -15,7 +15,8 @@ FORWARD_SECONDS = 0.5
 def say(text: str) -> None:
     """Print to standard error, if there still is one: an error must reach `abort` whatever happened to it."""
     with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")  # at once: print writes the line's end apart, and ranks' words get mixed
+        sys.stderr.flush()
 
 
 def process_status(code: int) -> int:
