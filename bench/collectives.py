@@ -42,7 +42,7 @@ from bench.tables import table, write_csv, write_plot
 from bench.transports import LOCAL, Transport
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
 from commengine.dtypes import reduction_error
-from commengine.host import load_mpi
+from commengine.mpi import load_mpi
 from trainers.options import Parser
 from trainers.rank_zero import on_rank_zero
 

@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import configargparse
-
 from bench import piecewise
 from bench.machine import environment
 from bench.measurements import STATISTICS, Series, read
+from bench.options import new_parser
 from bench.piecewise import FittedSegment, PiecewiseFit
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
@@ -52,13 +51,7 @@ class FittedSeries:
 
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The command line, and its parser for errors that are found later."""
-    options = configargparse.ArgumentParser(
-        prog="python -m bench.fit",
-        description=__doc__,
-        formatter_class=configargparse.RawDescriptionHelpFormatter,
-        config_file_parser_class=configargparse.YAMLConfigFileParser,
-        allow_abbrev=False,
-    )
+    options = new_parser("bench.fit", __doc__)
     add = options.add_argument
     add("results", type=Path, metavar="RESULTS.json", help="what bench.collectives --json wrote")
     add("--config", is_config_file=True, help="YAML file of these options; the command line wins")

@@ -23,7 +23,7 @@ from bench.operations import IN_PLACE, Call
 from bench.sampling import Sampler, Stopping, Timed, Times, sample
 from bench.transports import Bound, Transport, timed
 from commengine import CollectiveError, Communicator
-from commengine.host import load_mpi
+from commengine.mpi import load_mpi
 
 PRODUCT = 32  # rows and columns of the matrices of --overlap's compute: a product takes a microsecond or two
 

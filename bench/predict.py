@@ -19,14 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import configargparse
-
 from bench import paper, plan
 from bench.cluster import Cluster, load, names
 from bench.kernels import Parts
 from bench.layout import MODELS, Layout
 from bench.machine import environment, heading
 from bench.model_cost import Step, predict, slowdown
+from bench.options import new_parser
 from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 
@@ -36,13 +35,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The command line, and its parser for errors that are found later."""
-    options = configargparse.ArgumentParser(
-        prog="python -m bench.predict",
-        description=__doc__,
-        formatter_class=configargparse.RawDescriptionHelpFormatter,
-        config_file_parser_class=configargparse.YAMLConfigFileParser,
-        allow_abbrev=False,
-    )
+    options = new_parser("bench.predict", __doc__)
     add = options.add_argument
     add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
     add("--cluster", default="dgx-2h", metavar="NAME|FILE", help=f"one of {', '.join(names())}, or a YAML file")

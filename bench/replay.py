@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import configargparse
 import torch
 
 from bench import recording
 from bench.machine import environment, heading
+from bench.options import new_parser
 from bench.recording import Call, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
 from trainers import config as settings
@@ -34,12 +34,7 @@ from trainers.rank_zero import on_every_rank, on_rank_zero
 
 def parser() -> Any:
     """The command line; with --record, what is left is pretrain_gpt's."""
-    options = configargparse.ArgumentParser(
-        prog="python -m bench.replay",
-        description=__doc__,
-        formatter_class=configargparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = new_parser("bench.replay", __doc__)
     add = options.add_argument
     add("trace", metavar="TRACE", help="folder with rank-0.jsonl, rank-1.jsonl, ...")
     add("--record", action="store_true", help="write TRACE: one training step of pretrain_gpt's options")

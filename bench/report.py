@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import configargparse
-
 from bench.measurements import read
+from bench.options import new_parser
 from commengine import UsageError
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg"}
@@ -196,12 +195,7 @@ def page(folder: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; the exit status."""
-    options = configargparse.ArgumentParser(
-        prog="python -m bench.report",
-        description=__doc__,
-        formatter_class=configargparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = new_parser("bench.report", __doc__)
     options.add_argument("folder", type=Path, metavar="DIR", help="results: markdown, JSON, pictures")
     options.add_argument("--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html)")
     arguments = options.parse_args(argv)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import CollectiveError, CollectiveMismatch
-from .host import load_mpi
+from .mpi import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,7 +14,8 @@ from .backends import Backend, HostedBackend, NcclBackend, open_backend
 from .checks import INT_MAX, TensorLike, is_c_int
 from .device_choice import DeviceLike, parse_device
 from .errors import CollectiveError
-from .host import HostTransport, TransferError, load_mpi
+from .host import HostTransport, TransferError
+from .mpi import load_mpi, ranks_in
 from .running import DONE, Call, Closed, Runs, exchanges_first
 from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work
@@ -343,11 +344,7 @@ class Communicator(Runs):
 
     def world_ranks(self) -> list[int]:
         """The ranks of the group in MPI.COMM_WORLD, in its order. Of this rank alone."""
-        mine, world = self._live_mpi().Get_group(), load_mpi().COMM_WORLD.Get_group()
-        ranks = list(mine.Translate_ranks(None, world))
-        mine.Free()
-        world.Free()
-        return ranks
+        return ranks_in(self._live_mpi(), load_mpi().COMM_WORLD)
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent.

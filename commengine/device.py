@@ -18,7 +18,8 @@ from torch import Tensor
 from .agreement import raise_together
 from .dtypes import NCCL_BYTE, NCCL_REDUCTIONS
 from .errors import CollectiveError
-from .host import TransferError, load_mpi
+from .host import TransferError
+from .mpi import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

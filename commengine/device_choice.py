@@ -14,7 +14,7 @@ import torch
 from .agreement import raise_together
 from .device import EXTRAS, NCCL_LEAST, Runtime, load_runtime
 from .errors import CollectiveError
-from .host import load_mpi
+from .mpi import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

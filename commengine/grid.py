@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .communicator import Communicator
 from .errors import CollectiveError
-from .host import load_mpi
+from .mpi import load_mpi
 
 
 @dataclass(frozen=True)

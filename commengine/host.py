@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
+from .mpi import load_mpi
 from .shared import SHARED_BYTES, Place, SharedLane, SharedTensors, spin
 
 if TYPE_CHECKING:
@@ -31,13 +32,6 @@ PIECE_BYTES = 4 << 20
 #: how often a polling thread yields its core before it starts to sleep between polls
 YIELDS_BEFORE_SLEEP = 2000
 SLEEP_SECONDS = 50e-6
-
-
-def load_mpi() -> Any:
-    """``mpi4py.MPI``, imported on first use: importing it initialises MPI, and importing commengine must not."""
-    from mpi4py import MPI
-
-    return MPI
 
 
 class TransferError(Exception):
@@ -234,7 +228,6 @@ class HostTransport:
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
         if self._segments:
             if (place := self._place(output)) is not None:
                 self._lane.gather_into(place, input)
@@ -242,6 +235,7 @@ class HostTransport:
             if (place := self._place(input)) is not None:
                 self._lane.all_gather(output, place)
                 return
+        in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
         self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:

@@ -19,7 +19,7 @@ from .communicator import Communicator
 from .device_choice import DeviceLike
 from .ending import abort, process_status, say
 from .errors import LaunchError, UsageError
-from .host import load_mpi
+from .mpi import load_mpi
 
 #: what launchers tell their tasks about the number of tasks. The first that is set speaks: an mpiexec inside a Slurm
 #: allocation sets its own and inherits Slurm's

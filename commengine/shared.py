@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .dtypes import reduce_in_order
 from .errors import CollectiveMismatch
+from .mpi import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,10 +60,9 @@ class SharedTensors:
     def available(self) -> bool:
         """Whether all ranks, more than one, share a node's memory. Collective the first time."""
         if self._available is None:
-            from mpi4py import MPI
-
-            node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-            self._available = bool(self._comm.allreduce(1 < node.size == self._comm.size, MPI.LAND))
+            mpi = load_mpi()
+            node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+            self._available = bool(self._comm.allreduce(1 < node.size == self._comm.size, mpi.LAND))
             node.Free()
         return self._available
 
@@ -81,14 +81,13 @@ class SharedTensors:
 
     def _fits(self, nbytes: int) -> bool:
         """Whether the node has the memory: touching a window that it has not would end the process. Collective."""
-        from mpi4py import MPI
-
+        mpi = load_mpi()
         try:
             space = os.statvfs("/dev/shm")  # where Linux keeps it; in a container often 64 MB
             room = space.f_bavail * space.f_frsize
         except OSError:
             room = sys.maxsize
-        return bool(self._comm.allreduce(nbytes * self._comm.size + MARGIN_BYTES <= room, MPI.LAND))
+        return bool(self._comm.allreduce(nbytes * self._comm.size + MARGIN_BYTES <= room, mpi.LAND))
 
     def find(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` lies, or None if that is no window."""
@@ -101,11 +100,10 @@ class SharedTensors:
 
     def close(self) -> None:
         """Free the windows in which no tensor lies any more on any rank. The others live as long as the process."""
-        from mpi4py import MPI
-
+        mpi = load_mpi()
         left = False
         for segment in self.segments:
-            if self._comm.allreduce(segment.unused(), MPI.LAND):
+            if self._comm.allreduce(segment.unused(), mpi.LAND):
                 segment.free()
             else:
                 left = True
@@ -288,10 +286,9 @@ def _new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
     All ranks come here first: MPICH makes a window without letting another thread of the process into MPI, and that
     one may be what another rank waits for.
     """
-    from mpi4py import MPI
-
     comm.Barrier()
-    return MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+    window: MPI.Win = load_mpi().Win.Allocate_shared(nbytes, 1, comm=comm)
+    return window
 
 
 def _described(flags: memoryview) -> str:

@@ -26,7 +26,8 @@ from torch import Tensor
 from .agreement import describe
 from .ending import abort, say
 from .errors import CollectiveError, CollectiveTimeout
-from .host import SLEEP_SECONDS, load_mpi
+from .host import SLEEP_SECONDS
+from .mpi import load_mpi, ranks_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -168,11 +169,7 @@ class Watch:
 
     def group(self, comm: MPI.Comm, name: str, parent: str = "") -> WatchedGroup:
         """Watch ``comm``, whose ranks are of the root communicator."""
-        mpi = load_mpi()
-        members, mine = range(comm.size), comm.Get_group()
-        ranks, world_ranks = (
-            tuple(mine.Translate_ranks(list(members), other.Get_group())) for other in (self._comm, mpi.COMM_WORLD)
-        )
+        ranks, world_ranks = (tuple(ranks_in(comm, other)) for other in (self._comm, load_mpi().COMM_WORLD))
         found = WatchedGroup(self, f"{parent}/{name}@{ranks[0]}", name, ranks, world_ranks)
         self._groups[found.key] = found
         return found

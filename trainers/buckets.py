@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator
+from commengine.dtypes import HALF_TYPES
 from tplayers import placement_of
-
-HALF_TYPES = (torch.float16, torch.bfloat16)
 
 #: AdamW's tensors that are placed as their parameter is
 MOMENTS = ("exp_avg", "exp_avg_sq")

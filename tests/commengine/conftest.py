@@ -17,6 +17,17 @@ def world(mpi_world):
         world.close()
 
 
+@pytest.fixture(scope="module", params=["direct", "stream"])
+def run(request, world):
+    """``run("all_reduce", ...)``: the operation on ``world``, at once or on a stream, done on return."""
+    lane = world.new_stream() if request.param == "stream" else None
+
+    def run(operation, *args):
+        getattr(world, operation)(*args, stream=lane).wait()
+
+    return run
+
+
 @pytest.fixture
 def stream(mpi_world):
     """A stream of a communicator of its own: what breaks it breaks nothing else."""

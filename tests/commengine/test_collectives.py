@@ -23,17 +23,6 @@ by_half = pytest.mark.parametrize("dtype", sorted(HALF_TYPES, key=str), ids=lamb
 SHAPES = [(), (0,), (1,), (3,), (7,), (5, 3), (2, 0, 3), (129,)]
 
 
-@pytest.fixture(scope="module", params=["direct", "stream"])
-def run(request, world):
-    """``run("all_reduce", ...)``: the operation on ``world``, at once or on a stream, done on return."""
-    lane = world.new_stream() if request.param == "stream" else None
-
-    def run(operation, *args):
-        getattr(world, operation)(*args, stream=lane).wait()
-
-    return run
-
-
 def given(dtype, shape, rank, op="sum"):
     """The input of ``rank``, known to all."""
     generator = torch.Generator().manual_seed(7919 * rank + len(shape) + sum(shape))

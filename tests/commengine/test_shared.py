@@ -25,17 +25,6 @@ DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 by_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), **DTYPE_IDS)
 
 
-@pytest.fixture(scope="module", params=["direct", "stream"])
-def run(request, world):
-    """``run("all_reduce", ...)``: the operation on ``world``, at once or on a stream, done on return."""
-    lane = world.new_stream() if request.param == "stream" else None
-
-    def run(operation, *args):
-        getattr(world, operation)(*args, stream=lane).wait()
-
-    return run
-
-
 def values(dtype, numel, rank):
     """Small whole numbers, different on every rank: every sum and product of them is exact."""
     found = (torch.arange(numel) * (rank + 3)) % 5 - (0 if dtype in (torch.uint8, torch.bool) else 2)
