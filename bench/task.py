@@ -1,4 +1,4 @@
-"""The training task that every contestant of the step study works on: sizes, tokens, optimizer, weights."""
+"""The training task that every contestant of bench.step_contest works on: sizes, tokens, optimizer, weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our contestant of the step study: trainers' own step, tensor- or data-parallel.
+"""Our contestant of bench.step_contest: trainers' own step, tensor- or data-parallel.
 
 mpiexec -n 2 python -m bench.contestants.ours [--task FILE] --tensor-model-parallel-size 2
 """

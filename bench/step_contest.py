@@ -1,7 +1,7 @@
 """Seconds per training step: this project against DTensor, DistributedDataParallel and plain torch.
 
-    python -m bench.step --rounds 7 --steps 2 --output step.md --json step.json
-    python -m bench.step --only ddp --only dtensor        # some of them; --list names all
+    python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
+    python -m bench.step_contest --only ddp --only dtensor        # some of them; --list names all
 
 All contestants train the same GPT on the same tokens from the same weights (bench/task.py), alternate within
 one run (bench/contest.py), and must report the same losses. Ends with status 1 if they do not.
@@ -148,7 +148,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     """The command line, and its parser for errors that are found later."""
     default = Task()
     options = configargparse.ArgumentParser(
-        prog="python -m bench.step",
+        prog="python -m bench.step_contest",
         description=__doc__,
         formatter_class=configargparse.RawDescriptionHelpFormatter,
         config_file_parser_class=configargparse.YAMLConfigFileParser,
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(one.name for one in contestants("task.json")))
         return 0
-    surroundings = environment("bench.step")  # now: the load average is to be that of others, not of this run
+    surroundings = environment("bench.step_contest")  # now: the load average is to be that of others, not of this run
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
         everyone = choose(arguments, options, contestants(task_file))
