@@ -23,20 +23,25 @@ from .collectives import (
 )
 from .fitted import FittedModel, Segment
 from .hierarchy import Machine, Phase, hierarchical_all_reduce
-from .transformer import (
-    ADAM_BYTES_PER_PARAMETER,
+from .step import (
     Collective,
-    TransformerShape,
-    activation_bytes,
     data_parallel_collectives,
-    layer_activation_bytes,
-    layer_parameters,
     loss_collectives,
-    model_flops,
-    parameter_bytes,
-    parameters,
+    scalar_collectives,
+    sequence_parallel_collectives,
     tensor_parallel_collectives,
     total_bytes_sent,
+)
+from .transformer import (
+    ADAM_BYTES_PER_PARAMETER,
+    TransformerShape,
+    activation_bytes,
+    layer_activation_bytes,
+    layer_parameters,
+    model_flops,
+    parameter_bytes,
+    parameter_sizes,
+    parameters,
 )
 
 __all__ = [
@@ -64,8 +69,11 @@ __all__ = [
     "loss_collectives",
     "model_flops",
     "parameter_bytes",
+    "parameter_sizes",
     "parameters",
+    "scalar_collectives",
     "seconds_at_bus_bandwidth",
+    "sequence_parallel_collectives",
     "tensor_parallel_collectives",
     "total_bytes_sent",
 ]

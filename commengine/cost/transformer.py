@@ -1,20 +1,16 @@
-"""Parameters, FLOPs, collectives and memory of a GPT's training step, by formula.
+"""Parameters, FLOPs and memory of a GPT's training step, by formula; its collectives are in `step.py`.
 
-    [M] Shoeybi et al., Megatron-LM, 2019: section 3, Figure 4; appendix B.1
-    [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1 (16 bytes a parameter), 5 and 7 (communication)
+    [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1 (16 bytes a parameter)
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
     [A] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021: appendix (FLOPs)
 
 s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t:
-tensor-parallel size, d: data-parallel size.
+tensor-parallel size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from .collectives import collective
 
 # fp16 weight and gradient, fp32 master weight, Adam's two moments [Z].
 ADAM_BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
@@ -45,17 +41,6 @@ class TransformerShape:
                 raise ValueError(f"tensor-parallel size {tensor} does not divide {name}={getattr(self, name)}")
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective that a step runs ``count`` times: bytes as nccl-tests has them, and the ranks of its group."""
-
-    operation: str
-    size: float
-    ranks: int
-    count: int
-    why: str
-
-
 def layer_parameters(hidden: int, mlp: int | None = None) -> int:
     """Weights and biases of a transformer layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
     mlp = 4 * hidden if mlp is None else mlp
@@ -72,6 +57,30 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
     return split / tensor + whole
 
 
+def parameter_sizes(
+    shape: TransformerShape, tensor: int = 1, *, mlp: int | None = None, positions: int | None = None
+) -> list[tuple[str, int]]:
+    """(Name, elements) of each parameter that one rank of ``tensor`` holds; without the options, `parameters` in all.
+
+    mlp: width of the feed-forward block (default 4 h). positions: that the model knows (default s). In the order in
+    which this project's GPT lists its parameters, with its names.
+    """
+    h = shape.hidden
+    mlp = 4 * h if mlp is None else mlp
+    found = [("position_embedding", (shape.seq if positions is None else positions) * h)]
+    found.append(("embedding.weight", shape.vocab * h // tensor))
+    layer = {
+        "attention_norm.weight": h, "attention_norm.bias": h,
+        "attention.qkv.weight": 3 * h * h // tensor, "attention.qkv.bias": 3 * h // tensor,
+        "attention.projection.weight": h * h // tensor, "attention.projection.bias": h,
+        "mlp_norm.weight": h, "mlp_norm.bias": h,
+        "mlp.up.weight": mlp * h // tensor, "mlp.up.bias": mlp // tensor,
+        "mlp.down.weight": mlp * h // tensor, "mlp.down.bias": h,
+    }  # fmt: skip
+    found += [(f"layers.{number}.{name}", size) for number in range(shape.layers) for name, size in layer.items()]
+    return [*found, ("final_norm.weight", h), ("final_norm.bias", h)]
+
+
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:
     """FLOPs of all matrix products of a step with ``batch`` sequences, recomputed ones included [A].
 
@@ -79,7 +88,7 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
     forward of every layer: 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all; "selective" one more of the two products of
     attention [K].
     """
-    _require_recompute(recompute)
+    require_recompute(recompute)
     tokens = batch * shape.seq
     h = shape.hidden
     layer = 24 * tokens * h * h
@@ -87,81 +96,6 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
     logits = 2 * tokens * h * shape.vocab
     again = {"none": 0, "selective": attention, "full": layer + attention}[recompute]
     return shape.layers * (3 * (layer + attention) + again) + 3 * logits
-
-
-def tensor_parallel_collectives(
-    shape: TransformerShape,
-    batch: int,
-    tensor: int,
-    *,
-    element_bytes: float = 2,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-) -> list[Collective]:
-    """What one micro-batch of ``batch`` sequences communicates over its tensor group, but for the loss.
-
-    A layer: 2 all-reduces of b s h elements forward and 2 backward [M], and the forward's 2 again where it is
-    recomputed whole; the embedding's g and the output layer's f add one each. With sequence parallelism each becomes a
-    reduce-scatter and an all-gather of the same size, and backward gathers each column-parallel input again for its
-    weight gradient [K].
-    """
-    _require_recompute(recompute)
-    if tensor == 1:
-        return []
-    size = shape.seq * batch * shape.hidden * element_bytes
-    passes = 2 if recompute == "full" else 1
-    forward, backward = 2 * passes * shape.layers, 2 * shape.layers
-    if not sequence_parallel:
-        return [
-            Collective("all_reduce", size, tensor, forward, "g, after attention and MLP"),
-            Collective("all_reduce", size, tensor, backward, "f, before attention and MLP, backward"),
-            Collective("all_reduce", size, tensor, 2, "embedding's g, output layer's f"),
-        ]
-    return [
-        Collective("reduce_scatter", size, tensor, forward, "after attention and MLP"),
-        Collective("all_gather", size, tensor, forward, "before attention and MLP"),
-        Collective("reduce_scatter", size, tensor, backward, "before attention and MLP, backward"),
-        Collective("all_gather", size, tensor, backward, "after attention and MLP, backward"),
-        Collective("all_gather", size, tensor, backward, "column-parallel inputs again, for their weight gradients"),
-        Collective("reduce_scatter", size, tensor, 2, "embedding; output layer backward"),
-        Collective("all_gather", size, tensor, 3, "output layer; embedding backward; output layer's input again"),
-    ]
-
-
-def loss_collectives(shape: TransformerShape, batch: int, tensor: int, *, parallel: bool = True) -> list[Collective]:
-    """The loss of vocabulary-parallel logits: b s fp32 numbers three times; or b s v logits gathered [M, section 3].
-
-    Maximum, target logit and sum of exponentials of each token. parallel=False: what gathering fp16 logits would take.
-    """
-    if tensor == 1:
-        return []
-    tokens = shape.seq * batch
-    if not parallel:
-        return [Collective("all_gather", 2 * tokens * shape.vocab, tensor, 1, "logits")]
-    return [Collective("all_reduce", 4 * tokens, tensor, 3, "maximum, target logit, sum of exponentials")]
-
-
-def data_parallel_collectives(
-    count: float, data: int, *, gradient_bytes: float = 2, parameter_bytes: float = 2, zero1: bool = False
-) -> list[Collective]:
-    """The gradients of ``count`` parameters summed over ``data`` replicas, once a step [M, appendix B.1].
-
-    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters instead of an all-reduce: the
-    same volume where both have as many bytes [Z, section 7].
-    """
-    if data == 1:
-        return []
-    if not zero1:
-        return [Collective("all_reduce", count * gradient_bytes, data, 1, "gradients")]
-    return [
-        Collective("reduce_scatter", count * gradient_bytes, data, 1, "gradients"),
-        Collective("all_gather", count * parameter_bytes, data, 1, "updated parameters"),
-    ]
-
-
-def total_bytes_sent(collectives: Iterable[Collective], algorithm: str = "ring") -> float:
-    """What the busiest rank sends in all of them."""
-    return sum(one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives)
 
 
 def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:
@@ -184,7 +118,7 @@ def layer_activation_bytes(
     parallelism; selective: without the 5 a s / h of attention's scores, which fused_attention never stores; full: the
     layer's input, 2 s b h, which the paper's table keeps on every rank.
     """
-    _require_recompute(recompute)
+    require_recompute(recompute)
     shape.require_tensor_parallel(tensor)
     sbh = shape.seq * batch * shape.hidden
     if recompute == "full":
@@ -227,6 +161,7 @@ def activation_bytes(
     return shape.layers * layer + ends + working
 
 
-def _require_recompute(recompute: str) -> None:
+def require_recompute(recompute: str) -> None:
+    """Raise ValueError unless ``recompute`` is one of RECOMPUTE."""
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r}: one of {', '.join(RECOMPUTE)}")
