@@ -1,0 +1,178 @@
+"""One training step, traced: what each collective moved, took and exposed, by layer and group, beside the formulas.
+
+    mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --timeline step.png
+    mpiexec -n 4 python -m bench.step --config trainers/configs/main.yaml --overlap-grad-reduce --json step.json
+
+All other options are pretrain_gpt's, and so is the step; those about checkpoints, evaluation and logging change nothing.
+Times are medians over the traced steps. Exposed is what the caller waited for; skew what a rank spent in a collective
+before its group's last rank began, and bandwidths (nccl-tests') leave it out. Counts and volumes are held against
+commengine.cost's formulas, on every rank and in every step: where one differs, the table says so and the status is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench import step_tables, timeline, volumes
+from bench.machine import environment, heading
+from bench.tables import write_csv
+from bench.traced import Step, Steps, run
+from commengine import CollectiveError, Communicator, UsageError, launch
+from trainers import config as settings
+from trainers.corpus import open_corpus, with_vocabulary
+from trainers.loop import GPTTrainer
+from trainers.options import OptionError
+from trainers.rank_zero import on_every_rank, on_rank_zero
+
+FORMAT = 1
+
+
+class Options(ArgumentParser):
+    """A parser that raises instead of printing and exiting."""
+
+    def error(self, message: str) -> Any:
+        raise OptionError(message)
+
+
+def parser() -> Options:
+    """The options that are not pretrain_gpt's."""
+    options = Options(
+        prog="python -m bench.step", description=__doc__, formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = options.add_argument
+    add("--warmup", type=int, default=3, help="steps before the traced ones")
+    add("--steps", type=int, default=5, help="traced steps")
+    add("--json", metavar="FILE", help="every number, of every rank and step")
+    add("--csv", metavar="FILE", help="a line for each row of the table and rank")
+    add("--output", metavar="FILE", help="the tables as markdown")
+    add("--timeline", metavar="FILE", help="a picture of the median step: .png, .svg or .pdf")
+    add("--chrome", metavar="FILE", help="the median step for chrome://tracing and ui.perfetto.dev")
+    add("--save", metavar="DIR", help="the median step's collectives, as bench.replay reads them")
+    return options
+
+
+def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
+    """The options and the trainer's settings, as JSON types. Raises ValueError or UsageError that names the option."""
+    given, rest = parser().parse_known_args(argv)
+    for option, value, least in (("--warmup", given.warmup, 0), ("--steps", given.steps, 1)):
+        if value < least:
+            raise ValueError(f"{option} {value}: at least {least}")
+    for name in ("json", "csv", "output", "timeline", "chrome"):
+        file = getattr(given, name)
+        if file is not None and not Path(file).parent.is_dir():
+            raise ValueError(f"--{name} {file}: there is no folder {Path(file).parent}")
+    if given.timeline and Path(given.timeline).suffix not in timeline.SUFFIXES:
+        raise ValueError(f"--timeline {given.timeline}: the name ends in .png, .svg or .pdf")
+    config = settings.parse(rest, "python -m bench.step")
+    settings.validate(config, world_size)
+    config = with_vocabulary(config)
+    config.model().require_parallel(config.tensor_model_parallel_size, ranks=world_size)
+    if config.compile:
+        raise UsageError("--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out")
+    if given.save:
+        folder = Path(given.save)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank-*.jsonl"):
+            old.unlink()
+    return vars(given) | {"config": config.to_json()}
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
+    """Trace and compare; rank 0 prints and writes. The exit status."""
+    surroundings = environment("bench.step")  # now: the load average is to be that of others
+    options = on_rank_zero(world, lambda: read(argv, world.size))
+    config = settings.TrainConfig(**options["config"])
+    timeout = 60 * config.distributed_timeout_minutes or None
+    try:
+        watched = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
+    except CollectiveError as error:  # raised by all ranks or by none
+        raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
+    with watched:
+        trainer = GPTTrainer(config, watched, on_every_rank(watched, lambda: open_corpus(config)))
+        total = options["warmup"] + options["steps"]
+        with tqdm(total=total, disable=world.rank != 0, file=sys.stderr, desc="steps", leave=False) as bar:
+            traced = run(trainer, options["warmup"], options["steps"], bar.update)
+        shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
+        if options["save"]:
+            path = Path(options["save"], f"rank-{world.rank}.jsonl")
+            on_every_rank(world, lambda: traced.recordings[shown].save(path))
+        trainer.close()
+    different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown))
+    return int(different)
+
+
+def median_step(steps: Sequence[Step]) -> int:
+    """The number of the step whose time is the (lower) median."""
+    middle = statistics.median_low([step.seconds for step in steps])
+    return next(number for number, step in enumerate(steps) if step.seconds == middle)
+
+
+def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Steps, shown: int) -> bool:
+    """Print, and write the files. Whether a formula and the trace differ."""
+    config, ranks = settings.TrainConfig(**options["config"]), traced.steps
+    rows = step_tables.collective_rows(ranks)
+    phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
+    compared = compare(config, ranks)
+    wrong = [(rank, number) for rank, number, found in compared if not all(row["equal"] for row in found)]
+    tensor = config.tensor_model_parallel_size
+    title = (
+        f"GPT, {config.num_layers} layers, hidden {config.hidden_size}, sequence {config.seq_length}, "
+        f"micro-batch {config.micro_batch_size}; tensor {tensor} x data {len(ranks) // tensor}"
+    )
+    if wrong:
+        verdict = f"**{len(wrong)} of {len(compared)} steps of ranks differ**; first rank {wrong[0][0]}, step {wrong[0][1]}"
+    else:
+        verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps"
+    table_of = next(found for rank, number, found in compared if not wrong or (rank, number) == wrong[0])
+    lines = [
+        f"- {title}",
+        f"- medians of {options['steps']} steps after {options['warmup']}; clocks of two ranks are known within "
+        f"+-{1e6 * traced.uncertainty:.1f} us, and skew no better",
+        *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
+        "", "## By group", "", *step_tables.group_table(rows), "", "## By part of the step", "", *step_tables.table(rows),
+        "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of),
+    ]  # fmt: skip
+    print("\n".join(lines), flush=True)
+    if options["output"]:
+        Path(options["output"]).write_text("\n".join([*heading("Traced training step", surroundings), *lines, ""]))
+    if options["json"]:
+        result = surroundings | {
+            "format": FORMAT, "kind": "step", "ranks": len(ranks), "config": options["config"],
+            "clock_uncertainty": traced.uncertainty, "median_step": shown, "seconds": sums, "phases": phases,
+            "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
+        }  # fmt: skip
+        Path(options["json"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if options["csv"]:
+        write_csv(Path(options["csv"]), list(step_tables.csv_rows(rows)))
+    steps = [of_rank[shown] for of_rank in ranks]
+    if options["timeline"]:
+        timeline.write_picture(Path(options["timeline"]), steps, title)
+    if options["chrome"]:
+        timeline.write_chrome(Path(options["chrome"]), steps)
+    return bool(wrong)
+
+
+def compare(
+    config: settings.TrainConfig, ranks: Sequence[Sequence[Step]]
+) -> list[tuple[int, int, list[dict[str, Any]]]]:
+    """(Rank, step, formula beside trace) of every rank and step."""
+    found = []
+    for rank, steps in enumerate(ranks):
+        for number, step in enumerate(steps):
+            formulas = volumes.expected(config, len(ranks), rank, updated=not step.skipped)
+            events = [(one.part, one.phase, one.group, one.operation, one.bytes) for one in step.events]
+            found.append((rank, number, volumes.compared(formulas, events)))
+    return found
+
+
+if __name__ == "__main__":
+    launch.run(main)
