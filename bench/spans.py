@@ -1,4 +1,4 @@
-"""Which part of a training step the caller is in, and since when: embedding, layers, output layer, loss, and what follows.
+"""Which part of a training step the caller is in, and since when: embedding, layers, output layer, loss, the rest.
 
 The caller is always in one part: a boundary ends a span and begins the next, so that spans neither overlap nor leave
 gaps, and a collective belongs to the span in which it was enqueued. Backward runs the parts from last to first: the

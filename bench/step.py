@@ -77,7 +77,9 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     config = with_vocabulary(config)
     config.model().require_parallel(config.tensor_model_parallel_size, ranks=world_size)
     if config.compile:
-        raise UsageError("--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out")
+        raise UsageError(
+            "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
+        )
     if given.save:
         folder = Path(given.save)
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,14 +131,18 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
         f"micro-batch {config.micro_batch_size}; tensor {tensor} x data {len(ranks) // tensor}"
     )
     if wrong:
-        verdict = f"**{len(wrong)} of {len(compared)} steps of ranks differ**; first rank {wrong[0][0]}, step {wrong[0][1]}"
+        verdict = (
+            f"**{len(wrong)} of {len(compared)} steps of ranks differ**; first rank {wrong[0][0]}, step {wrong[0][1]}"
+        )
     else:
         verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps"
+    clocks = f"clocks of two ranks are known within +-{1e6 * traced.uncertainty:.1f} us, and skew no better"
+    if traced.uncertainty == 0:
+        clocks = "all ranks read one clock"
     table_of = next(found for rank, number, found in compared if not wrong or (rank, number) == wrong[0])
     lines = [
         f"- {title}",
-        f"- medians of {options['steps']} steps after {options['warmup']}; clocks of two ranks are known within "
-        f"+-{1e6 * traced.uncertainty:.1f} us, and skew no better",
+        f"- medians of {options['steps']} steps after {options['warmup']}; {clocks}",
         *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
         "", "## By group", "", *step_tables.group_table(rows), "", "## By part of the step", "", *step_tables.table(rows),
         "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of),

@@ -92,39 +92,39 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         first = next(iter(of_ranks))
         mine, times = of_ranks[first], [one["seconds"] for one in of_ranks.values()]
         sums = row["of_ranks"][first]
-        hidden = 1 - sum(sums["exposed"]) / sum(sums["seconds"]) if sum(sums["seconds"]) else 0.0
+        part = row["part"] if first == "0" else f"{row['part']} (rank {first})"
+        launched = [name for name in dict.fromkeys(row["launched"]) if name != f"{row['part']} {row['phase']}".strip()]
+        phase = row["phase"] or ", ".join(f"in {name}" for name in launched)
         yield (
-            f"| {row['part']} | {row['phase']} | {row['group']} ({row['ranks']}) | {row['operation']} | {row['dtype']} "
+            f"| {part} | {phase} | {row['group']} ({row['ranks']}) | {row['operation']} | {row['dtype']} "
             f"| {row['count']} | {row['bytes']} | {_ms(mine['seconds'])} | {_ms(min(times))} to {_ms(max(times))} "
             f"| {_ms(mine['skew'])} | {_gb(row['algbw'])} | {_gb(row['busbw'])} | {_ms(mine['exposed'])} "
-            f"| {hidden:.0%} |"
+            f"| {_hidden(sums['seconds'], sums['exposed'])} |"
         )
 
 
 def group_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: the same by group and operation, over the whole step."""
-    sums: dict[tuple[str, int, str], list[Any]] = {}
+    """Markdown: rank 0's by group and operation, over the whole step."""
+    sums: dict[tuple[str, int, str], dict[str, Any]] = {}
     for row in rows:
-        first = next(iter(row["of_ranks"].values()))
-        row_sums = [row["count"], row["count"] * row["bytes"], *(list(first[n]) for n in ("seconds", "skew", "exposed"))]
-        key = (row["group"], row["ranks"], row["operation"])
-        if key not in sums:
-            sums[key] = row_sums
+        if (mine := row["of_ranks"].get("0")) is None:  # on other ranks alone
             continue
-        old = sums[key]
-        sums[key] = [old[0] + row_sums[0], old[1] + row_sums[1]] + [
-            [one + other for one, other in zip(mine, more, strict=True)]
-            for mine, more in zip(old[2:], row_sums[2:], strict=True)
-        ]
+        none = {"count": 0, "bytes": 0} | {name: [0.0] * len(values) for name, values in mine.items()}
+        total = sums.setdefault((row["group"], row["ranks"], row["operation"]), none)
+        total["count"] += row["count"]
+        total["bytes"] += row["count"] * row["bytes"]
+        for name, values in mine.items():
+            total[name] = [one + other for one, other in zip(total[name], values, strict=True)]
     yield "| group | operation | count | MB | time, ms | skew, ms | busbw, GB/s | exposed, ms | hidden |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for (group, size, operation), (count, nbytes, seconds, skew, exposed) in sums.items():
+    for (group, size, operation), total in sums.items():
+        seconds, skew, exposed = (total[name] for name in ("seconds", "skew", "exposed"))
         transfer = statistics.median(one - other for one, other in zip(seconds, skew, strict=True))
-        busbw = cost.bus_bandwidth(operation, nbytes, transfer, size) if transfer > 0 else 0.0
-        time, late, open_ = (statistics.median(values) for values in (seconds, skew, exposed))
+        busbw = cost.bus_bandwidth(operation, total["bytes"], transfer, size) if transfer > 0 else 0.0
         yield (
-            f"| {group} ({size}) | {operation} | {count} | {nbytes / 1e6:.3f} | {_ms(time)} | {_ms(late)} "
-            f"| {_gb(busbw)} | {_ms(open_)} | {1 - sum(exposed) / (sum(seconds) or 1):.0%} |"
+            f"| {group} ({size}) | {operation} | {total['count']} | {total['bytes'] / 1e6:.3f} "
+            f"| {_ms(statistics.median(seconds))} | {_ms(statistics.median(skew))} | {_gb(busbw)} "
+            f"| {_ms(statistics.median(exposed))} | {_hidden(seconds, exposed)} |"
         )
 
 
@@ -218,6 +218,18 @@ def volume_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {row['formula_count']} | {row['traced_count']} | {row['formula_bytes'] / 1e6:.6g} "
             f"| {row['traced_bytes'] / 1e6:.6g} | {row['source']} | {'=' if row['equal'] else '**differs**'} |"
         )
+    counts, volumes = (
+        [sum(row[f"{who}_{what}"] for row in rows) for who in ("formula", "traced")] for what in ("count", "bytes")
+    )
+    yield (
+        f"| all | | | | | {counts[0]} | {counts[1]} | {volumes[0] / 1e6:.6g} | {volumes[1] / 1e6:.6g} | "
+        f"| {'=' if all(row['equal'] for row in rows) else '**differs**'} |"
+    )
+
+
+def _hidden(seconds: Sequence[float], exposed: Sequence[float]) -> str:
+    """The share of all steps' seconds that nobody waited for."""
+    return f"{1 - sum(exposed) / sum(seconds):.0%}" if sum(seconds) else "-"
 
 
 def _ms(seconds: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.clocks import Offset, synchronise
+from bench.clocks import Offset, compared
 from bench.spans import Span, followed
 from commengine import CollectiveEvent, Communicator, Trace, trace
 from trainers.loop import GPTTrainer
@@ -95,7 +95,7 @@ def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]
         done()
     trainer.optimizer.wait_for_parameters()
     found, logs = [], []
-    began, first = time.perf_counter(), synchronise(grid.world.mpi)
+    began, first = time.perf_counter(), compared(grid.world.mpi)
     groups = {comm.name: tuple(comm.world_ranks()) for comm in (grid.tensor, grid.data)}
     with followed(trainer) as spans:
         for _ in range(steps):
@@ -111,7 +111,7 @@ def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]
             events = tuple(_event(one, of_step, groups) for one in log.events if one.size > 1)
             found.append(Step(start, end, tuple(of_step), events, step.skipped))
             done()
-    ended, last = time.perf_counter(), synchronise(grid.world.mpi)
+    ended, last = time.perf_counter(), compared(grid.world.mpi)
     rank = grid.world.rank
     clock = (began, ended, first[rank].seconds, last[rank].seconds)
     everyone = grid.world.mpi.gather([_on_rank_zeros_clock(step, clock) for step in found])

@@ -166,4 +166,3 @@ def folded(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
