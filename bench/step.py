@@ -3,7 +3,7 @@
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --timeline step.png
     mpiexec -n 4 python -m bench.step --config trainers/configs/main.yaml --overlap-grad-reduce --json step.json
 
-All other options are pretrain_gpt's, and so is the step; those about checkpoints, evaluation and logging change nothing.
+All other options are pretrain_gpt's, and so is the step; those of checkpoints, evaluation and logging change nothing.
 Times are medians over the traced steps. Exposed is what the caller waited for; skew what a rank spent in a collective
 before its group's last rank began, and bandwidths (nccl-tests') leave it out. Counts and volumes are held against
 commengine.cost's formulas, on every rank and in every step: where one differs, the table says so and the status is 1.
@@ -131,9 +131,8 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
         f"micro-batch {config.micro_batch_size}; tensor {tensor} x data {len(ranks) // tensor}"
     )
     if wrong:
-        verdict = (
-            f"**{len(wrong)} of {len(compared)} steps of ranks differ**; first rank {wrong[0][0]}, step {wrong[0][1]}"
-        )
+        first = "the first on rank {}, step {}".format(*wrong[0])
+        verdict = f"**{len(wrong)} of {len(compared)} tables, one a rank and step, differ**: {first}"
     else:
         verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps"
     clocks = f"clocks of two ranks are known within +-{1e6 * traced.uncertainty:.1f} us, and skew no better"
@@ -144,8 +143,9 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
         f"- {title}",
         f"- medians of {options['steps']} steps after {options['warmup']}; {clocks}",
         *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
-        "", "## By group", "", *step_tables.group_table(rows), "", "## By part of the step", "", *step_tables.table(rows),
-        "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of),
+        "", "## By group", "", *step_tables.group_table(rows),
+        "", "## By part of the step", "", *step_tables.table(rows),
+        "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of), "", volumes.SOURCES,
     ]  # fmt: skip
     print("\n".join(lines), flush=True)
     if options["output"]:

@@ -23,8 +23,8 @@ def _key(event: Event) -> Key:
 def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
     """A row for each part, phase, group and kind of collective: of each rank, its sums over each step, in seconds.
 
-    bytes: of one collective. algbw, busbw: bytes per second on rank 0, skew left out, as nccl-tests defines them (of the
-    sum over a step; median over the steps).
+    bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first that has it), skew left out, as
+    nccl-tests defines them; of the sum over a step, and of those the median.
     """
     sums: dict[Key, dict[int, list[dict[str, Any]]]] = {}
     for rank, steps in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""A picture of one traced step: of every rank what the caller computed, what it waited for, and what its streams did."""
+"""A picture of one traced step: of every rank what the caller did, what it waited for, and what its streams did."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # here: it takes a second to load
-    from matplotlib.patches import Patch
 
     lanes = _lanes(steps)
     heights = [0.62 if lane is None else 0.3 for _, lane in lanes]
@@ -68,25 +67,34 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
         axes.set(xlim=(0, 1e3 * (end - origin)), ylim=(top - 0.12, 0), xlabel="ms")
         axes.tick_params(length=0, axis="y", labelsize=9)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        phases = [name for name in PHASES if any((span.phase or span.part) == name for s in steps for span in s.spans)]
-        kinds = sorted({(event.group, event.operation) for step in steps for event in step.events}, reverse=True)
-        caller = [Patch(facecolor=PHASES[name], edgecolor="#888888", linewidth=0.4, label=name) for name in phases]
-        moved = [
-            Patch(color=COLLECTIVES.get(kind, OTHER), label=f"{kind[0]} {kind[1].replace('_', '-')}") for kind in kinds
-        ]
-        moved.append(
-            Patch(facecolor="#999999", edgecolor="white", hatch="//////", label="until the last rank is there")
-        )
-        for handles, below in ((caller, 0.33), (moved, 0.53)):
-            figure.legend(
-                handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - below / height), ncols=len(handles),
-                fontsize=8, frameon=False, columnspacing=1.2, handlelength=1.4, handletextpad=0.5,
-            )  # fmt: skip
+        _draw_legend(figure, steps)
         waited = sum(event.exposed for event in steps[0].events)
         seconds = steps[0].seconds
         text = f"{title}: a step of {1e3 * seconds:.0f} ms, rank 0 waits for collectives {waited / seconds:.0%} of it"
         figure.suptitle(text, fontsize=11, y=1 - 0.1 / height, va="top")
         figure.savefig(path, dpi=130)
+
+
+def _draw_legend(figure: Any, steps: Sequence[Step]) -> None:
+    """Two lines below the title: of what the steps have, phases and collectives."""
+    from matplotlib.patches import Patch
+
+    phases = {span.phase or span.part for step in steps for span in step.spans}
+    kinds = sorted({(event.group, event.operation) for step in steps for event in step.events}, reverse=True)
+    caller = [
+        Patch(facecolor=colour, edgecolor="#888888", linewidth=0.4, label=name)
+        for name, colour in PHASES.items()
+        if name in phases
+    ]
+    moved = [
+        Patch(color=COLLECTIVES.get(kind, OTHER), label=f"{kind[0]} {kind[1].replace('_', '-')}") for kind in kinds
+    ]
+    moved.append(Patch(facecolor="#999999", edgecolor="white", hatch="//////", label="until the last rank is there"))
+    for handles, below in ((caller, 0.33), (moved, 0.53)):
+        figure.legend(
+            handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - below / figure.get_figheight()),
+            ncols=len(handles), fontsize=8, frameon=False, columnspacing=1.2, handlelength=1.4, handletextpad=0.5,
+        )  # fmt: skip
 
 
 def _lanes(steps: Sequence[Step]) -> list[tuple[int, str | None]]:
@@ -122,11 +130,6 @@ def _draw_spans(
             middle = bottom + 0.8 * thick
             axes.text(start + length / 2, middle, fitting[0], ha="center", va="center", fontsize=7, color="#333333")
         by_phase[span.phase or span.part].append((start, length))
-        names = (span.part, NAMES.get(span.part, span.part.removeprefix("layer ")))
-        fitting = [name for name in names if length / per_inch > CHARACTER * (len(name) + 1)]
-        if fitting:
-            middle = bottom + 0.8 * thick
-            axes.text(start + length / 2, middle, fitting[0], ha="center", va="center", fontsize=7, color="#333333")
     for phase, stretches in by_phase.items():
         colour = PHASES.get(phase, "#ffffff")
         axes.broken_barh(stretches, (bottom, thick), facecolor=colour, edgecolor="#888888", linewidth=0.4)
@@ -162,7 +165,7 @@ def _draw_events(
 
 
 def write_chrome(path: Path, steps: Sequence[Step]) -> None:
-    """The same as a Chrome trace (microseconds on rank 0's clock): a process a rank, a thread for caller and streams."""
+    """The same as a Chrome trace, in microseconds on rank 0's clock: a process a rank, threads for caller and streams."""
     entries: list[dict[str, Any]] = []
     for rank, step in enumerate(steps):
         lanes = [lane for owner, lane in _lanes(steps) if owner == rank]

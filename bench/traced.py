@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.clocks import Offset, compared
 from bench.spans import Span, followed
-from commengine import CollectiveEvent, Communicator, Trace, trace
+from commengine import CollectiveEvent, Trace, trace
 from trainers.loop import GPTTrainer
 
 MODEL_PHASES = ("forward", "recompute", "backward")
@@ -88,7 +88,7 @@ class Steps:
 
 
 def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]) -> Steps:
-    """Trace ``steps`` steps after ``warmup`` others; ``done()`` after each. Collective; other ranks get no ``steps``."""
+    """Trace ``steps`` steps after ``warmup`` others; ``done()`` after each. Collective; rank 0 gets all the steps."""
     grid = trainer.grid
     for _ in range(warmup):
         trainer.step()

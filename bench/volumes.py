@@ -18,6 +18,11 @@ from commengine.cost import Collective
 from trainers.config import TrainConfig
 
 ALIGNMENT = 64  # elements at whose multiples a parameter begins in a flat buffer
+SOURCES = (
+    "[M] Shoeybi et al. 2019, Megatron-LM, section 3 and Figure 4 (layers, embedding, loss), appendix B.1 (gradients); "
+    "[K] Korthikanti et al. 2022, sections 4.2.2 (sequence parallelism) and 5 (recomputation); "
+    "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7. The others are this trainer's own: commengine/cost/step.py"
+)
 #: ends of the names of parameters that act on sequence shards, so that each rank has a part of their gradient [K]
 PARTIAL = ("_norm.weight", "_norm.bias", "projection.bias", "mlp.down.bias", "position_embedding")
 

@@ -93,7 +93,7 @@ def tensor_parallel_collectives(
 
 
 def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes: float = 4) -> list[Collective]:
-    """The gradients of what was added or multiplied on sequence shards, once a step: parts of a sum over the tensor group.
+    """The gradients of what acts on sequence shards, once a step: each rank has a part, which the tensor group sums.
 
     partial: elements of those parameters: LayerNorms, biases after a reduce-scatter, position embedding. No seed counts
     them; Megatron-LM sums them likewise.
@@ -165,8 +165,8 @@ def scalar_collectives(
     """(Group, collective): the few numbers that the ranks agree on in a step, which no seed counts.
 
     Over the data group the labels that the loss counts and whether a token is outside the vocabulary (2 int64), and the
-    loss (float64); over the tensor group the squared norm of split parameters (float64), with ZeRO-1 first over the data
-    group, with that of the replicated ones (2 float64); fp16's flag of an overflow (int64) over both.
+    loss (float64); over the tensor group the squared norm of split parameters' gradients (float64), with ZeRO-1 first
+    over the data group, with that of the replicated ones (2 float64); fp16's flag of an overflow (int64) over both.
     """
     found = [
         ("data", Collective("all_reduce", 16, data, 1, "labels counted, tokens outside", "labels")),
