@@ -165,7 +165,7 @@ def _draw_events(
 
 
 def write_chrome(path: Path, steps: Sequence[Step]) -> None:
-    """The same as a Chrome trace, in microseconds on rank 0's clock: a process a rank, threads for caller and streams."""
+    """The same as a Chrome trace, in microseconds on rank 0's clock: a process a rank, a thread a stream."""
     entries: list[dict[str, Any]] = []
     for rank, step in enumerate(steps):
         lanes = [lane for owner, lane in _lanes(steps) if owner == rank]

@@ -1,0 +1,330 @@
+"""bench.step: every collective in its layer, what the formulas say and nothing else, and times that add up."""
+
+import csv
+import json
+import re
+import sys
+
+import pytest
+
+import mpirun
+from bench import recording, step, step_tables, volumes
+from bench.spans import Span
+from bench.traced import Event, Step, with_skew
+from commengine import CollectiveEvent, UsageError
+
+TINY = [
+    "--mock-data", "--vocab-size", "100", "--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4",
+    "--seq-length", "16", "--make-vocab-size-divisible-by", "128", "--micro-batch-size", "2",
+    "--ddp-bucket-size", "5000",
+]  # fmt: skip
+TP2 = ["--tensor-model-parallel-size", "2"]
+SBH = 16 * 2 * 32  # elements of an activation
+
+
+@pytest.fixture
+def world(mpi_world):
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        yield world
+
+
+@pytest.fixture
+def folder(mpi_world, tmp_path):
+    """One folder for all ranks."""
+    return mpi_world.bcast(tmp_path)
+
+
+def counts(result, part):
+    """{(phase, operation): (collectives a step, bytes of each)} of a part of the step, over the tensor group."""
+    rows = [row for row in result["parts"] if row["part"] == part and row["group"] == "tensor"]
+    return {(row["phase"], row["operation"]): (row["count"], row["bytes"]) for row in rows}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("files", [True, False])
+def test_command_traces_what_the_formulas_say(files, world, folder):
+    """TP 2, on 4 ranks x DP 2; and with files of every kind, one of two microbatches a step."""
+    result = folder / "step.json"
+    options = [*TINY, *TP2, "--warmup", "1", "--steps", "2", "--json", str(result)]
+    if files:
+        named = {"csv": "a.csv", "output": "a.md", "timeline": "a.svg", "chrome": "a.json", "save": "recorded"}
+        options += [word for name, file in named.items() for word in (f"--{name}", str(folder / file))]
+    else:
+        options += ["--global-batch-size", str(2 * world.size), "--overlap-grad-reduce"]
+    assert step.main(world, options) == 0
+    world.barrier()
+    found = json.loads(result.read_text())
+    micro = 1 if files else 2
+    for number in range(3):
+        both = counts(found, f"layer {number}")
+        assert both == {(phase, "all_reduce"): (2 * micro, 4 * SBH) for phase in ("forward", "backward")}
+    assert counts(found, "embedding") == {("forward", "all_reduce"): (micro, 4 * SBH)}
+    assert counts(found, "output layer") == {("backward", "all_reduce"): (micro, 4 * SBH)}
+    loss = [row for row in found["parts"] if row["part"] == "loss"]
+    assert [(row["count"], row["bytes"]) for row in loss] == [(micro, 4 * 16 * 2), (micro, 8 * 16 * 2)]
+    assert found["formulas_hold"] and all(row["equal"] for row in found["formulas"])
+    gradients = [row for row in found["parts"] if row["part"] == "gradients"]
+    assert sum(row["bytes"] * row["count"] for row in gradients) == (
+        4 * (128 * 16 + 18 * 32 + 3 * (6 * 32**2 + 9.5 * 32)) if world.size == 4 else 0  # halves, norms, row biases
+    )
+    if not files:
+        launched = {name for row in gradients for name in row["launched"]}
+        assert not gradients or "layer 2 backward" in launched
+        return
+    assert (folder / "a.svg").read_text().startswith("<?xml") and "layer" in (folder / "a.svg").read_text()
+    check_chrome(json.loads((folder / "a.json").read_text())["traceEvents"], world.size)
+    with (folder / "a.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(len(row["of_ranks"]) for row in found["parts"])
+    assert {line["rank"] for line in lines} == set(map(str, range(world.size)))
+    text = (folder / "a.md").read_text()
+    assert "- command: `python -m bench.step" in text and f"equal on all {world.size} ranks in all 2 steps" in text
+    assert re.search(r"\| each layer \| forward \| tensor \| all_reduce \| 4096 \| 2 \| 2 \|.*\| g, after", text)
+    replayed = recording.parse(recording.read(folder / "recorded"))
+    assert replayed.size == world.size and len(replayed.calls[0]) >= sum(row["count"] for row in found["parts"])
+
+
+def check_chrome(entries, ranks):
+    assert {entry["pid"] for entry in entries} == set(range(ranks))
+    spans = [entry for entry in entries if entry.get("cat") == "part" and entry["pid"] == 0]
+    (layer,) = [entry for entry in spans if entry["name"] == "layer 1 backward"]
+    mine = [entry for entry in entries if entry.get("args", {}).get("launched") == "layer 1 backward"]
+    assert len([entry for entry in mine if entry["pid"] == 0 and entry["name"] == "all_reduce tensor"]) == 2
+    for entry in mine:
+        if entry["pid"] == 0 and entry["name"].endswith("tensor"):
+            assert layer["ts"] <= entry["ts"] and entry["ts"] + entry["dur"] <= layer["ts"] + layer["dur"] + 1e-3
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [*TP2, "--sequence-parallel", "--recompute-granularity", "selective", "--use-distributed-optimizer"],
+        [*TP2, "--sequence-parallel", "--recompute-granularity", "full", "--bf16", "--use-distributed-optimizer",
+         "--overlap-grad-reduce", "--async-tensor-model-parallel-allreduce", "--ffn-hidden-size", "96"],
+        [*TP2, "--recompute-granularity", "full", "--bf16", "--grad-reduce-in-fp32", "--hidden-dropout", "0"],
+        ["--use-distributed-optimizer", "--fp16", "--initial-loss-scale", "16", "--max-position-embeddings", "20"],
+        ["--use-distributed-optimizer", "--fp16", "--loss-scale", "1e30"],  # every step overflows
+    ],
+)  # fmt: skip
+def test_formulas_hold_whatever_the_step_is(options, world, folder):
+    from commengine import Communicator
+
+    moved = []
+    result = folder / "step.json"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
+            original = getattr(Communicator, name)
+
+            def method(self, *tensors, original=original, name=name, **more):
+                if self.name in ("tensor", "data") and self.size > 1:
+                    moved.append((self.name, name, max(t.nbytes for t in tensors if hasattr(t, "nbytes"))))
+                return original(self, *tensors, **more)
+
+            patch.setattr(Communicator, name, method)
+        assert step.main(world, [*TINY, *options, "--warmup", "0", "--steps", "1", "--json", str(result)]) == 0
+    world.barrier()
+    found = json.loads(result.read_text())
+    formulas = [
+        (row["group"], row["operation"], row["bytes"]) for row in found["formulas"] for _ in range(row["formula_count"])
+    ]
+    if world.rank == 0:  # what the methods were given, not what a trace says of it
+        assert sorted(formulas) == sorted(moved)
+    if "--recompute-granularity" in options and "full" in options:
+        layers = [counts(found, f"layer {number}") for number in range(3)]
+        if "--sequence-parallel" in options:
+            size = 2 * SBH
+            assert layers == [{
+                ("forward", "all_gather"): (2, size), ("forward", "reduce_scatter"): (2, size),
+                ("recompute", "all_gather"): (2, size), ("recompute", "reduce_scatter"): (2, size),
+                ("backward", "all_gather"): (4, size), ("backward", "reduce_scatter"): (2, size),
+            }] * 3  # fmt: skip
+        else:  # without dropout nothing needs the MLP's sum again
+            expected = {"forward": 2, "recompute": 1, "backward": 2}
+            assert layers == [{(phase, "all_reduce"): (n, 2 * SBH) for phase, n in expected.items()}] * 3
+
+
+def labels_by_the_stack(model, seen):
+    """A method for ``Communicator.all_reduce`` that notes who calls it: by the frames above, not by hooks or times."""
+    from commengine import Communicator
+    from tplayers import TransformerBlock
+
+    original = Communicator.all_reduce
+    owners = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+
+    def all_reduce(self, tensor, *args, **options):
+        if self.name == "tensor" and self.size > 1:
+            part = phase = None
+            frame = sys._getframe(1)
+            while frame is not None:
+                local = frame.f_locals
+                if isinstance(local.get("self"), TransformerBlock):
+                    part, phase = part or local["self"].site.replace("layers.", "layer "), phase or "forward"
+                if frame.f_code.co_name == "backward" and "weight" in local:
+                    owner = owners[local["weight"].data_ptr()]
+                    part = "layer " + owner.split(".")[1] if owner.startswith("layers.") else "output layer"
+                    phase = "backward"
+                if frame.f_code.co_name == "recompute_fn":
+                    phase = "recompute"
+                frame = frame.f_back
+            seen.append((part, phase))
+        return original(self, tensor, *args, **options)
+
+    return all_reduce
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_collective_belongs_to_the_layer_that_ran_it(world):
+    from bench.traced import run
+    from commengine import Communicator
+    from trainers import config as settings
+    from trainers.corpus import open_corpus
+    from trainers.loop import GPTTrainer
+
+    options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
+               "--async-tensor-model-parallel-allreduce"]  # fmt: skip
+    config = settings.parse(options, "test")
+    trainer = GPTTrainer(config, world, open_corpus(config))
+    layers, embedding = list(trainer.model.layers), trainer.model.embedding
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_reduce", labels_by_the_stack(trainer.model, seen))
+        traced = run(trainer, 0, 1, lambda: None)
+    for module in (trainer.model, *layers, trainer.model.final_norm, layers[0].attention_norm, layers[0].mlp):
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert not {"logits", "finish", "zero", "step"} & {*vars(embedding), *vars(trainer.gradients)}
+    # A collective takes place of its own thread where it has a stream; its caller is the step's all the same.
+    assert any(event.stream for event in traced.recordings[0].events)
+    if world.rank == 0:
+        ((ours,),) = [traced.steps[0]]
+        events = [event for event in ours.events if event.group == "tensor"]
+        known = [(event.part, event.phase) for event in events if event.part.startswith(("layer", "output"))]
+        assert known == [label for label in seen if label[0]] and len(known) == 3 * 6 + 1
+        assert all(event.part in ("embedding", "loss", "loss and norm") for event in events if event.part not in dict(known))
+        check_times(traced.steps)
+    trainer.close()
+
+
+def check_times(ranks):
+    """Spans leave no gaps; what is exposed and what is hidden is all there is; sums agree."""
+    rows, phases, sums = step_tables.collective_rows(ranks), step_tables.phase_rows(ranks), step_tables.summary(ranks)
+    for rank, (one,) in enumerate(ranks):
+        assert one.spans[0].start <= one.start and one.spans[-1].end == one.end
+        assert all(before.end == after.start for before, after in zip(one.spans, one.spans[1:], strict=False))
+        layers = [(span.part, span.phase) for span in one.spans if span.phase in ("recompute", "backward")]
+        order = ["loss", "output layer", *(f"layer {number}" for number in (2, 1, 0)), "embedding"]
+        assert list(dict.fromkeys(part for part, _ in layers)) == order
+        for event in one.events:
+            assert 0 <= event.exposed <= event.seconds + 1e-12 and 0 <= event.skew <= event.seconds
+            assert event.stream or event.exposed == event.seconds
+            assert one.start <= event.enqueue <= event.start and event.end <= one.end
+        mine = [row["of_ranks"][str(rank)] for row in rows if str(rank) in row["of_ranks"]]
+        for name in ("seconds", "exposed", "skew"):
+            total = sum(getattr(event, name) for event in one.events)
+            assert sum(row[name][0] for row in mine) == pytest.approx(total)
+        # The caller waits for one at a time, and is in one span at a time.
+        waited = sum(event.exposed for event in one.events)
+        assert sums["exposed"][rank] == [pytest.approx(waited)] and waited <= sums["communicating"][rank][0] + 1e-9
+        assert sum(row["exposed"][0] for row in phases if row["rank"] == rank) == pytest.approx(waited)
+        assert sum(row["seconds"][0] for row in phases if row["rank"] == rank) == pytest.approx(one.seconds, abs=1e-3)
+
+
+# ---- pure parts
+
+
+def an_event(start, end, group="tensor", ranks=(0, 1), **other):
+    about = {"stream": None, "part": "loss", "phase": "forward", "launched": "", "waited": (start, end)} | other
+    return Event("all_reduce", "float32", 8, group, ranks, enqueue=start, start=start, end=end, **about)
+
+
+def test_skew_ends_when_the_last_rank_begins():
+    tensor = [an_event(1.0, 4.0), an_event(5.0, 6.0)], [an_event(3.0, 4.5), an_event(4.0, 6.0)]
+    alone = an_event(2.0, 9.0, "data", (0, 2), stream="data/stream1")
+    late = an_event(8.0, 9.5, "data", (0, 2), stream="data/stream1")
+    other = an_event(0.0, 1.0, "data", (1, 3))  # another group of the same name
+    events = [(*tensor[0], alone), (other, *tensor[1]), (late,)]
+    ranks = with_skew([[Step(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), e, False)] for e in events])
+    assert [[event.skew for event in steps[0].events] for steps in ranks] == [[2.0, 0.0, 6.0], [0.0, 0.0, 1.0], [0.0]]
+    assert ranks[0][0].events[0].transfer == 1.0
+    (row, *_) = step_tables.collective_rows([ranks[0]])
+    assert row["algbw"] == 2 * 8 / 2.0 == row["busbw"]  # of two ranks; 4 seconds, of them 2 of skew
+    assert step_tables.summary(ranks)["communicating"] == [[8.0], [4.0], [1.5]]
+
+
+def test_exposed_is_what_the_caller_waited_for_while_it_ran():
+    from bench.traced import _event
+
+    spans = [Span(0.0, 2.0, "layer 1", "backward"), Span(2.0, 9.0, "gradients", "")]
+
+    def traced(group, stream, **times):
+        one = CollectiveEvent("all_reduce", "sum", None, "float32", (2,), 2, 8, group, 2, stream, **times)
+        event = _event(one, spans, {group: (0, 1)})
+        assert event.seconds == one.seconds and event.exposed == pytest.approx(one.seconds - one.hidden_seconds)
+        return event.part, event.phase, event.launched, event.waited
+
+    launched = {"enqueue": 1.0, "start": 3.0, "end": 5.0}
+    in_layer = ("gradients", "", "layer 1 backward")
+    assert traced("data", "s", **launched, wait_start=4.0, wait_end=5.5) == (*in_layer, (4.0, 5.0))
+    assert traced("data", "s", **launched, wait_start=2.0, wait_end=5.0) == (*in_layer, (3.0, 5.0))
+    assert traced("data", "s", **launched, wait_start=6.0, wait_end=6.0) == (*in_layer, None)
+    assert traced("data", "s", **launched) == (*in_layer, None)
+    blocking = {"enqueue": 1.5, "start": 1.5, "end": 1.75}
+    assert traced("tensor", None, **blocking) == ("layer 1", "backward", "layer 1 backward", (1.5, 1.75))
+    after = {"enqueue": 2.0, "start": 2.0, "end": 3.0}
+    assert traced("tensor", None, **after) == ("gradients", "", "gradients", (2.0, 3.0))
+
+
+def test_a_difference_is_told():
+    rows = volumes.compared([], [("layer 0", "forward", "tensor", "all_reduce", 8)])
+    assert [(row["equal"], row["source"], row["formula_count"]) for row in rows] == [(False, "no formula", 0)]
+    text = "\n".join(step_tables.volume_table(rows))
+    assert text.count("**differs**") == 2
+
+
+def test_layers_fold_only_where_all_are_alike():
+    def rows(*kinds):
+        return volumes.compared([], [(f"layer {n}", "forward", "tensor", kind, 8) for n, kind in kinds])
+
+    assert [row["part"] for row in volumes.folded(rows((0, "a"), (1, "a"), (0, "b"), (1, "b")))] == ["each layer"] * 2
+    assert [row["part"] for row in volumes.folded(rows((0, "a"), (1, "a"), (0, "b")))] == ["each layer", "layer 0"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
+    original = volumes.cost.loss_collectives
+    monkeypatch.setattr(volumes.cost, "loss_collectives", lambda *args, **_: original(*args))  # three, as the paper has
+    assert step.main(world, [*TINY, *TP2, "--warmup", "0", "--steps", "1"]) == 1
+    if world.rank == 0:
+        printed = capsys.readouterr().out
+        assert f"**{world.size} of {world.size} tables, one a rank and step, differ**" in printed
+        assert re.search(r"\| loss \| forward .* 128 \| 3 \| 1 \|.*\*\*differs\*\*", printed)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--warmup", "-1"], "--warmup -1: at least 0"),
+        (["--timeline", "x.gif"], "--timeline x.gif: the name ends in .png, .svg or .pdf"),
+        (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
+        (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
+        (["--compile"], "--compile: a compiled graph runs no hooks"),
+        (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),
+        (["--num-attention-heads", "1", *TP2], "num_attention_heads=1"),
+        (["--data-path", "x"], "--mock-data: cannot go with --data-path"),
+    ],
+)
+def test_bad_options_are_named(argv, message):
+    with pytest.raises((ValueError, UsageError), match=re.escape(message)):
+        step.read([*TINY, *argv], 4)
+
+
+def test_bad_input_ends_every_rank_with_one_line():
+    done = mpirun.run(2, "-m", "bench.step", *TINY, "--steps", "none")
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        "error: argument --steps: invalid int value: 'none'"
+    ]
+    assert "Traceback" not in done.stderr
