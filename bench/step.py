@@ -143,8 +143,8 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
         f"- {title}",
         f"- medians of {options['steps']} steps after {options['warmup']}; {clocks}",
         *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
-        "", "## By group", "", *step_tables.group_table(rows),
-        "", "## By part of the step", "", *step_tables.table(rows),
+        *(["", "## By group", "", *step_tables.group_table(rows)] if rows else []),
+        *(["", "## By part of the step", "", *step_tables.table(rows)] if rows else ["", "One rank communicates nothing."]),
         "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of), "", volumes.SOURCES,
     ]  # fmt: skip
     print("\n".join(lines), flush=True)
