@@ -125,11 +125,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
     compared = compare(config, ranks)
     wrong = [(rank, number) for rank, number, found in compared if not all(row["equal"] for row in found)]
-    tensor = config.tensor_model_parallel_size
-    title = (
-        f"GPT, {config.num_layers} layers, hidden {config.hidden_size}, sequence {config.seq_length}, "
-        f"micro-batch {config.micro_batch_size}; tensor {tensor} x data {len(ranks) // tensor}"
-    )
+    title = describe(config, len(ranks))
     if wrong:
         first = "the first on rank {}, step {}".format(*wrong[0])
         verdict = f"**{len(wrong)} of {len(compared)} tables, one a rank and step, differ**: {first}"
@@ -143,8 +139,8 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
         f"- {title}",
         f"- medians of {options['steps']} steps after {options['warmup']}; {clocks}",
         *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
-        *(["", "## By group", "", *step_tables.group_table(rows)] if rows else []),
-        *(["", "## By part of the step", "", *step_tables.table(rows)] if rows else ["", "One rank communicates nothing."]),
+        "", "## By group", "", *(step_tables.group_table(rows) if rows else ["One rank communicates nothing."]),
+        *(["", "## By part of the step", "", *step_tables.table(rows)] if rows else []),
         "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of), "", volumes.SOURCES,
     ]  # fmt: skip
     print("\n".join(lines), flush=True)
@@ -165,6 +161,21 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
     if options["chrome"]:
         timeline.write_chrome(Path(options["chrome"]), steps)
     return bool(wrong)
+
+
+def describe(config: settings.TrainConfig, ranks: int) -> str:
+    """The model and how it is spread, in a line."""
+    tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
+    options = {
+        "sequence-parallel": config.sequence_parallel,
+        f"recompute {recompute}": recompute,
+        "distributed optimizer": config.use_distributed_optimizer,
+    }
+    return ", ".join([
+        f"GPT of {config.num_layers} layers", f"hidden {config.hidden_size}", f"sequence {config.seq_length}",
+        f"micro-batch {config.micro_batch_size}", "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
+        f"tensor {tensor} x data {ranks // tensor}", *(name for name, chosen in options.items() if chosen),
+    ])  # fmt: skip
 
 
 def compare(

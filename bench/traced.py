@@ -1,8 +1,10 @@
 """Traced training steps: what each rank did, whom it waited for, and what its caller waited for.
 
-Times of all ranks are put on rank 0's clock. A collective that every rank takes part in cannot end before its last rank
-has begun: what a rank spent in it until then is skew, the rest transfer. That holds for the collectives of a step (all
-are all-to-all in effect), within what is not known of the clocks.
+Times of all ranks are put on rank 0's clock. A collective in which every rank needs something of every other cannot end
+before its last rank has begun: what a rank spent in it until then is skew, the rest transfer. All collectives of a step
+are of that kind. Skew is known as well as the clocks are.
+
+On a device (not run yet) spans are those of the host, which enqueues, and waiting is that of the stream that waits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from bench.clocks import Offset, compared
 from bench.spans import Span, followed
@@ -104,6 +108,8 @@ def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]
                 start = time.perf_counter()
                 step = trainer.step()
                 trainer.optimizer.wait_for_parameters()
+                if grid.world.device.type != "cpu":  # else the optimizer may still be running
+                    torch.cuda.synchronize(grid.world.device)
                 end = time.perf_counter()
                 of_step = spans.take()
             logs.append(log)
