@@ -36,7 +36,7 @@ FORMAT = 1
 
 
 class Options(ArgumentParser):
-    """A parser that raises instead of printing and exiting."""
+    """A parser that raises instead of printing and exiting; ``--config`` is left to pretrain_gpt's."""
 
     def error(self, message: str) -> Any:
         raise OptionError(message)
