@@ -38,7 +38,8 @@ class Communicator(Runs):
     deterministic: every reduction of host tensors is in rank order, so that its bits depend on nothing but its inputs
         and the size of the group; MPI may choose by size, placement or luck. Costs a copy of the tensor, and time.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
-        are missing; holds for what is split from it, too. Below THREAD_MULTIPLE: see `commengine.watch`.
+        are missing; holds for what is split from it, too, until it is closed. Below THREAD_MULTIPLE: see
+        `commengine.watch`.
     transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
         host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
 
@@ -125,7 +126,7 @@ class Communicator(Runs):
     def _alarm(self, failure: Callable[[], str | None]) -> None:
         """Have ``failure`` asked by the watcher."""
         if self._watched is not None:
-            self._watched.watch.alarms.append(failure)
+            self._watched.alarms.append(failure)
 
     def _look(self) -> Callable[[], None] | None:
         """What a rank without a watcher thread does while it waits."""

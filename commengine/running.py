@@ -41,8 +41,10 @@ def exchanges_first(group: list[Call]) -> list[Call]:
     if not transfers:
         return collectives
     peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
+    # A device tensor's transport takes host tensors too, the host's none of a device.
+    stands = next((tensor for _, tensor, _ in transfers if not tensor.is_cpu), transfers[0][1])
     about = {"redop": None, "root": None, "nbytes": sum(part.nbytes for _, part, _ in transfers), "peers": peers}
-    return [Call("exchange", (transfers,), transfers[0][1], about), *collectives]
+    return [Call("exchange", (transfers,), stands, about), *collectives]
 
 
 class Runs(ArgumentChecks):

@@ -246,17 +246,19 @@ class StagedTransport:
         self.exchange([("send", sent, dst), ("recv", received, src)])
 
     def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """Post all sends and receives, ``(verb, tensor, peer)``, at once and wait for all."""
+        """Post all sends and receives, ``(verb, tensor, peer)``, at once and wait for all; host tensors go as they are."""
         staged = []
         for verb, tensor, peer in transfers:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned and tensor.numel() > 0)
-            if verb == "send":
-                self._runtime.copy(buffer, tensor)
+            buffer = tensor
+            if not tensor.is_cpu:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned and tensor.numel() > 0)
+                if verb == "send":
+                    self._runtime.copy(buffer, tensor)
             staged.append((verb, buffer, peer))
         self._cuda.current_stream().synchronize()
         self.host.exchange(staged)
         for (verb, tensor, _), (_, buffer, _) in zip(transfers, staged, strict=True):
-            if verb == "recv":
+            if verb == "recv" and buffer is not tensor:
                 self._runtime.copy(tensor, buffer)
         self._cuda.current_stream().synchronize()
 

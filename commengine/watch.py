@@ -75,7 +75,8 @@ class Entry:
         """It runs now: its time counts from here."""
         self.started = time.monotonic()
         self.group.started[self.lane] = (self.number, self.operation)
-        self.group.watch.running[id(self)] = self
+        if not self.group.watch.closed:
+            self.group.watch.running[id(self)] = self
 
     def end(self) -> None:
         """It is done, or has failed."""
@@ -100,6 +101,8 @@ class WatchedGroup:
     key: the same on all ranks of the group, and no other group's. ranks, world_ranks: each member's rank in the root
     communicator and in MPI.COMM_WORLD. A lane is a stream, or "" for the caller's own; its collectives are numbered
     from 1. Sends and receives, which need not be alike on all ranks, have a lane of their own.
+    alarms: asked at every look, until the communicator is closed: what has gone wrong elsewhere, or None (NCCL's
+    asynchronous errors).
     """
 
     watch: Watch
@@ -109,6 +112,7 @@ class WatchedGroup:
     world_ranks: tuple[int, ...]
     enqueued: dict[str, int] = field(default_factory=dict)
     started: dict[str, tuple[int, str]] = field(default_factory=dict)
+    alarms: list[Callable[[], str | None]] = field(default_factory=list)
     splits: int = 0
 
     def enqueue(
@@ -125,9 +129,9 @@ class WatchedGroup:
         self.watch.entries.append(entry)
         return entry
 
-    def part(self, comm: MPI.Comm, name: str) -> WatchedGroup:
-        """The group that a split of this one, the same on all its ranks, gave this rank."""
-        return self.watch.group(comm, name, f"{self.key}/{self.splits}")
+    def part(self, comm: MPI.Comm, name: str) -> WatchedGroup | None:
+        """The group that a split of this one, the same on all its ranks, gave this rank; None once nobody watches."""
+        return None if self.watch.closed else self.watch.group(comm, name, f"{self.key}/{self.splits}")
 
 
 class _Look:
@@ -149,8 +153,8 @@ class Watch:
         self.timeout = timeout
         self.entries: deque[Entry] = deque(maxlen=REPORTED)
         self.running: dict[int, Entry] = {}
-        #: asked at every look: what has gone wrong elsewhere, or None (NCCL's asynchronous errors)
-        self.alarms: list[Callable[[], str | None]] = []
+        #: nobody looks any more: what was split from the root and outlives it has no timeout
+        self.closed = False
         self._comm = comm
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # by rank: how far it is
@@ -177,10 +181,13 @@ class Watch:
     def forget(self, group: WatchedGroup) -> None:
         """The communicator is closed."""
         self._groups.pop(group.key, None)
+        group.alarms.clear()  # the last collectives, which reports list, still hold the group
 
     def close(self) -> None:
         """End the watcher. Collective over the root communicator."""
         self._stop()
+        self.closed = True
+        self.running.clear()
         atexit.unregister(self._stop)
         if load_mpi().Is_finalized():
             return
@@ -216,7 +223,7 @@ class Watch:
 
     def look(self) -> None:
         """For a rank without a watcher thread, while it waits: look, if it is time. Raises CollectiveTimeout."""
-        if not self.threaded and time.monotonic() - self._looked > TICK_SECONDS:
+        if not self.threaded and not self.closed and time.monotonic() - self._looked > TICK_SECONDS:
             self._look()
 
     def _look(self) -> None:
@@ -230,7 +237,7 @@ class Watch:
             unseen = now - max(last, entry.started)
             if unseen > UNSEEN_SECONDS:  # this process was suspended: its job, perhaps, with all the others
                 entry.started += unseen
-        for alarm in self.alarms:
+        for alarm in [alarm for group in list(self._groups.values()) for alarm in list(group.alarms)]:
             if (problem := alarm()) is not None:
                 self._tell_all(_OVER)
                 raise CollectiveTimeout(self._report(None, problem))

@@ -1,6 +1,7 @@
 """Device tensors through a Communicator, by each transport; the device and NCCL are stand-ins over host memory."""
 
 import contextlib
+import gc
 import re
 import weakref
 
@@ -247,6 +248,36 @@ def test_coalesce_is_one_launch(comm, streamed):
     assert streamed or (host == comm.size).all()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("transport", ["mpi", "staged", "nccl"])
+def test_coalesce_takes_host_and_device_tensors_each_its_own_way(patches, mpi_world, transport, streamed):
+    """Whichever of them comes first: what is sent from the device is what its stream makes of it before."""
+    with opened(patches, mpi_world, transport) as comm:
+        stream = comm.new_stream() if streamed and transport != "nccl" else None  # NCCL's streams are of one kind
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for host_first in (True, False):
+            wrong = float("nan")
+            sent, received = on_device(torch.full((40,), wrong)), on_device(torch.full((40,), wrong))
+            reduced, total = on_device(torch.full((3,), wrong)), torch.ones(3)
+            mine, theirs = torch.full((5,), 10.0 + comm.rank), torch.zeros(5)
+            comm.cuda.kernel(lambda sent=sent, reduced=reduced: (sent.fill_(comm.rank), reduced.fill_(1.0)))
+            calls = [
+                lambda mine=mine, theirs=theirs: comm.sendrecv(mine, right, theirs, left),
+                lambda total=total: comm.all_reduce(total),
+                lambda sent=sent: comm.send(sent, right),
+                lambda received=received: comm.recv(received, left),
+                lambda reduced=reduced: comm.all_reduce(reduced),
+            ]
+            with comm.coalesce(stream=stream):
+                for call in calls if host_first else reversed(calls):
+                    call()
+            if stream is not None:
+                stream.record().wait()
+            comm.cuda.synchronize()
+            assert (received == left).all() and (theirs == 10 + left).all()
+            assert (reduced == comm.size).all() and (total == comm.size).all()
+
+
 def test_coalesced_calls_that_depend_on_each_other_are_refused(comm):
     whole, other, third = (on_device(torch.ones(count)) for count in (8 * comm.size, 8, 8 * comm.size))
 
@@ -314,11 +345,33 @@ def test_watcher_asks_the_device(patches, mpi_world):
         comm.cuda.synchronize()
         assert here.done() and there.done()
         nccl = comm._backend.transport.runtime.nccl
-        assert len(watch.alarms) == 2 and watch.alarms[1]() is None
+        alarms = comm._watched.alarms
+        assert len(alarms) == 2 and alarms[1]() is None
         nccl.fail["allReduce"] = 5
         with pytest.raises(CollectiveError, match="INVALID_USAGE"):
             comm.all_reduce(one)
         assert watch.entries[-1].ended and id(watch.entries[-1]) not in watch.running
+
+
+def test_a_closed_communicator_has_no_alarms(patches, mpi_world):
+    """However many are split and closed: the watcher asks those that are open, and keeps no other alive."""
+    with opened(patches, mpi_world, timeout=100.0) as comm:
+        watch, parts = comm._watched.watch, [comm.split(0, name=f"part {number}") for number in range(3)]
+        kept = [weakref.ref(part._backend.transport) for part in parts]
+        parts[0].new_stream()
+        asked = []
+        for part in parts:
+            part._watched.alarms.append(lambda name=part.name: asked.append(name))
+        parts[0].close()
+        parts[2].close()
+        watch._stop()  # the thread, whose looks are at its own times
+        asked.clear()
+        watch._look()
+        assert asked == ["part 1"]
+        parts[1].close()
+        del parts, part
+        gc.collect()
+        assert [one() for one in kept] == [None] * 3
 
 
 def test_times_of_a_launch_are_counted_once(comm):

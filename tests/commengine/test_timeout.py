@@ -173,6 +173,33 @@ timed.close()
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_what_was_split_outlives_the_root_that_was_timed(job, level):
+    """It has no timeout any more, and all else works: collectives, streams, splitting, closing."""
+    done, _ = job(
+        """
+timed = Communicator(world.mpi, timeout=0.5)
+part = timed.split(0, name="part")
+timed.close()
+assert (MPI.Query_thread() == MPI.THREAD_MULTIPLE) == (level == "multiple")
+again = part.split(world.rank, name="again")
+both = part.split(0, key=-world.rank, name="both")
+for comm in (part, again, both):
+    lane = comm.new_stream()
+    tensor = torch.ones(3)
+    time.sleep(0.8 * world.rank)
+    comm.all_reduce(tensor)
+    comm.all_reduce(tensor, stream=lane).wait()
+    assert (tensor == comm.size**2).all()
+    assert comm is not part or not comm._watched.watch.running
+for comm in (both, again, part):
+    comm.close()
+""",
+        program=f"import mpi4py\nmpi4py.rc.thread_level = level = '{level}'\nfrom mpi4py import MPI\nlaunch.run(main)",
+    )
+    assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
+
+
 def test_a_suspended_job_goes_on(job):
     """The time in which nobody could look does not count; here twice the timeout, in the middle of a collective."""
     done, _ = job(
