@@ -379,6 +379,10 @@ class Communicator(Runs):
             problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
             raise self._error("close", problem) from untold[0]
 
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Itself: a copy of a layer belongs to the group that the layer belongs to."""
+        return self
+
     def __enter__(self) -> Communicator:
         return self
 

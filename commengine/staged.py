@@ -246,7 +246,7 @@ class StagedTransport:
         self.exchange([("send", sent, dst), ("recv", received, src)])
 
     def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """Post all sends and receives, ``(verb, tensor, peer)``, at once and wait for all; host tensors go as they are."""
+        """Post all sends and receives, ``(verb, tensor, peer)``, at once; wait for all. Host tensors go as they are."""
         staged = []
         for verb, tensor, peer in transfers:
             buffer = tensor

@@ -172,6 +172,10 @@ class Stream:
         """Block until the stream is empty; raise if anything in it failed."""
         self.record().wait()
 
+    def __deepcopy__(self, memo: object) -> Stream:
+        """Itself, as the communicator of a copied layer is."""
+        return self
+
     def close(self) -> None:
         """Finish what is enqueued, then end the worker."""
         if self._worker is not None:

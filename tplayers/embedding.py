@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 
 from .linear import DEFAULT_INIT, column_parallel_linear
-from .placement import Constant, Normal, Placement, new_parameter, require_divisible
+from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 
 
@@ -25,6 +25,8 @@ class VocabParallelEmbedding(nn.Module):
     on the host, not compiled, for a token outside the table. `logits` uses the same table as the output layer: tied.
     With sequence_parallel: tokens [s, ...] -> [s / comm.size, ..., embedding_dim].
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
         rows = Placement((num_embeddings, embedding_dim), init, dim=0, index=comm.rank, count=comm.size)
-        self.weight = new_parameter(rows, dtype)
+        add_parameter(self, "weight", rows, dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if (

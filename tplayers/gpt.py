@@ -16,7 +16,7 @@ from .block import TransformerBlock
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
 from .norm import LayerNorm
-from .placement import Normal, Placement, new_parameter, require_divisible
+from .placement import Normal, Placement, add_parameter, require_divisible
 from .recompute import Recompute
 from .rng import Randomness, dropout
 
@@ -85,6 +85,8 @@ class GPT(nn.Module):
     parameters are partial: `sum_partial_gradients(model, comm)`.
     """
 
+    position_embedding: nn.Parameter
+
     def __init__(
         self,
         config: GPTConfig,
@@ -106,7 +108,8 @@ class GPT(nn.Module):
             **split,
         )  # fmt: skip
         positions = (config.max_position_embeddings, config.hidden_size)
-        self.position_embedding = new_parameter(Placement(positions, init, partial=config.sequence_parallel), dtype)
+        placement = Placement(positions, init, partial=config.sequence_parallel)
+        add_parameter(self, "position_embedding", placement, dtype)
         self.layers = nn.ModuleList(
             TransformerBlock(
                 config.hidden_size, config.num_attention_heads, config.ffn_size, comm,

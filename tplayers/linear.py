@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.operators import all_gather_into_, all_reduce_, reduce_scatter_into_
 
-from .placement import Constant, Normal, Placement, new_parameter, require_divisible
+from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import (
     gather_from_tensor_parallel_region,
     new_whole,
@@ -40,6 +40,9 @@ class ColumnParallelLinear(nn.Module):
     x forward and again backward, where one reduce-scatter of its gradient follows.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -65,8 +68,11 @@ class ColumnParallelLinear(nn.Module):
         block = out_features // blocks
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
         weight = Placement((out_features, in_features), init, view=(blocks, block, in_features), **split)
-        self.weight = new_parameter(weight, dtype)
-        self.bias = new_parameter(Placement((out_features,), view=(blocks, block), **split), dtype) if bias else None
+        add_parameter(self, "weight", weight, dtype)
+        if bias:
+            add_parameter(self, "bias", Placement((out_features,), view=(blocks, block), **split), dtype)
+        else:
+            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_parallel_linear(
@@ -90,6 +96,9 @@ class RowParallelLinear(nn.Module):
     reduce-scatter of the output forward, one all-gather of its gradient backward.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -108,10 +117,13 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
         weight = Placement((out_features, in_features), init, dim=1, index=comm.rank, count=comm.size)
-        self.weight = new_parameter(weight, dtype)
-        # Replicated, added after the sum: every rank then has its whole gradient, without communication, or its
-        # sequence shard's part.
-        self.bias = new_parameter(Placement((out_features,), partial=sequence_parallel), dtype) if bias else None
+        add_parameter(self, "weight", weight, dtype)
+        if bias:
+            # Replicated, added after the sum: every rank then has its whole gradient, without communication, or its
+            # sequence shard's part.
+            add_parameter(self, "bias", Placement((out_features,), partial=sequence_parallel), dtype)
+        else:
+            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:

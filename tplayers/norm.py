@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator
 from commengine.operators import all_gather_into_, all_reduce_
 
-from .placement import Constant, Placement, new_parameter, require_divisible
+from .placement import Constant, Placement, add_parameter, require_divisible
 from .regions import new_whole
 
 
@@ -22,6 +22,9 @@ class LayerNorm(nn.Module):
     sequence_parallel: what it is given is this rank's sequence shard: the parameters' gradients are partial (see
         `Placement`).
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(
         self,
@@ -33,8 +36,8 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
-        self.bias = new_parameter(Placement((hidden_size,), partial=sequence_parallel), dtype)
+        add_parameter(self, "weight", Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
+        add_parameter(self, "bias", Placement((hidden_size,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -50,6 +53,9 @@ class ParallelLayerNorm(nn.Module):
     of two sums backward: two numbers a token each. Every rank must call it and run its backward.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(
         self, hidden_size: int, comm: Communicator, eps: float = 1e-5, *, dtype: torch.dtype | None = None
     ) -> None:
@@ -58,8 +64,8 @@ class ParallelLayerNorm(nn.Module):
         self.comm = comm
         self.eps = eps
         split: dict[str, Any] = {"dim": 0, "index": comm.rank, "count": comm.size}
-        self.weight = new_parameter(Placement((hidden_size,), Constant(1.0), **split), dtype)
-        self.bias = new_parameter(Placement((hidden_size,), **split), dtype)
+        add_parameter(self, "weight", Placement((hidden_size,), Constant(1.0), **split), dtype)
+        add_parameter(self, "bias", Placement((hidden_size,), **split), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         normalised: Tensor = _Normalise.apply(x, self.comm, self.eps)  # type: ignore[no-untyped-call]

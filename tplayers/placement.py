@@ -1,6 +1,7 @@
 """What slice of which global tensor a parameter holds.
 
-Initial values, the gradient norm, checkpoints and conversions all derive from this one record.
+Initial values, the gradient norm, checkpoints and conversions all derive from this one record. The module keeps it, by
+the parameter's name: parameters are replaced (``load_state_dict(assign=True)``, ``copy.deepcopy``), names are not.
 """
 
 from __future__ import annotations
@@ -119,29 +120,61 @@ class Placement:
         return torch.cat([part.reshape(self.part_view) for part in parts], dim=self.dim).reshape(self.shape)
 
 
-def new_parameter(placement: Placement, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter of ``placement``. It holds NaN until `initialize` or a checkpoint fills it: forgetting is loud."""
-    parameter = nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype))
-    parameter.placement = placement  # type: ignore[attr-defined]
-    return parameter
+def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: torch.dtype | None = None) -> None:
+    """Give ``module`` a parameter of ``placement``, and the record of it, which `placements` finds by that name.
+
+    The parameter holds NaN until `initialize` or a checkpoint fills it: forgetting is loud.
+    """
+    module.register_parameter(name, nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype)))
+    vars(module).setdefault(_RECORDS, {})[name] = placement
 
 
-def placement_of(parameter: Tensor) -> Placement:
-    """The parameter's record; one that has none (of a module that is not ours) is replicated."""
-    found = getattr(parameter, "placement", None)
-    return found if isinstance(found, Placement) else Placement(tuple(parameter.shape))
+def placements(module: nn.Module) -> dict[str, Placement]:
+    """The placement of each parameter, by the names and in the order of ``module.named_parameters()``.
+
+    A parameter without a record, of a module that is not ours, is replicated; one that several modules share has the
+    record that any of them has. Raises ValueError, naming the parameter, where what a module has no longer is what its
+    record says: it is gone (parametrized, pruned: what took its place may hold parts, too), or of another shape.
+    """
+    recorded = _recorded(module)
+    return {name: recorded.get(p) or Placement(tuple(p.shape)) for name, p in module.named_parameters()}
+
+
+#: the attribute of a module that has the placements of its own parameters
+_RECORDS = "parameter_placements"
+
+
+def _recorded(module: nn.Module) -> dict[nn.Parameter, Placement]:
+    found: dict[nn.Parameter, Placement] = {}
+    for path, owner in module.named_modules():
+        mine = dict(owner.named_parameters(recurse=False))
+        for name, placement in vars(owner).get(_RECORDS, {}).items():
+            where = f"{path}.{name}".lstrip(".")
+            parameter = mine.get(name)
+            if parameter is None:
+                raise ValueError(
+                    f"{where}: has a placement and is no parameter any more; a layer of tplayers cannot be parametrized, "
+                    "pruned, or otherwise have its parameters taken away"
+                )
+            if tuple(parameter.shape) != placement.local_shape:
+                needed = f"{list(placement.local_shape)} of {list(placement.shape)}"
+                raise ValueError(f"{where}: is {list(parameter.shape)}; by its placement a rank holds {needed}")
+            known = found.setdefault(parameter, placement)
+            if (known, known.partial) != (placement, placement.partial):
+                raise ValueError(f"{where}: is shared with a parameter that is placed otherwise: {placement}, {known}")
+    return found
 
 
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every placed parameter of ``module`` with its part of a global tensor drawn from (seed, global name).
 
     The global tensor is drawn on the CPU in float32, so all TP sizes and devices start bit-identical. No
-    communication. The global name is the path in ``module``, so call it on the root.
+    communication. The global name is the path in ``module``, so call it on the root. Raises ValueError as `placements`.
     """
+    recorded = _recorded(module)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            placement = placement_of(parameter)
-            if hasattr(parameter, "placement"):
+            if (placement := recorded.get(parameter)) is not None:
                 parameter.copy_(placement.part(placement.init.draw(placement.shape, seed, name)))
 
 
@@ -151,7 +184,8 @@ def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
     After the last backward of a step, before anything reads them. Every rank must call it, with gradients for the same
     parameters. (`trainers.gradients` does it for its buckets.)
     """
-    partial = [p.grad for p in module.parameters() if placement_of(p).partial and p.grad is not None]
+    placed = placements(module)
+    partial = [p.grad for name, p in module.named_parameters() if placed[name].partial and p.grad is not None]
     all_reduce_together(partial, comm)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 from commengine.dtypes import HALF_TYPES
-from tplayers import placement_of
+from tplayers import Placement
 
 #: AdamW's tensors that are placed as their parameter is
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,10 +33,9 @@ class Kind:
     partial: bool
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Kind:
-        """The kind of ``parameter``, by its placement."""
-        placement = placement_of(parameter)
-        return cls(parameter.dim() > 1, placement.sharded, placement.partial)
+    def of(cls, placement: Placement) -> Kind:
+        """The kind of a parameter."""
+        return cls(len(placement.shape) > 1, placement.sharded, placement.partial)
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,11 @@ class Segment:
     values: Tensor
     kind: Kind
 
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> Segment:
-        """A whole parameter."""
-        return cls(parameter, Kind.of(parameter))
-
 
 class Bucket:
     """Parameters of one dtype that are reduced and updated together.
 
-    part: (name, parameter), as they follow each other in flat buffers. data: the data group.
+    part: (name, parameter), as they follow each other in flat buffers. placements: by those names. data: the data group.
     shard: this rank of the data group keeps, and updates, only its part of masters and moments.
 
     Parameters in single or double precision that are not sharded stay where they are, and so do AdamW's moments; their
@@ -69,9 +63,17 @@ class Bucket:
     of the masters.
     """
 
-    def __init__(self, part: list[tuple[str, nn.Parameter]], data: Communicator, *, shard: bool) -> None:
+    def __init__(
+        self,
+        part: list[tuple[str, nn.Parameter]],
+        placements: Mapping[str, Placement],
+        data: Communicator,
+        *,
+        shard: bool,
+    ) -> None:
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
+        self._kinds = {parameter: Kind.of(placements[name]) for name, parameter in part}
         self.dtype = first.dtype
         self.mixed = first.dtype in HALF_TYPES
         self.sharded = shard
@@ -95,7 +97,7 @@ class Bucket:
             self.gradients = _zeros(self.size, wide, first.device, data)
         self.parameters: Tensor | None = None
         self.state: dict[str, Tensor] = {}
-        self.segments = [Segment.of(parameter) for parameter in self.names]
+        self.segments = [Segment(parameter, kind) for parameter, kind in self._kinds.items()]
         if self.flat:
             self._flatten(data)
 
@@ -174,7 +176,7 @@ class Bucket:
         """(Kind, start, end) within this rank's part. Padding, all zeros, belongs to the parameter before it."""
         runs: list[tuple[Kind, int]] = []
         for parameter, start in self.starts.items():
-            kind = Kind.of(parameter)
+            kind = self._kinds[parameter]
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, start))
         ends = [start for _, start in runs[1:]] + [self.size]

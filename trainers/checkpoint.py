@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from commengine import ProcessGrid, UsageError
-from tplayers import Placement, placement_of
+from tplayers import Placement, placements
 
 from . import parallel_safetensors
 from .buckets import MOMENTS
@@ -66,8 +66,9 @@ def save(
     beside = folder / f"{name}.tmp"
     on_rank_zero(grid.world, lambda: _make_empty(beside))
     optimizer.wait_for_parameters()
+    placed = placements(model)
     if grid.data.rank == 0:  # one tensor group holds everything, but for what the data group has sharded
-        weights = {key: (p.dtype, placement_of(p)) for key, p in model.named_parameters()}
+        weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
         parallel_safetensors.write(beside / "model.safetensors", weights, model.named_parameters(), grid.tensor)
         state = optimizer.described()
         parallel_safetensors.write(beside / "optimizer.safetensors", state, optimizer.tensors(), grid.tensor)
@@ -77,7 +78,7 @@ def save(
     grid.world.barrier()
 
     def publish() -> None:
-        described = {key: _describe(placement_of(p)) for key, p in model.named_parameters()}
+        described = {key: _describe(placement) for key, placement in placed.items()}
         written = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
         _write_synced(beside / "state.json", json.dumps(written, indent=1))
         final, old = folder / name, folder / f"{name}.old"
@@ -151,24 +152,24 @@ def load(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer
 
 
 def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-    placements = {name: placement_of(p) for name, p in model.named_parameters()}
+    placed = placements(model)
     # Masters are the parameters too, before they were rounded.
     kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
     if not progress.masters:
-        _fill(optimizer, found / "model.safetensors", {("master", name): name for name in placements}, placements)
-    state = {(kind, name): f"{kind}.{name}" for kind in kinds for name in placements}
-    _fill(optimizer, found / "optimizer.safetensors", state, placements)
+        _fill(optimizer, found / "model.safetensors", {("master", name): name for name in placed}, placed)
+    state = {(kind, name): f"{kind}.{name}" for kind in kinds for name in placed}
+    _fill(optimizer, found / "optimizer.safetensors", state, placed)
     optimizer.set_updates(progress.updates)
 
 
 def _fill(
-    optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placements: Mapping[str, Placement]
+    optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placed: Mapping[str, Placement]
 ) -> None:
     """Fill each (kind of state, parameter) from the tensor of the file that ``names`` says."""
     targets = {key: target for target, key in names.items()}
-    placed = {key: placements[name] for key, (_, name) in targets.items()}
+    parts = {key: placed[name] for key, (_, name) in targets.items()}
     try:
-        for key, values in parallel_safetensors.read(path, placed):
+        for key, values in parallel_safetensors.read(path, parts):
             optimizer.fill(*targets[key], values)
     except (SafetensorError, ValueError, OSError) as error:
         raise UsageError(f"--load: {path} cannot be read: {error}") from error

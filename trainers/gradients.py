@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
-from tplayers import all_reduce_together
+from tplayers import all_reduce_together, placements
 
-from .buckets import Bucket, Kind, parts
+from .buckets import Bucket, parts
 
 
 class GradientBuckets:
@@ -51,12 +51,14 @@ class GradientBuckets:
         self.data, self.tensor = data, tensor
         self.shard, self.reduce_in_fp32 = shard, reduce_in_fp32
         self.named = dict(module.named_parameters())
+        self.placements = placements(module)
         self.buckets = [
-            Bucket(part, data, shard=shard) for part in parts(reversed(list(self.named.items())), bucket_size)
+            Bucket(part, self.placements, data, shard=shard)
+            for part in parts(reversed(list(self.named.items())), bucket_size)
         ]
         #: in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
-        if tensor is None and any(Kind.of(p).partial for p in self.named.values()):
+        if tensor is None and any(placed.partial for placed in self.placements.values()):
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commengine import Communicator, ProcessGrid, UsageError, trace
-from tplayers import GPT, Randomness, initialize, placement_of
+from tplayers import GPT, Randomness, initialize, placements
 
 from . import checkpoint, run_folder
 from .batches import GlobalBatches, Microbatch
@@ -217,7 +217,7 @@ class GPTTrainer:
 
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return sum(math.prod(placement_of(p).shape) for p in self.model.parameters())
+        return sum(math.prod(placement.shape) for placement in placements(self.model).values())
 
     def close(self) -> None:
         """Free hooks and groups."""

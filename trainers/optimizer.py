@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commengine import Work
-from tplayers import Placement, placement_of
+from tplayers import Placement
 
 from .buckets import MOMENTS, Bucket
 from .gradients import GradientBuckets
@@ -71,7 +71,7 @@ class Optimizer:
                 mixed = self._bucket_of[parameter][0].mixed
                 if kind != "master" or mixed:
                     dtype = torch.float32 if mixed else parameter.dtype
-                    found[f"{kind}.{name}"] = (dtype, placement_of(parameter))
+                    found[f"{kind}.{name}"] = (dtype, self.gradients.placements[name])
         return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

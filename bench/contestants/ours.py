@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from bench.task import Task
 from bench.worker import serve
 from commengine import Communicator, ProcessGrid, launch
-from tplayers import GPT, GPTConfig, placement_of
+from tplayers import GPT, GPTConfig, placements
 from trainers.gradients import GradientBuckets
 from trainers.norm import clip, gradient_norm
 
@@ -32,9 +32,10 @@ def load(model: GPT, path: str) -> None:
         for theirs, ours in NAMES.items():
             name = ours + name[len(theirs) :] if name.startswith(theirs) else name.replace(theirs, ours)
         renamed[name] = tensor
+    placed = placements(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(placement_of(parameter).part(renamed.pop(name)))
+            parameter.copy_(placed[name].part(renamed.pop(name)))
     assert not renamed, sorted(renamed)
 
 

@@ -52,46 +52,45 @@ class Group:
             torch.testing.assert_close(other, x.detach(), rtol=0, atol=0, equal_nan=True)
         return x.detach()
 
-    def assembled(self, parameter: nn.Parameter, part: Tensor | None = None) -> Tensor:
-        """The global tensor of which each rank holds ``part`` (default: the parameter's values)."""
-        part = parameter.detach() if part is None else part
-        placement = tplayers.placement_of(parameter)
-        assert part.shape == parameter.shape
-        return placement.assemble(self.ranks(part)) if placement.sharded else self.same(part)
+    def assembled(self, module: nn.Module, parts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The global tensors of which each rank holds ``parts``, by parameter (default: the parameters' values)."""
+        parts = {name: p.detach() for name, p in module.named_parameters()} if parts is None else parts
+        found = {}
+        for name, placement in tplayers.placements(module).items():
+            assert parts[name].shape == placement.local_shape
+            found[name] = placement.assemble(self.ranks(parts[name])) if placement.sharded else self.same(parts[name])
+        return found
 
     def gradients(self, module: nn.Module) -> dict[str, Tensor]:
         """The global gradient of each parameter."""
-        missing = [name for name, p in module.named_parameters() if p.grad is None]
-        assert not missing
-        return {name: self.assembled(p, p.grad) for name, p in module.named_parameters()}
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return self.assembled(module, gradients)
 
     def fill(self, module: nn.Module, seed: int = 1, scale: float = 0.5) -> dict[str, Tensor]:
         """Give every parameter its part of a random global tensor; return those as leaves, by name."""
         wholes = {}
         with torch.no_grad():
-            for number, (name, parameter) in enumerate(module.named_parameters()):
-                placement = tplayers.placement_of(parameter)
+            for number, (name, placement) in enumerate(tplayers.placements(module).items()):
                 whole = scale * draw(*placement.shape, seed=100 * seed + number)
-                parameter.copy_(placement.part(whole))
+                module.get_parameter(name).copy_(placement.part(whole))
                 wholes[name] = whole.requires_grad_()
         return wholes
 
     def load(self, module: nn.Module, wholes: dict[str, Tensor]) -> None:
         """Give every parameter its part of ``wholes``."""
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(tplayers.placement_of(parameter).part(wholes[name]))
+            for name, placement in tplayers.placements(module).items():
+                module.get_parameter(name).copy_(placement.part(wholes[name]))
 
     def call(self, module: nn.Module, wholes: dict[str, Tensor], *args: Any) -> Tensor:
         """module(*args) as a differentiable function of its global parameters, on leaves that all ranks hold."""
         parts = {}
-        for name, parameter in module.named_parameters():
-            placement = tplayers.placement_of(parameter)
+        for name, placement in tplayers.placements(module).items():
             part = wholes[name]
             if placement.sharded:
                 view = part.reshape(placement.view)
                 part = tplayers.scatter_to_tensor_parallel_region(view, self.comm, placement.dim)
-            parts[name] = part.reshape(parameter.shape)
+            parts[name] = part.reshape(placement.local_shape)
         return functional_call(module, parts, args)
 
     def numerically_right(self, module: nn.Module, wholes: dict[str, Tensor], x: Tensor, split: str = "") -> None:

@@ -92,7 +92,7 @@ def test_heads_survive_every_change_of_tp(ranks_of):
     """1 -> 2 -> 4 -> 1, and each rank's rows are [its queries; its keys; its values]."""
 
     def placements(size):
-        return [tplayers.placement_of(ColumnParallelLinear(H, 3 * H, r, blocks=3).weight) for r in ranks_of(size)]
+        return [tplayers.placements(ColumnParallelLinear(H, 3 * H, r, blocks=3))["weight"] for r in ranks_of(size)]
 
     whole = torch.arange(3 * H * H).view(3 * H, H)
     for size in (1, 2, 4, 2, 1):

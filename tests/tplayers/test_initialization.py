@@ -18,9 +18,8 @@ def wholes(ranks, seed, config=CONFIG, dtype=None):
         tplayers.initialize(model, seed)
     parameters = [dict(model.named_parameters()) for model in models]
     found = {}
-    for name in parameters[0]:
+    for name, placement in tplayers.placements(models[0]).items():
         parts = [each[name].detach() for each in parameters]
-        placement = tplayers.placement_of(parameters[0][name])
         if not placement.sharded:
             assert all(torch.equal(part, parts[0]) for part in parts)
         found[name] = placement.assemble(parts)
@@ -43,9 +42,11 @@ def test_bit_identical_to_the_whole_model(group, alone):
     split, whole = GPT(CONFIG, group.comm), GPT(CONFIG, alone.comm)
     tplayers.initialize(split, 1234)
     tplayers.initialize(whole, 1234)
-    for (name, part), (same_name, expected) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+    for (name, part), (same_name, expected) in zip(
+        group.assembled(split).items(), whole.named_parameters(), strict=True
+    ):
         assert name == same_name
-        assert torch.equal(group.assembled(part), expected), name
+        assert torch.equal(part, expected), name
 
 
 def test_seeds_and_names_differ(ranks_of):
@@ -94,7 +95,7 @@ def test_parameters_without_placement_are_left_alone(ranks_of):
     before = model["theirs"].weight.detach().clone()
     tplayers.initialize(model, 1)
     assert torch.equal(model["theirs"].weight, before)
-    assert not tplayers.placement_of(model["theirs"].weight).sharded
+    assert not tplayers.placements(model)["theirs.weight"].sharded
 
 
 def test_stable_hash_is_the_same_in_every_release():

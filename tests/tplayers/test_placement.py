@@ -1,5 +1,6 @@
 """Placement: parts cover the global tensor once, and put together are it again."""
 
+import copy
 import itertools
 import math
 
@@ -8,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tplayers import Constant, Normal, Placement, initialize, new_parameter, placement_of
+from tplayers import (
+    ColumnParallelLinear,
+    Constant,
+    LayerNorm,
+    Normal,
+    Placement,
+    RowParallelLinear,
+    add_parameter,
+    initialize,
+    placements,
+)
 
 
 @st.composite
@@ -36,7 +47,8 @@ def test_parts_cover_the_tensor_exactly_once(placements):
     assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == list(range(whole.numel()))
     assert torch.equal(first.assemble(parts), whole)
     for placement, part in zip(placements, parts, strict=True):
-        assert part.shape == placement.local_shape == new_parameter(placement).shape
+        add_parameter(module := torch.nn.Module(), "weight", placement)
+        assert part.shape == placement.local_shape == module.weight.shape
         assert len(placement.local_shape) == len(placement.shape)
         assert placement.sharded
 
@@ -94,18 +106,101 @@ def test_wrong_global_shape_is_refused():
         Placement((4, 2), dim=0, count=2).part(torch.zeros(2, 4))
 
 
-def test_part_does_not_change_with_the_module():
-    """Moving or casting a module keeps the records of its parameters."""
-    module = torch.nn.Module()
-    module.weight = new_parameter(Placement((4, 2), Normal(1.0), dim=0, index=1, count=2))
-    module.plain = torch.nn.Parameter(torch.zeros(3))
-    record = module.weight.placement
-    module.double().to("cpu").half().float()
-    assert placement_of(module.weight) == record
-    assert placement_of(module.plain) == Placement((3,))
-    initialize(module, 3)
-    assert torch.equal(module.weight, record.init.draw((4, 2), 3, "weight")[2:])
-    assert torch.equal(module.plain, torch.zeros(3))
+# The module has the records ---------------------------------------------------------------------------------------
+
+
+def layers(comm):
+    """A sharded, a replicated and a partial parameter of ours, and one of somebody else's."""
+    return torch.nn.ModuleDict(
+        {"up": ColumnParallelLinear(4, 6, comm, blocks=3), "norm": LayerNorm(6, sequence_parallel=True),
+         "down": RowParallelLinear(6, 4, comm, bias=False), "theirs": torch.nn.Linear(4, 2)}
+    )  # fmt: skip
+
+
+def assigned(module):
+    """As `load_state_dict(assign=True)` leaves it: every parameter is another object."""
+    module.load_state_dict({name: p.detach().clone() for name, p in module.named_parameters()}, assign=True)
+    return module
+
+
+def overwritten(module):
+    """As conversions are to be done in a torch to come."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return module.half().float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+KEEPING = {
+    "cast": lambda module: module.double().to("cpu").half().float(),
+    "overwritten": overwritten,
+    "emptied": lambda module: module.to_empty(device="cpu"),
+    "assigned": assigned,
+    "copied": copy.deepcopy,
+    "copied twice": lambda module: copy.deepcopy(assigned(copy.deepcopy(module))),
+    "set": lambda module: setattr(module["up"], "weight", torch.nn.Parameter(torch.zeros(3, 4))) or module,
+}
+
+
+@pytest.mark.parametrize("change", KEEPING)
+def test_records_outlive_parameters(ranks_of, change):
+    """And so do initial values, which are those of the whole tensor's part."""
+    _, second = ranks_of(2)
+    module = layers(second)
+    records = placements(module)
+    partial = {name for name, placement in records.items() if placement.partial}
+    assert {name for name, placement in records.items() if placement.sharded} == {"up.weight", "up.bias", "down.weight"}
+    assert partial == {"norm.weight", "norm.bias"} and records["theirs.weight"] == Placement((2, 4))
+    changed = KEEPING[change](module)
+    found = placements(changed)
+    assert found == records and list(found) == [name for name, _ in changed.named_parameters()]
+    assert {name for name, placement in found.items() if placement.partial} == partial
+    initialize(changed, 3)
+    for name, placement in list(records.items())[:-2]:
+        whole = placement.init.draw(placement.shape, 3, name)
+        assert torch.equal(changed.get_parameter(name), placement.part(whole)), name
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_copy_has_the_communicator_of_its_original(group, random):
+    """As for an average of a model's weights: `copy.deepcopy` is collective over nobody."""
+    stream = group.comm.new_stream()
+    layer = ColumnParallelLinear(4, 4 * group.size, group.comm, overlap_stream=stream, dtype=torch.float64)
+    wholes = group.fill(layer)
+    other = copy.deepcopy(layer)
+    assert other.comm is layer.comm and other.overlap_stream is stream and other.weight is not layer.weight
+    x, y = (random(3, 4).requires_grad_() for _ in range(2))
+    layer(x).sum().backward()
+    other(y).sum().backward()
+    assert torch.equal(group.same(x.grad), y.grad)
+    torch.testing.assert_close(x.grad, (torch.ones(3, 4 * group.size).double() @ wholes["weight"]).detach())
+
+
+def test_a_tied_parameter_has_the_record_that_one_of_its_modules_has(ranks_of):
+    ours = ColumnParallelLinear(4, 6, ranks_of(2)[0], bias=False)
+    theirs = torch.nn.Linear(4, 3, bias=False)
+    theirs.weight = ours.weight
+    module = torch.nn.ModuleList([theirs, ours])
+    assert placements(module) == {"0.weight": placements(ours)["weight"]}
+    other = RowParallelLinear(8, 3, ranks_of(2)[0], bias=False)
+    other.weight = ours.weight
+    with pytest.raises(ValueError, match=r"2\.weight: is shared with a parameter that is placed otherwise"):
+        placements(torch.nn.ModuleList([theirs, ours, other]))
+
+
+def test_a_parameter_that_is_not_what_its_record_says_is_named(ranks_of):
+    """A parametrization would see a part and take it for the whole."""
+    module = layers(ranks_of(2)[0])
+    torch.nn.utils.parametrizations.weight_norm(module["down"])
+    with pytest.raises(ValueError, match=r"down\.weight: has a placement and is no parameter any more"):
+        initialize(module, 1)
+    module = layers(ranks_of(2)[0])
+    module["up"].weight = torch.nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(
+        ValueError, match=r"up\.weight: is \[6, 4\]; by its placement a rank holds \[3, 4\] of \[6, 4\]"
+    ):
+        placements(module)
 
 
 def test_initial_values_do_not_enter_comparison():

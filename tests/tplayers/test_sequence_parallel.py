@@ -124,7 +124,7 @@ def test_partial_gradients_are_parts_of_their_sum(group, random):
     layer = block(group.comm, sequence_parallel=True)
     group.fill(layer)
     layer(random(S // group.size, B, H, seed=group.rank), RANDOMNESS).square().sum().backward()
-    partial = {name for name, p in layer.named_parameters() if tplayers.placement_of(p).partial}
+    partial = {name for name, placement in tplayers.placements(layer).items() if placement.partial}
     norms = [f"{norm}_norm.{kind}" for norm in ("attention", "mlp") for kind in ("weight", "bias")]
     assert partial == {*norms, "attention.projection.bias", "mlp.down.bias"}
     before = {name: group.ranks(p.grad) for name, p in layer.named_parameters() if name in partial}
@@ -138,7 +138,7 @@ def test_partial_gradients_are_parts_of_their_sum(group, random):
             torch.testing.assert_close(p.grad, sum(before[name]))
             group.same(p.grad)
         else:
-            assert tplayers.placement_of(p).sharded
+            assert tplayers.placements(layer)[name].sharded
             assert torch.equal(p.grad, sharded[name])
 
 

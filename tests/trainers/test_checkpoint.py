@@ -255,12 +255,11 @@ def made(world, tensor, *, seed=1):
 
 def stepped(model, optimizer):
     """One AdamW step on gradients that are a function of the global parameter's name alone."""
-    from tplayers import placement_of
+    from tplayers import placements
 
-    for number, (_, p) in enumerate(model.named_parameters()):
-        placement = placement_of(p)
+    for number, (name, placement) in enumerate(placements(model).items()):
         whole = torch.randn(placement.shape, generator=torch.Generator().manual_seed(number))
-        p.grad = placement.part(whole).contiguous()
+        model.get_parameter(name).grad = placement.part(whole).contiguous()
     optimizer.step(1e-3)
 
 

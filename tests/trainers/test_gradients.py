@@ -3,16 +3,15 @@
 import itertools
 import math
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from commengine import ProcessGrid, trace
-from tplayers import GPT, GPTConfig, Placement, Randomness, initialize, placement_of
+from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
 from trainers.batches import IGNORED, GlobalBatches
-from trainers.buckets import Segment
+from trainers.buckets import Kind, Segment
 from trainers.gradients import GradientBuckets
 from trainers.norm import clip, gradient_norm
 
@@ -51,7 +50,7 @@ def buckets(module, world, overlap, size=42):  # a layer each
 
 
 def segments(module):
-    return [Segment.of(p) for p in module.parameters()]
+    return [Segment(module.get_parameter(name), Kind.of(placement)) for name, placement in placements(module).items()]
 
 
 def step(module, gradients, microbatches, order=None):
@@ -278,8 +277,8 @@ def test_norm_is_that_of_the_assembled_gradient_at_every_split(world, alone):
     assert gradient_norm(segments(model), world) == pytest.approx(expected, rel=1e-10)
     # It is no accident: leaving the sum out, or counting replicated ones on every rank, would show.
     kinds = dict.fromkeys((False, True), 0.0)
-    for p in model.parameters():
-        kinds[placement_of(p).sharded] += p.grad.square().sum().item()
+    for name, placement in placements(model).items():
+        kinds[placement.sharded] += model.get_parameter(name).grad.square().sum().item()
     assert min(kinds.values()) > 1e-4 * expected**2
 
 
@@ -288,7 +287,7 @@ def test_norm_does_not_overflow_or_vanish(world):
     for scale in (1e-30, 1e30):
         for p in model.parameters():
             p.grad = torch.full_like(p, scale)
-        count = sum(torch.Size(placement_of(p).shape).numel() for p in model.parameters())
+        count = sum(math.prod(placement.shape) for placement in placements(model).values())
         assert gradient_norm(segments(model), world) == pytest.approx(scale * count**0.5, rel=1e-9)
     for p in model.parameters():
         p.grad.zero_()
@@ -379,13 +378,6 @@ def test_the_trainers_step_divides_by_the_global_count(world):
 # Partial gradients ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PartialPlacement(Placement):
-    """Of a parameter of which each rank of the tensor group computes a part of the gradient."""
-
-    partial: bool = True
-
-
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -396,9 +388,12 @@ def test_partial_gradients_are_summed_over_the_tensor_group_too(world, tensor, d
         pytest.skip(f"{world.size} ranks do not form groups of {tensor}")
     with ProcessGrid(world, tensor=tensor) as grid:
         module = Branches().to(dtype)
-        partial = {p: n % 3 == 0 for n, p in enumerate(module.parameters())}
-        for p, is_partial in partial.items():
-            p.placement = (PartialPlacement if is_partial else Placement)(tuple(p.shape))
+        for n, (name, p) in enumerate(list(module.named_parameters())):
+            owner, _, own = name.rpartition(".")
+            add_parameter(module.get_submodule(owner), own, Placement(tuple(p.shape), partial=n % 3 == 0), dtype)
+        initialize(module, 1)
+        placed = placements(module)
+        partial = {p: placed[name].partial for name, p in module.named_parameters()}
         options = {"overlap": overlap, "bucket_size": 90, "shard": shard}
         with pytest.raises(ValueError, match="needs tensor="):
             GradientBuckets(module, grid.data, **options)
