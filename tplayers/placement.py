@@ -153,8 +153,8 @@ def _recorded(module: nn.Module) -> dict[nn.Parameter, Placement]:
             parameter = mine.get(name)
             if parameter is None:
                 raise ValueError(
-                    f"{where}: has a placement and is no parameter any more; a layer of tplayers cannot be parametrized, "
-                    "pruned, or otherwise have its parameters taken away"
+                    f"{where}: has a placement and is no parameter any more; a layer of tplayers cannot be "
+                    "parametrized, pruned, or otherwise have its parameters taken away"
                 )
             if tuple(parameter.shape) != placement.local_shape:
                 needed = f"{list(placement.local_shape)} of {list(placement.shape)}"

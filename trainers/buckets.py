@@ -52,7 +52,7 @@ class Segment:
 class Bucket:
     """Parameters of one dtype that are reduced and updated together.
 
-    part: (name, parameter), as they follow each other in flat buffers. placements: by those names. data: the data group.
+    part: (name, parameter), as they follow each other in flat buffers. placements: by those names. data: the group.
     shard: this rank of the data group keeps, and updates, only its part of masters and moments.
 
     Parameters in single or double precision that are not sharded stay where they are, and so do AdamW's moments; their
