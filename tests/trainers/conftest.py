@@ -84,7 +84,7 @@ def trainer() -> Iterator[Callable[..., Any]]:
     """``trainer(world, **settings)``: a GPTTrainer of a tiny model on mock data; closed when the test ends."""
     from trainers.config import TrainConfig, validate
     from trainers.corpus import open_corpus
-    from trainers.loop import GPTTrainer
+    from trainers.gpt_trainer import GPTTrainer
 
     made: list[Any] = []
 

@@ -360,7 +360,7 @@ def test_the_trainers_step_divides_by_the_global_count(world):
     """GPTTrainer.step with ranks that count nothing: the loss is that of the one sample that counts."""
     from trainers.config import TrainConfig
     from trainers.corpus import Corpus
-    from trainers.loop import GPTTrainer
+    from trainers.gpt_trainer import GPTTrainer
 
     config = TrainConfig(
         num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, hidden_dropout=0.0,

@@ -10,7 +10,7 @@ from commengine import UsageError
 from trainers.compiler import require_compiler
 from trainers.config import TrainConfig, validate
 from trainers.corpus import Corpus
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 from trainers.rank_zero import on_every_rank
 
 
