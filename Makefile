@@ -25,6 +25,7 @@ export OMP_NUM_THREADS := 1
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMPI_MCA_osc := ^ucx
 
 .PHONY: train test lint format install clean
 .DELETE_ON_ERROR:

@@ -6,6 +6,7 @@ its start and its end, uses `Communicator` alone, or asks for `abort_on_error`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -67,6 +68,8 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
         mpi = load_mpi()
         if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
+            # mpi4py leaves it to whoever initialised; first registered, so after the threads of ours are ended.
+            atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
         check_world_size(mpi.COMM_WORLD.size)
         world = Communicator(mpi.COMM_WORLD, device=device)
         farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself

@@ -28,6 +28,7 @@ _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_osc": "^ucx",  # the wheel's UCX says on standard error that it cannot be used, for every window
 }
 # What Open MPI's launcher says between two lines of dashes when a job ends with an error: not the program's words.
 _BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)

@@ -41,7 +41,7 @@ def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
         "def test_it(mpi_world):\n    assert mpi_world.rank != 1, 'rank one gives up'\n    mpi_world.Barrier()\n"
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     assert "[rank 1] E       AssertionError: rank one gives up" in done.stderr
     assert "test_it.py::test_it: this rank failed in call, and the others wait for it" in done.stderr
 
@@ -52,7 +52,7 @@ def test_rank_0_that_fails_while_the_others_wait_ends_the_run(job):
         3,
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     assert "[rank 0] E       AssertionError: rank zero gives up" in done.stderr
 
 
@@ -111,7 +111,7 @@ def test_hang_ends_at_the_time_limit_and_shows_where_each_rank_is(job):
         "--timeout=3",
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     for rank in (0, 1):
         assert f"[rank {rank}] test_it.py::test_it: more than 3.0 s in call" in done.stderr
     assert done.stderr.count("in test_it\n") == 2, done.stderr
@@ -126,7 +126,7 @@ def test_time_limit_holds_for_a_teardown_after_a_failure(job):
         "--timeout=3",
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     assert "more than 3.0 s in teardown" in done.stderr
 
 
@@ -137,14 +137,14 @@ def test_ranks_that_collect_different_tests_run_none(job):
         "def test_it(x):\n    MPI.COMM_WORLD.Barrier()\n"
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     assert "collected different tests: test_it.py::test_it[0], test_it.py::test_it[1]" in done.stdout
 
 
 def test_rank_that_cannot_import_its_tests_is_shown(job):
     done, seconds = job("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'no import'\n")
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
     assert "rank 1 could not collect its tests" in done.stdout
     assert "[rank 1] E   AssertionError: no import" in done.stderr
 
@@ -156,7 +156,7 @@ def test_rank_that_dies_ends_the_run(job):
         "    mpi_world.Barrier()\n"
     )
     assert done.returncode != 0
-    assert seconds < 15
+    assert seconds < 30
 
 
 def test_timeout_leaves_no_process_behind(tmp_path: Path):

@@ -401,7 +401,7 @@ def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, te
     done = mpirun.run(2, "-c", DIE, *words, "--save", str(tmp_path), env={"HOW": how}, timeout=60)
     ended = time.monotonic()
     assert done.returncode != 0
-    assert ended - began < 30
+    assert ended - began < 50
     last = (tmp_path / "metrics.jsonl").stat().st_mtime
     assert time.time() - (time.monotonic() - ended) - last < 10  # since the last step that was done
     assert len(rows(tmp_path)) == 3
