@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
+from commengine.dtypes import HALF_TYPES
 
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
@@ -56,11 +60,11 @@ class VocabParallelEmbedding(nn.Module):
         ):
             raise ValueError(f"a token lies outside 0 to {self.num_embeddings - 1}")
         if self.comm.size == 1:
-            return F.embedding(tokens, self.weight)
+            return _looked_up(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.comm.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = _looked_up(local.masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(found, self.comm)
@@ -75,3 +79,31 @@ class VocabParallelEmbedding(nn.Module):
             x, self.weight, None, self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
         )  # fmt: skip
+
+
+def _looked_up(rows: Tensor, table: Tensor) -> Tensor:
+    if table.is_cpu and table.dtype in HALF_TYPES and not torch.compiler.is_compiling():
+        return _HostHalfLookup.apply(rows, table)  # type: ignore[no-untyped-call, no-any-return]
+    return F.embedding(rows, table)
+
+
+class _HostHalfLookup(torch.autograd.Function):
+    """torch's embedding of halves, but for the gradient of a row that is read often.
+
+    On the host torch adds that up in the halves themselves: what is added to a bfloat16 row stops to count once the
+    sum is 256 times as large.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = table.shape
+        return F.embedding(rows, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (rows,) = ctx.saved_tensors
+        sums = torch.zeros(ctx.shape, dtype=torch.float32)
+        sums.index_add_(0, rows.reshape(-1), grads[0].reshape(-1, ctx.shape[1]).float())
+        return None, sums.to(grads[0].dtype)

@@ -69,3 +69,16 @@ def test_numerically(group, embedding):
 def test_token_outside_the_table(embedding, tokens):
     with pytest.raises(ValueError, match=f"outside 0 to {ROWS - 1}"):
         embedding(torch.tensor(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_gradients_are_rounded_once(group, random, dtype):
+    """Of a token that is read in 4096 places. torch's own backward adds up in half precision on the host."""
+    embedding = VocabParallelEmbedding(ROWS, WIDTH, group.comm, dtype=dtype)
+    group.fill(embedding)
+    tokens = torch.arange(2**12).bitwise_and(ROWS - 1).masked_fill(torch.arange(2**12) % 3 > 0, ROWS - 1)
+    gradient = (random(*tokens.shape, WIDTH) + 0.3).to(dtype)
+    embedding(tokens).backward(gradient)
+    expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64).index_add_(0, tokens, gradient.double())
+    found = torch.cat(group.ranks(embedding.weight.grad.double()))
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-3)

@@ -131,3 +131,20 @@ def test_differentiating_twice_raises(group):
     (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_gradients_are_rounded_once(group, random, dtype):
+    """Of 4096 tokens. torch's own backward adds up in half precision on the host."""
+    layer = LayerNorm(H, dtype=dtype)
+    group.fill(layer)
+    wholes = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    x, gradient = random(64, 64, H).to(dtype).requires_grad_(), (random(64, 64, H, seed=1) + 0.3).to(dtype)
+    y, x_grad, grads = expected(wholes, x.detach().double().requires_grad_(), gradient.double())
+    out = layer(x)
+    out.backward(gradient)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.detach().double(), y, rtol=eps, atol=1e-4)
+    torch.testing.assert_close(x.grad.double(), x_grad, rtol=eps, atol=1e-4)
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad.double(), grads[name], rtol=eps, atol=1e-2)
