@@ -180,13 +180,15 @@ def validate(config: TrainConfig, world_size: int) -> None:
         require(value is None or value >= 1, f"{flag(name)}: must be at least 1")
     for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens",
                  "init_method_std", "adam_eps", "distributed_timeout_minutes"):  # fmt: skip
-        require(getattr(config, name) >= 0, f"{flag(name)}: must not be negative")
+        require(0 <= getattr(config, name) < math.inf, f"{flag(name)}: must not be negative, and finite")
+    require(config.seed < 2**63, f"{flag('seed')}: must be below 2**63")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")
     require(not (config.bf16 and config.fp16), "--bf16 and --fp16: exclude each other; leave one of them out")
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(config, name)
-        require(value is None or 0 < value < math.inf, f"{flag(name)}: must be positive and finite")
+        fits = value is None or 2.0**-126 <= value <= 2.0**127
+        require(fits, f"{flag(name)}: must lie between 2**-126 and 2**127 (1.2e-38 and 1.7e38), as fp32 holds numbers")
     require(config.loss_scale is None or config.fp16, f"{flag('loss_scale')}: needs --fp16")
     fits, largest = config.min_loss_scale <= config.initial_loss_scale, config.initial_loss_scale
     require(fits, f"{flag('min_loss_scale')}: must not exceed --initial-loss-scale {largest}")

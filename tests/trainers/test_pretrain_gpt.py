@@ -61,9 +61,15 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "global batch": (["--micro-batch-size", "3"], ["--global-batch-size 8", "--micro-batch-size 3", "such as 6"]),
     "no layers": (["--num-layers", "0"], ["--num-layers 0", "at least 1"]),
     "negative seed": (["--seed=-1"], ["--seed -1", "negative"]),
+    "seed of too many bits": (["--seed", str(2**63)], ["--seed 9223372036854775808", "below 2..63"]),
     "dropout of 1": (["--hidden-dropout", "1"], ["--hidden-dropout 1.0", "below 1"]),
     "min-lr above lr": (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr 0.2", "--lr 0.1"]),
     "lr not a number": (["--lr", "nan"], ["--lr nan"]),
+    "lr without end": (["--lr", "inf"], ["--lr inf", "finite"]),
+    "a loss scale that fp32 does not hold": (
+        ["--fp16", "--min-loss-scale", "1e-40"],
+        ["--min-loss-scale 1e-40", "2..-126"],
+    ),
     "negative init": (["--init-method-std=-1"], ["--init-method-std -1.0", "negative"]),
     "negative eps": (["--adam-eps=-1"], ["--adam-eps -1.0", "negative"]),
     "sequence above positions": (
