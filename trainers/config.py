@@ -181,6 +181,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name in ("lr_warmup_iters", "weight_decay", "clip_grad", "eval_iters", "min_lr", "lr", "seed", "sample_tokens",
                  "init_method_std", "adam_eps", "distributed_timeout_minutes"):  # fmt: skip
         require(0 <= getattr(config, name) < math.inf, f"{flag(name)}: must not be negative, and finite")
+    require(config.adam_eps > 0, f"{flag('adam_eps')}: must be positive: rows of padding have no gradient at all")
     require(config.seed < 2**63, f"{flag('seed')}: must be below 2**63")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         require(0 <= getattr(config, name) < 1, f"{flag(name)}: must be at least 0 and below 1")

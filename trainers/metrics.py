@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,10 @@ class Metrics:
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row; it has an ``iteration``. None stands for what could not be computed."""
+        """Write one row; it has an ``iteration``. None stands for what could not be computed, infinities and NaN too."""
         if not self._active:
             return
+        row = {name: as_json(value) for name, value in row.items()}
         self.rows.append(row)
         if self._path is not None:
             with self._path.open("a") as file:
@@ -62,6 +64,11 @@ class Metrics:
         self._bar.close()
         if self._board is not None:
             self._board.close()
+
+
+def as_json(value: Any) -> Any:
+    """``value``, or None in place of a float that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

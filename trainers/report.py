@@ -9,6 +9,8 @@ from typing import Any
 
 from commengine.trace import Total
 
+from .metrics import as_json
+
 
 @dataclass(frozen=True)
 class Report:
@@ -68,7 +70,9 @@ class Report:
 
     def save(self, folder: Path, rows: list[dict[str, Any]]) -> None:
         """Write report.json, report.txt and loss.png into ``folder``."""
-        (folder / "report.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / "report.json").write_text(
+            json.dumps({name: as_json(value) for name, value in asdict(self).items()}, indent=1) + "\n"
+        )
         (folder / "report.txt").write_text(self.text())
         _plot(folder / "loss.png", rows, self.unigram_entropy)
 
@@ -86,7 +90,7 @@ def _plot(path: Path, rows: list[dict[str, Any]], unigram_entropy: float | None)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel="nats per token")
     for key, label, style in (("lm_loss", "training", "-"), ("validation_loss", "held-out", "o-")):
-        points = [(row["iteration"], row[key]) for row in rows if key in row]
+        points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
     if unigram_entropy is not None:

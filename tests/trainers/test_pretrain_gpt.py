@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--min-loss-scale 1e-40", "2..-126"],
     ),
     "negative init": (["--init-method-std=-1"], ["--init-method-std -1.0", "negative"]),
+    "no eps": (["--adam-eps", "0"], ["--adam-eps 0.0", "positive"]),
     "negative eps": (["--adam-eps=-1"], ["--adam-eps -1.0", "negative"]),
     "sequence above positions": (
         ["--max-position-embeddings", "8"],
