@@ -36,7 +36,7 @@ class Metrics:
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row; it has an ``iteration``. None stands for what could not be computed, infinities and NaN too."""
+        """Write one row; it has an ``iteration``. None stands for what could not be computed, and NaN."""
         if not self._active:
             return
         row = {name: as_json(value) for name, value in row.items()}
@@ -67,7 +67,7 @@ class Metrics:
 
 
 def as_json(value: Any) -> Any:
-    """``value``, or None in place of a float that JSON does not have."""
+    """``value``, or None in place of a float that JSON does not have: infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
