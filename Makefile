@@ -21,7 +21,8 @@ $(error MPI=$(MPI): choose mpich or openmpi)
 endif
 
 export OMP_NUM_THREADS := 1
-# Open MPI asks for these to run as root, and more ranks than cores; MPICH knows none of them.
+# Open MPI asks for these to run as root, and more ranks than cores, and to be silent about a UCX that it cannot use;
+# MPICH knows none of them.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
