@@ -82,7 +82,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _looked_up(rows: Tensor, table: Tensor) -> Tensor:
-    if table.is_cpu and table.dtype in HALF_TYPES and not torch.compiler.is_compiling():
+    if table.is_cpu and table.dtype in HALF_TYPES:
         return _HostHalfLookup.apply(rows, table)  # type: ignore[no-untyped-call, no-any-return]
     return F.embedding(rows, table)
 

@@ -41,7 +41,7 @@ class LayerNorm(nn.Module):
         add_parameter(self, "bias", Placement((hidden_size,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cpu and x.dtype in HALF_TYPES and not torch.compiler.is_compiling():
+        if x.is_cpu and x.dtype in HALF_TYPES:
             return _HostHalfNorm.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call, no-any-return]
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
