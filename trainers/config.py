@@ -189,7 +189,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(config, name)
         fits = value is None or 2.0**-126 <= value <= 2.0**127
-        require(fits, f"{flag(name)}: must lie between 2**-126 and 2**127 (1.2e-38 and 1.7e38), as fp32 holds numbers")
+        require(fits, f"{flag(name)}: must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)")
     require(config.loss_scale is None or config.fp16, f"{flag('loss_scale')}: needs --fp16")
     fits, largest = config.min_loss_scale <= config.initial_loss_scale, config.initial_loss_scale
     require(fits, f"{flag('min_loss_scale')}: must not exceed --initial-loss-scale {largest}")
