@@ -22,7 +22,7 @@ from bench.slow_link import slow_down
 from commengine import Communicator, launch, trace
 from trainers.config import TrainConfig
 from trainers.corpus import open_corpus
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 
 
 @dataclasses.dataclass

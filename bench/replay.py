@@ -28,7 +28,7 @@ from bench.recording import Call, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
 from trainers import config as settings
 from trainers.corpus import open_corpus, with_vocabulary
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 from trainers.rank_zero import on_every_rank, on_rank_zero
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from bench.traced import Step, Steps, run
 from commengine import CollectiveError, Communicator, UsageError, launch
 from trainers import config as settings
 from trainers.corpus import open_corpus, with_vocabulary
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 from trainers.options import OptionError
 from trainers.rank_zero import on_every_rank, on_rank_zero
 

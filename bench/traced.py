@@ -21,7 +21,7 @@ import torch
 from bench.clocks import Offset, compared
 from bench.spans import Span, followed
 from commengine import CollectiveEvent, Trace, trace
-from trainers.loop import GPTTrainer
+from trainers.gpt_trainer import GPTTrainer
 
 MODEL_PHASES = ("forward", "recompute", "backward")
 

@@ -185,7 +185,7 @@ def test_each_collective_belongs_to_the_layer_that_ran_it(world):
     from commengine import Communicator
     from trainers import config as settings
     from trainers.corpus import open_corpus
-    from trainers.loop import GPTTrainer
+    from trainers.gpt_trainer import GPTTrainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
