@@ -21,8 +21,6 @@ from .metrics import Metrics
 from .rank_zero import on_every_rank, on_rank_zero
 from .report import Report, communication_rows
 
-__all__ = ["GPTTrainer", "Step", "train"]
-
 PROMPT_TOKENS = 16
 
 
