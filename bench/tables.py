@@ -133,3 +133,51 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
             one.grid(alpha=0.3)
         bandwidth_axes.legend(fontsize="xx-small", bbox_to_anchor=(1.01, 1), loc="upper left")
     figure.savefig(path, dpi=100)
+
+
+#: dark enough on white, and apart for the colour-blind (Okabe & Ito 2008)
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+
+
+def size_label(nbytes: float, _: object = None) -> str:
+    """1536 -> 1.5 KB; units are powers of 1024."""
+    power = min(3, max(0, int(math.log2(max(nbytes, 1)) // 10)))
+    return f"{nbytes / 1024**power:g} {('B', 'KB', 'MB', 'GB')[power]}"
+
+
+def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], bound: str = "memory") -> None:
+    """Bus bandwidth over size, log-log: a line for each transport, with quartiles, and the dashed one of ``bound``.
+
+    rows: of one operation, dtype and number of ranks, as bench.all_reduce writes them. titles: of transports.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    first = rows[0]
+    factor = first["busbw"] / first["algbw"]
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in dict.fromkeys(row["transport"] for row in rows) if name != bound]
+    for name in [*names, bound]:
+        mine = sorted((row for row in rows if row["transport"] == name), key=lambda row: int(row["bytes"]))
+        if not mine:
+            continue
+        sizes = [row["bytes"] for row in mine]
+        low, middle, high = ([factor * row["bytes"] / row["turns"][at] / 1e9 for row in mine] for at in (2, 1, 0))
+        style: dict[str, Any] = {"color": "#555555", "linestyle": "--", "linewidth": 1.5}
+        if name != bound:
+            colour = LINES[names.index(name) % len(LINES)]
+            style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8}
+            axes.fill_between(sizes, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(sizes, middle, label=titles.get(name, name), **style)
+    axes.set(
+        xscale="log", yscale="log", xlabel="size of each rank's tensor", ylabel="bus bandwidth, GB/s",
+        title=f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks, {first['dtype']}, in place",
+    )  # fmt: skip
+    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(size_label))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small", frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,400 @@
+"""Host all-reduce inside a node: in shared windows, by the engine's messages, by MPI's own Allreduce and by gloo.
+
+    mpiexec -n 2 python -m bench.all_reduce --output all_reduce.md --plot all_reduce.png --json all_reduce.json
+
+All alternate in one run: in each round every contestant has one turn, in random order, and what is compared is the
+ratio within a round. A turn is a call that is not counted, for the others have had the caches, and then as many as take
+--turn-seconds; its time is the median of its calls', each begun together after a barrier and as long as the slowest
+rank took. Sums in place; every element of every contestant's result is checked.
+
+MPI has no bfloat16. Two contestants stand for it: MPICH's extension MPIX_BFLOAT16, which rounds at every step, and
+Allreduce in fp32 with a copy there and back, which rounds once as the engine does.
+
+The bound is the memory's. In an all-reduce of n bytes among p ranks at least p n bytes are read, every rank's operand,
+and p n written, every rank's result. So the bound is the time in which the same ranks, all at once, read and write as
+many bytes in place: each one pass of x <- 1 x over n bytes of its own window (STREAM's scale without a second array,
+which would cost a read of what is written). It alternates with the others, so at each size it is the bandwidth of
+whatever holds so much: caches or memory.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bench.collectives import FORMAT, free_memory, listed, parse_bytes
+from bench.machine import environment, heading
+from bench.operations import DTYPES, Call
+from bench.peer import Peer
+from bench.sampling import Times, median_interval
+from bench.tables import bandwidth_plot
+from bench.transports import Bound, Engine, LocalCall, Mpi4py, Shared, Transport, timed
+from commengine import CollectiveError, Communicator, UsageError, launch
+from commengine.mpi import load_mpi
+from trainers.options import Parser
+from trainers.rank_zero import on_rank_zero
+
+MPIX_BFLOAT16 = 0x4C00024C  # MPICH 5's mpi.h: mpi4py knows no name for it
+MOST_CALLS = 200  # of a turn
+OURS, BOUND = "shared", "memory"
+#: (baseline, least speed-up of `shared` over it, from bytes, to bytes) in float32 with two ranks
+GOALS = (
+    ("mpi4py", 3.0, 4 << 20, 64 << 20),
+    ("gloo", 8.0, 4 << 20, 16 << 20),
+    ("gloo", 6.0, 64 << 20, 64 << 20),
+)
+TITLES = {
+    "shared": "in window", "engine": "engine, private tensor", "mpi4py": "mpi4py's Allreduce", "gloo": "gloo",
+    "mpix-bfloat16": "Allreduce of MPIX_BFLOAT16", "in-fp32": "Allreduce in fp32", "memory": "memory bound",
+}  # fmt: skip
+
+
+# ---- contestants that bench.collectives has not
+
+
+class Extension(Mpi4py):
+    """MPICH's own bfloat16, which rounds at every step."""
+
+    name = "mpix-bfloat16"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        super().__init__(group, capacity)
+        vendor, version = self._mpi.get_vendor()
+        if vendor != "MPICH" or version[0] != 5:
+            raise CollectiveError(f"known of MPICH 5 only, not of {vendor} {version[0]}")
+        datatype = self._mpi.Datatype.fromhandle(MPIX_BFLOAT16)
+        if datatype.Get_name() != "MPIX_BFLOAT16":
+            raise CollectiveError(f"this MPICH has {datatype.Get_name()!r} where MPIX_BFLOAT16 was expected")
+        self._types.reduce[torch.bfloat16, "sum"] = datatype, self._mpi.SUM
+
+    def refuses(self, call: Call, in_place: bool) -> str | None:
+        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
+
+
+class InFloat32(Mpi4py):
+    """A bfloat16 tensor copied to fp32, reduced, and copied back: rounds once."""
+
+    name = "in-fp32"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        super().__init__(group, capacity)
+        self._wide = torch.zeros(capacity // 2)
+
+    def refuses(self, call: Call, in_place: bool) -> str | None:
+        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
+
+    def _invocation(self, call: Call, in_place: bool) -> Callable[[], object]:
+        tensor = self._buffers.views(call, self._comm.rank, in_place)[1]
+        wide = self._wide[: call.count]
+        buffer = (self._mpi.memory.fromaddress(wide.data_ptr(), wide.nbytes), self._mpi.FLOAT)
+
+        def run() -> None:
+            wide.copy_(tensor)
+            self._comm.Allreduce(self._mpi.IN_PLACE, buffer, self._mpi.SUM)
+            tensor.copy_(wide)
+
+        return run
+
+
+class Memory(Shared):
+    """No collective: every rank reads and writes its own window once, whatever the dtype of the call."""
+
+    name = BOUND
+
+    def bind(self, call: Call, in_place: bool) -> Bound:
+        view = self._buffers.views(call, self._comm.rank, in_place)[1].view(torch.float32)
+        return Pass(view, self._meet())
+
+
+class Pass(Bound):
+    """One pass over a tensor, in place."""
+
+    def __init__(self, tensor: torch.Tensor, meet: Callable[[], object]) -> None:
+        self._tensor, self._meet = tensor, meet
+        self.reset()
+
+    def reset(self) -> None:
+        self._tensor.fill_(1.0)
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        return timed(lambda: self._tensor.mul_(1.0), count, self._meet)
+
+    def wrong(self) -> int:
+        return int(torch.count_nonzero(self._tensor != 1.0))
+
+
+def contestants(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
+    """Those that work here on every rank, and why the others do not. Collective."""
+    opened: list[Transport] = []
+    missing = []
+
+    def gloo(group: Communicator, capacity: int) -> Transport:
+        return Peer("gloo", group, capacity)
+
+    makers: tuple[Callable[[Communicator, int], Transport], ...]
+    makers = (Shared, Engine, Mpi4py, Extension, InFloat32, gloo, Memory)
+    for make in makers:
+        problem, made = "", None
+        try:
+            made = make(group, capacity)
+        except CollectiveError as error:
+            problem = str(error)
+        problems = [text for text in group.mpi.allgather(problem) if text]
+        if made is not None and not problems:
+            opened.append(made)
+        else:
+            if made is not None:
+                made.close()
+            missing.append(f"{getattr(make, 'name', 'gloo')} {problems[0]}")
+    return opened, missing
+
+
+# ---- measuring
+
+
+@dataclass
+class Cell:
+    """A contestant at one size. seconds: of all calls, the slowest rank's. turns: each turn's median."""
+
+    bound: Bound
+    calls: int = 1
+    wrong: int = 0
+    turns: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def slowest(group: Communicator, bound: Bound, count: int) -> Times:
+    """The slowest rank's time of each of ``count`` calls, the one before them left out."""
+    group.mpi.Barrier()
+    mine = bound.run(1 + count)[1][1:]
+    result = np.empty_like(mine)
+    group.mpi.Allreduce(mine, result, load_mpi().MAX)
+    return result
+
+
+def measure(
+    group: Communicator, call: Call, transports: Sequence[Transport], rounds: int, turn_seconds: float, seed: int
+) -> dict[str, Cell]:
+    """All that can make ``call``, by name. Collective."""
+    cells = {
+        one.name: Cell(one.bind(call, in_place=True)) for one in transports if one.refuses(call, in_place=True) is None
+    }
+    for cell in cells.values():
+        first = float(np.median(slowest(group, cell.bound, 2)))
+        cell.calls = max(1, min(MOST_CALLS, int(turn_seconds / first)))
+    order = random.Random(seed)  # the same on every rank
+    for _ in range(rounds):
+        for name in order.sample(list(cells), len(cells)):
+            cell = cells[name]
+            spent = slowest(group, cell.bound, cell.calls)
+            cell.turns.append(float(np.median(spent)))
+            cell.seconds += spent.tolist()
+    for cell in cells.values():
+        cell.bound.reset()
+        group.mpi.Barrier()
+        cell.bound.run(1)
+        cell.wrong = int(group.mpi.allreduce(cell.bound.wrong(), load_mpi().SUM))
+    return cells
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return low, middle, high
+
+
+def rows_of(call: Call, cells: dict[str, Cell]) -> list[dict[str, Any]]:
+    """As bench.collectives writes its rows; also ``turns`` [low, median, high] in seconds, and ``speedup`` of `shared`.
+
+    ``speedup`` [low, median, high] is the contestant's time over that in the window, of the same round.
+    """
+    rows = []
+    for name, cell in cells.items():
+        seconds = np.array(cell.seconds)
+        p50, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99)).tolist()
+        row = {
+            "operation": "all_reduce", "transport": name, "group": "world", "ranks": call.ranks,
+            "dtype": str(call.dtype).removeprefix("torch."), "redop": call.redop, "root": -1, "in_place": True,
+            "bytes": call.nbytes, "count": call.count, "iterations": len(seconds), "wrong": cell.wrong,
+            "seconds": {"p50": p50, "p95": p95, "p99": p99, "min": float(seconds.min()), "max": float(seconds.max()),
+                        "mean": float(seconds.mean())},
+            "ci": list(median_interval(seconds)), "turns": quartiles(cell.turns),
+            "algbw": call.nbytes / p50, "busbw": call.nbytes / p50 * call.bus_factor,
+        }  # fmt: skip
+        if OURS in cells:
+            pairs = zip(cell.turns, cells[OURS].turns, strict=True)
+            row["speedup"] = quartiles([theirs / ours for theirs, ours in pairs])
+        rows.append(row)
+    return rows
+
+
+# ---- reporting
+
+
+def _size(nbytes: int) -> str:
+    for unit, power in (("MB", 20), ("KB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):g} {unit}"
+    return f"{nbytes} B"
+
+
+def _spread(values: Sequence[float], scale: float = 1.0) -> str:
+    low, middle, high = (_three(scale * value) for value in values)
+    return f"{middle} [{low} to {high}]"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Where two ranks had windows: what was to be reached, and the least that was."""
+    for baseline, least, low, high in GOALS:
+        found = [
+            row["speedup"][1]
+            for row in rows
+            if row["transport"] == baseline and row["dtype"] == "float32" and low <= row["bytes"] <= high
+        ]
+        if found:
+            where = _size(low) if low == high else f"{_size(low)} to {_size(high)}"
+            reached = "reached" if min(found) >= least else "NOT reached"
+            yield f"- goal: {least:g} times as fast as {baseline}, fp32, {where}: {reached}, at least {min(found):.2f}"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables for people."""
+    rows, ranks = result["rows"], result["ranks"]
+    lines = [
+        *heading(f"Host all-reduce, {ranks} ranks", result),
+        f"- in place, sum; {result['rounds']} rounds in random order, turns of {1e3 * result['turn_seconds']:g} ms: "
+        "median [quartiles] over the rounds; MB are 2^20 bytes",
+        "- memory bound: the time in which all ranks at once read and write their own n bytes once, in place: "
+        f"2 x {ranks} n bytes",
+        f"- wrong elements: {sum(row['wrong'] for row in rows)}",
+    ]
+    if ranks == 2:
+        lines += goals(rows)
+    lines += [f"- not measured: {reason}" for reason in result["missing"]]
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        mine = [row for row in rows if row["dtype"] == dtype]
+        names = list(dict.fromkeys(row["transport"] for row in mine))
+        titles = [TITLES.get(name, name) for name in names]
+        at = {(row["bytes"], row["transport"]): row for row in mine}
+        sizes = sorted({row["bytes"] for row in mine})
+        lines += [
+            "",
+            f"{dtype}, microseconds:",
+            "",
+            f"| size | {' | '.join(titles)} |",
+            "|---:|" + "---:|" * len(names),
+        ]
+        for size in sizes:
+            lines.append(f"| {_size(size)} | {' | '.join(_spread(at[size, name]['turns'], 1e6) for name in names)} |")
+        if OURS not in names:
+            continue
+        lines += [
+            "", f"{dtype}, time over that in the window (above 1: the window is faster; of the bound, the share reached):",
+            "", f"| size | {' | '.join(titles[1:])} | GB/s, all ranks in the window | GB/s, bound |",
+            "|---:|" + "---:|" * (len(names) + 1),
+        ]  # fmt: skip
+        for size in sizes:
+            speedups = [_spread(at[size, name]["speedup"]) for name in names if name != OURS]
+            rates = [_three(2e-9 * ranks * size / at[size, name]["turns"][1]) for name in (OURS, BOUND)]
+            lines.append(f"| {_size(size)} | {' | '.join([*speedups, *rates])} |")
+    return "\n".join([*lines, ""])
+
+
+def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
+    """The command line. Raises ValueError, which names the option, for what cannot be."""
+    options = Parser(
+        prog="python -m bench.all_reduce", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    add("--min-bytes", default="1K", metavar="SIZE")
+    add("--max-bytes", default="64M", metavar="SIZE")
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], metavar="NAME", help=f"of {', '.join(DTYPES)}")
+    add("--rounds", type=int, default=21)
+    add("--turn-seconds", type=float, default=0.02, help="of a contestant in a round, about")
+    add("--seed", type=int, default=0, help="of the order within a round")
+    add("--output", metavar="FILE", help="write the tables as markdown")
+    add("--json", metavar="FILE", help="every number, as bench.fit reads it")
+    add("--plot", metavar="FILE", help="bus bandwidth over size, of the first dtype: .png, .svg or .pdf")
+    given = options.parse_args(argv)
+    sizes = []
+    for option, text in (("--min-bytes", given.min_bytes), ("--max-bytes", given.max_bytes)):
+        try:
+            sizes.append(parse_bytes(str(text)))
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+    low, high = sizes
+    if not 4 <= low <= high:
+        raise ValueError(f"--min-bytes {low} and --max-bytes {high}: at least 4, and not falling")
+    if 10 * high > memory["available"] or 4 * high > memory["shared"]:
+        raise ValueError(
+            f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not fit "
+            f"into what a rank has: {memory['available']} bytes, {memory['shared']} of them shared"
+        )
+    if given.rounds < 1 or not 0 < given.turn_seconds < float("inf"):
+        raise ValueError(f"--rounds {given.rounds} and --turn-seconds {given.turn_seconds}: at least 1, and above 0")
+    for option, file in (("--output", given.output), ("--json", given.json), ("--plot", given.plot)):
+        if file is not None and not Path(file).parent.is_dir():
+            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
+    if given.plot and Path(given.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {given.plot}: the name ends in .png, .svg or .pdf")
+    low = -(-low // 8) * 8  # whole elements of every dtype, and of the memory pass
+    chosen = [low << shift for shift in range((high // low).bit_length())]
+    return {**vars(given), "dtypes": listed(given.dtypes, list(DTYPES), "--dtypes"), "sizes": chosen}
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
+    """Measure; rank 0 prints and writes. 1 if a result was wrong."""
+    result = environment("bench.all_reduce")  # now: the load average is to be that of others
+    memory = free_memory(world)
+    chosen = on_rank_zero(world, lambda: parse(argv, memory))
+    if world.size == 1:
+        raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
+    calls = [
+        Call.of("all_reduce", DTYPES[dtype], "sum", 0, world.size, size)
+        for dtype in chosen["dtypes"]
+        for size in chosen["sizes"]
+    ]
+    transports, missing = contestants(world, max(call.nbytes for call in calls))
+    rows = []
+    for number, call in enumerate(tqdm(calls, disable=world.rank != 0, file=sys.stderr)):
+        cells = measure(world, call, transports, chosen["rounds"], chosen["turn_seconds"], chosen["seed"] + number)
+        rows += rows_of(call, cells)
+    del cells  # a window in which a tensor lies is not freed
+    for transport in transports:
+        transport.close()
+    result |= {"format": FORMAT, "ranks": world.size, "rounds": chosen["rounds"], "missing": missing, "rows": rows}
+    result["turn_seconds"] = chosen["turn_seconds"]
+
+    def conclude() -> None:
+        text = markdown(result)
+        print(text, flush=True)
+        if chosen["output"]:
+            Path(chosen["output"]).write_text(text, encoding="utf-8")
+        if chosen["json"]:
+            Path(chosen["json"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        if chosen["plot"]:
+            drawn = [row for row in rows if row["dtype"] == chosen["dtypes"][0]]
+            bandwidth_plot(Path(chosen["plot"]), drawn, TITLES)
+
+    on_rank_zero(world, conclude)
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    launch.run(main)
