@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from bench.operations import DTYPES, Call
 from bench.peer import Peer
 from bench.sampling import Times, median_interval
 from bench.tables import bandwidth_plot
-from bench.transports import Bound, Engine, LocalCall, Mpi4py, Shared, Transport, timed
+from bench.transports import Bound, Engine, Mpi4py, Shared, Transport, timed
 from commengine import CollectiveError, Communicator, UsageError, launch
 from commengine.mpi import load_mpi
 from trainers.options import Parser
@@ -305,7 +304,7 @@ def markdown(result: dict[str, Any]) -> str:
         if OURS not in names:
             continue
         lines += [
-            "", f"{dtype}, time over that in the window (above 1: the window is faster; of the bound, the share reached):",
+            "", f"{dtype}, time over that in the window; of the bound, the share that is reached:",
             "", f"| size | {' | '.join(titles[1:])} | GB/s, all ranks in the window | GB/s, bound |",
             "|---:|" + "---:|" * (len(names) + 1),
         ]  # fmt: skip
@@ -343,8 +342,8 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
         raise ValueError(f"--min-bytes {low} and --max-bytes {high}: at least 4, and not falling")
     if 10 * high > memory["available"] or 4 * high > memory["shared"]:
         raise ValueError(
-            f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not fit "
-            f"into what a rank has: {memory['available']} bytes, {memory['shared']} of them shared"
+            f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not "
+            f"fit into what a rank has: {memory['available']} bytes, {memory['shared']} of them shared"
         )
     if given.rounds < 1 or not 0 < given.turn_seconds < float("inf"):
         raise ValueError(f"--rounds {given.rounds} and --turn-seconds {given.turn_seconds}: at least 1, and above 0")

@@ -5,8 +5,9 @@
         --tensor-model-parallel-size 2 --group tensor --overlap --transports stream
 
 Size, count, algorithm and bus bandwidth are nccl-tests', with the size of the group. All transports, in and out of
-place, alternate at each size (bench/sampling.py); the ranks meet before each call, and a call's time is the slowest
-rank's. Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
+place, alternate at each size (bench/sampling.py). The ranks begin each call together, inside a node after MPI's
+barrier, between nodes at an agreed time of their clocks (bench/starting.py), and a call's time is the slowest rank's.
+Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
@@ -38,6 +39,7 @@ from bench.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
 from bench.peer import PEERS, Peer
 from bench.points import Place, point
 from bench.sampling import Stopping
+from bench.starting import spans_nodes
 from bench.tables import table, write_csv, write_plot
 from bench.transports import LOCAL, Transport
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
@@ -48,6 +50,7 @@ from trainers.rank_zero import on_rank_zero
 
 FORMAT = 1
 GROUPS = ("world", "tensor", "data")
+STARTS = ("auto", "barrier", "clock")
 MEMORY_SHARE = 8  # the default of --max-bytes: all buffers together take no more than this part of the memory
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -67,6 +70,7 @@ class Settings:
     group: str
     stopping: dict[str, Any]
     overlap: bool
+    start: str
     seed: int
     json: str | None
     csv: str | None
@@ -122,6 +126,7 @@ def parser() -> Parser:
     add("--time-limit", type=float, default=0.5, help="seconds for one transport at one size, converged or not")
     add("--warmup", type=int, default=5, help="calls before that")
     add("--overlap", action="store_true", help="for the transport stream: how much is hidden behind as much compute")
+    add("--start", default="auto", metavar="HOW", help="of a call: barrier, clock, or auto: clock between nodes")
     add("--seed", type=int, default=0, help="of the order of the sizes, and of the transports within a round")
     add("--json", metavar="FILE", help="every number, as bench.fit reads it")
     add("--csv", metavar="FILE")
@@ -136,6 +141,8 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
     transports = listed(given.transports, [*LOCAL, *PEERS], "--transports")
     dtypes = listed(given.dtypes, list(DTYPES), "--dtypes")
     redop = listed(given.redop, REDOPS, "--redop")
+    if given.start not in STARTS:
+        raise ValueError(f"--start: no {given.start!r}; there are {', '.join(STARTS)}")
     if given.group not in GROUPS:
         raise ValueError(f"--group: no {given.group!r}; there are {', '.join(GROUPS)}")
     tensor = given.tensor_model_parallel_size
@@ -167,7 +174,7 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
     return Settings(
         operations, transports, dtypes, redop, given.root, _sizes(given, transports, memory), variants, tensor,
         given.group, {"confidence": given.confidence, "seconds": given.time_limit, "warmup": given.warmup},
-        given.overlap, given.seed, given.json, given.csv, given.plot,
+        given.overlap, given.start, given.seed, given.json, given.csv, given.plot,
     )  # fmt: skip
 
 
@@ -284,7 +291,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         grid = stack.enter_context(ProcessGrid(world, chosen.tensor_model_parallel_size))
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
-        place = Place(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap)
+        by_clock = chosen.start == "clock" or (chosen.start == "auto" and spans_nodes(world.mpi))
+        place = Place(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock)
         calls = [call for series in chosen.series(group.size) for call in series]
         transports, unopened = open_transports(place, chosen.transports, max(call.nbytes for call in calls))
         for transport in transports:
@@ -299,6 +307,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         clock = clock_summary(first, last, load_mpi().Wtime() - began)
     result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
     result["skipped"] = [*unopened, *skipped]
+    result["start"] = "clock" if by_clock else "barrier"
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
         conclude(result, chosen)
@@ -324,6 +333,8 @@ def conclude(result: dict[str, Any], chosen: Settings) -> None:
         f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
         f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
     )
+    if late := sum(row["late"] for row in rows):
+        print(f"# {late} calls are not counted, for a rank began late")
     if slow := sum(not row["converged"] for row in rows):
         print(f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough")
     print(f"# {sum(row['wrong'] for row in rows)} wrong elements")

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from bench.operations import Call
 from bench.sampling import Times
+from bench.starting import AgreedStart, Clock
 from bench.transports import Bound, Transport
 from commengine import CollectiveError, Communicator
 
@@ -95,14 +97,15 @@ class PeerProcess:
 class PeerCall(Bound):
     """A call that the peer makes."""
 
-    def __init__(self, process: PeerProcess, in_place: bool) -> None:
+    def __init__(self, process: PeerProcess, in_place: bool, clock: Clock | None) -> None:
         self._process, self._in_place = process, in_place
+        self._clock = {} if clock is None else {"clock": asdict(clock)}
 
     def reset(self) -> None:
         self._process.ask(do="reset", in_place=self._in_place)
 
     def run(self, count: int) -> tuple[Times, Times]:
-        answer = self._process.ask(do="run", count=count, in_place=self._in_place)
+        answer = self._process.ask(do="run", count=count, in_place=self._in_place, **self._clock)
         # The child reads the same clock of the same machine as we do: no offset between the two.
         return np.array(answer["starts"]), np.array(answer["seconds"])
 
@@ -116,6 +119,7 @@ class Peer(Transport):
     def __init__(self, name: str, group: Communicator, capacity: int) -> None:
         self.name = name
         self._group = group
+        self.meet = group.mpi.Barrier
         if PEERS[name] == "nccl" and not torch.cuda.is_available():
             raise CollectiveError("needs a CUDA device, and torch sees none")
         self._process = PeerProcess(PEERS[name], group.rank, group.size, _meeting_point(group), capacity)
@@ -136,7 +140,7 @@ class Peer(Transport):
             self._process.ask(do="bind", **about)
         except PeerError as error:
             raise CollectiveError(str(error)) from error
-        return PeerCall(self._process, in_place)
+        return PeerCall(self._process, in_place, self.meet.clock if isinstance(self.meet, AgreedStart) else None)
 
     def close(self) -> None:
         self._process.close()

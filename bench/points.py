@@ -5,13 +5,14 @@ that group), dtype, redop ("none" where nothing is reduced), root (-1 where ther
 (nccl-tests'). Of the times: iterations, converged (or else out of time), seconds {p50, p95, p99, min, max, mean} of the
 slowest rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second. wrong: elements, of all
 ranks. start_skew: {p50, max} of the seconds between the first rank's start of a call and the last's, and the
-uncertainty of the clocks. With --overlap, on streams: overlap {communication, compute, overall in seconds, percent}.
+uncertainty of the clocks. late: calls that were not counted, for between nodes a rank began late (bench/starting.py).
+With --overlap, on streams: overlap {communication, compute, overall in seconds, percent}.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from bench.clocks import Offset, synchronise
 from bench.operations import IN_PLACE, Call
 from bench.sampling import Sampler, Stopping, Timed, Times, sample
+from bench.starting import MOST_SKEW, AgreedStart, Clock, MpiExchange
 from bench.transports import Bound, Transport, timed
 from commengine import CollectiveError, Communicator
 from commengine.mpi import load_mpi
@@ -32,7 +34,8 @@ PRODUCT = 32  # rows and columns of the matrices of --overlap's compute: a produ
 class Place:
     """Where and how everything is measured: all groups of the world at the same time.
 
-    name: the row's "group": world, tensor or data. group: this rank's.
+    name: the row's "group": world, tensor or data. group: this rank's. by_clock: the ranks of a group begin at agreed
+    times, not at MPI's barrier (bench/starting.py).
     """
 
     world: Communicator
@@ -40,6 +43,15 @@ class Place:
     name: str
     stopping: Stopping
     overlap: bool = False
+    by_clock: bool = False
+
+    def meeting(self, offsets: Sequence[Offset]) -> Callable[[], object]:
+        """What the ranks of a group do before each call."""
+        if not self.by_clock:
+            return self.group.mpi.Barrier
+        delay = max(one.uncertainty for one in offsets)  # half a round trip to the first rank
+        clock = Clock.of(offsets[self.world.rank].seconds, delay, self.group.size)
+        return AgreedStart(clock, MpiExchange(self.group.mpi))
 
     def in_group(self, mine: Times) -> Times:
         """Element by element the largest of the group's."""
@@ -52,9 +64,8 @@ class Place:
     def sample(self, contestants: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
         """See `bench.sampling.sample`."""
         self.world.mpi.Barrier()
-        return sample(
-            contestants, self.stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset
-        )
+        stopping = replace(self.stopping, skew=MOST_SKEW) if self.by_clock else self.stopping
+        return sample(contestants, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """The result of ``work()``, which every rank runs; CollectiveError in one group is one on every rank."""
@@ -92,7 +103,10 @@ def point(place: Place, call: Call, transports: Sequence[Transport], variants: S
     """
     bounds: list[tuple[dict[str, Any], Bound]] = []
     skipped = []
+    offsets = synchronise(place.world.mpi)
+    own, meet = offsets[place.world.rank], place.meeting(offsets)
     for transport in transports:
+        transport.meet = meet
         for in_place in [one for one in variants if not one or call.operation in IN_PLACE] or [False]:
             about = _about(call, transport.name, place.name, in_place)
             try:
@@ -101,17 +115,16 @@ def point(place: Place, call: Call, transports: Sequence[Transport], variants: S
                 bounds.append((about, place.agreed(partial(transport.bind, call, in_place))))
             except CollectiveError as error:
                 skipped.append(about | {"reason": str(error)})
-    offsets = synchronise(place.world.mpi)
-    own = offsets[place.world.rank]
     samplers = place.sample([bound for _, bound in bounds], seed, own.seconds)
     rows = []
     for (about, bound), sampler in zip(bounds, samplers, strict=True):
         row = about | _times(call, sampler) | {"wrong": _wrong(place, bound)}
+        row["late"] = sampler.late
         row["start_skew"] = {
             "p50": float(np.median(sampler.skews)), "max": float(sampler.skews.max()), "uncertainty": own.uncertainty,
         }  # fmt: skip
         if place.overlap and bound.start is not None:
-            row["overlap"] = overlap(place, bound, sampler, seed)
+            row["overlap"] = overlap(place, bound, sampler, meet, seed, own.seconds)
         rows.append(row)
     ranks = place.world.mpi.gather(rows) or []
     slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
@@ -180,15 +193,16 @@ class Both:
         return timed(self._call, count, self._meet)
 
 
-def overlap(place: Place, bound: Bound, alone: Sampler, seed: int) -> dict[str, float]:
+def overlap(
+    place: Place, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
+) -> dict[str, float]:
     """How much of a collective on a stream is hidden behind as much compute (OSU micro-benchmarks, osu_iallreduce).
 
-    Medians in seconds of three that alternate, and the percentage.
+    Medians in seconds of three that alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
     """
     assert bound.start is not None
-    meet = place.group.mpi.Barrier
     compute = Compute(float(np.median(alone.seconds)), meet)
-    samplers = place.sample([bound, compute, Both(bound.start, compute, meet)], seed)
+    samplers = place.sample([bound, compute, Both(bound.start, compute, meet)], seed, offset)
     communication, computing, overall = (float(np.median(one.seconds)) for one in samplers)
     return {
         "communication": communication, "compute": computing, "overall": overall,

@@ -21,6 +21,7 @@ Times = NDArray[np.float64]
 
 ROUND_SECONDS = 0.01  # of one contestant in one round, about
 MOST_IN_ROUND = 500
+SKEW_FLOOR = 2e-6  # seconds; clocks are not known better
 
 
 class Timed(Protocol):
@@ -34,7 +35,8 @@ class Timed(Protocol):
 class Stopping:
     """When to stop: the 95% interval of the median within +-``confidence`` of it, or ``seconds`` are spent.
 
-    warmup: calls that are not counted. fewest: samples without which no interval is believed.
+    warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call that its
+    ranks began further apart than this share of its time (and than SKEW_FLOOR) is not counted, unless none is better.
     """
 
     confidence: float = 0.05
@@ -42,6 +44,7 @@ class Stopping:
     warmup: int = 5
     fewest: int = 20
     most: int = 100_000
+    skew: float = math.inf
 
 
 def median_interval(values: Times) -> tuple[float, float]:
@@ -60,38 +63,55 @@ class Sampler:
         self._stopping = stopping
         self._parts: list[Times] = []
         self._skews: list[Times] = []
-        self.count = 0
+        self._together: list[NDArray[np.bool_]] = []
+        self.calls = 0
         self.spent = 0.0
         self.converged = False
 
     def add(self, seconds: Times, spent: float, skew: Times | None = None) -> None:
         """Take times, each the slowest rank's of a call. spent: what it took to get them. skew: of their starts."""
+        skew = np.zeros(len(seconds)) if skew is None else skew
         self._parts.append(seconds)
-        self._skews.append(np.zeros(0) if skew is None else skew)
-        self.count += len(seconds)
+        self._skews.append(skew)
+        self._together.append(skew <= np.maximum(self._stopping.skew * seconds, SKEW_FLOOR))
+        self.calls += len(seconds)
         self.spent += spent
         if self.count >= self._stopping.fewest:
             low, high = median_interval(self.seconds)
             self.converged = (high - low) / 2 <= self._stopping.confidence * float(np.median(self.seconds))
 
     @property
+    def count(self) -> int:
+        """Samples."""
+        return len(self.seconds)
+
+    @property
+    def late(self) -> int:
+        """Calls that are not counted, because a rank began late."""
+        return self.calls - self.count
+
+    @property
     def seconds(self) -> Times:
         """All samples."""
-        return np.concatenate(self._parts)
+        return self._counted(self._parts)
 
     @property
     def skews(self) -> Times:
         """How far apart the ranks began, of every sample."""
-        return np.concatenate(self._skews)
+        return self._counted(self._skews)
+
+    def _counted(self, parts: Sequence[Times]) -> Times:
+        values, together = np.concatenate(parts), np.concatenate(self._together)
+        return values[together] if together.any() else values
 
     @property
     def finished(self) -> bool:
         """Whether there are enough, or time is up."""
-        return self.converged or self.spent >= self._stopping.seconds or self.count >= self._stopping.most
+        return self.converged or self.spent >= self._stopping.seconds or self.calls >= self._stopping.most
 
     def next_count(self) -> int:
         """How many calls the next round is to have: a few milliseconds' worth, and never far beyond the limit."""
-        each = self.spent / self.count
+        each = self.spent / self.calls
         left = max(self._stopping.seconds - self.spent, 0.0)
         return max(1, min(MOST_IN_ROUND, int(min(ROUND_SECONDS, left) / max(each, 1e-9))))
 

@@ -1,8 +1,9 @@
 """The ways to run a collective on this process's own tensors: the engine's, and mpi4py without the engine.
 
 A transport opens once for a group, with buffers for its largest call; `bind` makes one call ready, `Bound.run` times
-it. The ranks meet at MPI's barrier before each call, outside of the time. Where a library has an operation in place
-only, its time out of place has the copy of the input in it, as for whoever needs both tensors.
+it. The ranks meet before each call, outside of the time: at MPI's barrier, or as `Transport.meet` says. Where a
+library has an operation in place only, its time out of place has the copy of the input in it, as for whoever needs both
+tensors.
 
 The way through processes of their own, for the peers, is in bench/peer.py.
 """
@@ -51,6 +52,8 @@ class Transport(ABC):
     """One way to run collectives on the tensors of a group. Collective to make, to `bind` and to close."""
 
     name: str
+    #: what every rank of the group does before each call of those that are bound from now on
+    meet: Callable[[], object]
 
     def refuses(self, call: Call, in_place: bool) -> str | None:
         """Why this call cannot be made this way, or None; the same on every rank."""
@@ -110,6 +113,7 @@ class Engine(Transport):
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         self._group = group
+        self.meet = group.mpi.Barrier
         self._comm = group  # runs the call
         self._buffers = Buffers(self._memory(capacity), self._memory(capacity))
         self._stream: Any = None
@@ -131,7 +135,7 @@ class Engine(Transport):
         return start
 
     def _meet(self) -> Callable[[], object]:
-        return self._group.mpi.Barrier
+        return self.meet
 
     def _start(self, call: Call, in_place: bool) -> Callable[[], Any]:
         comm, stream = self._comm, self._stream
@@ -217,9 +221,11 @@ class OnDevice(Engine):
         return run
 
     def _meet(self) -> Callable[[], object]:
+        begin = self.meet
+
         def meet() -> None:
             torch.cuda.synchronize(self._device)
-            self._group.mpi.Barrier()
+            begin()
 
         return meet
 
@@ -250,6 +256,7 @@ class Mpi4py(Transport):
 
         self._mpi = MPI
         self._comm = group.mpi
+        self.meet = group.mpi.Barrier
         self._types = MpiTypes(MPI)
         self._buffers = Buffers(torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8))
 
@@ -261,9 +268,7 @@ class Mpi4py(Transport):
         return None
 
     def bind(self, call: Call, in_place: bool) -> Bound:
-        return LocalCall(
-            call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self._comm.Barrier
-        )
+        return LocalCall(call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self.meet)
 
     def close(self) -> None:
         del self._buffers

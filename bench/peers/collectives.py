@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bench.operations import DTYPES, Buffers, Call
+from bench.starting import AgreedStart, Clock
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -72,11 +73,30 @@ def invocation(call: Call, send: torch.Tensor, recv: torch.Tensor, in_place: boo
     return partial(dist.all_gather_into_tensor if name == "all_gather" else dist.all_to_all_single, recv, send)
 
 
+class DistExchange:
+    """See bench.starting.Exchange."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._number = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def largest(self, mine: float) -> float:
+        self._number.fill_(mine)
+        dist.all_reduce(self._number, dist.ReduceOp.MAX)
+        return self._number.item()
+
+    def from_first(self, mine: float) -> float:
+        self._number.fill_(mine)
+        dist.broadcast(self._number, 0)
+        return self._number.item()
+
+
 class Peer:
     """Buffers, and one call that is bound, out of place and in place."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._on_device = device.type == "cuda"
+        self._exchange = DistExchange(device)
+        self._start: AgreedStart | None = None
         memory = [torch.zeros(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
         self._buffers = Buffers(*memory)
         self._invoke: dict[bool, Callable[[], object]] = {}
@@ -94,11 +114,15 @@ class Peer:
         self._buffers.reset(self._call, dist.get_rank(), in_place)
         return {}
 
-    def run(self, in_place: bool, count: int) -> dict[str, Any]:
+    def run(self, in_place: bool, count: int, clock: dict[str, float] | None = None) -> dict[str, Any]:
+        """``count`` calls, begun at a barrier, or at agreed times of ``clock`` (bench.starting.Clock)."""
+        if clock is not None and (self._start is None or self._start.clock != Clock(**clock)):
+            self._start = AgreedStart(Clock(**clock), self._exchange)
+        meet: Any = dist.barrier if clock is None else self._start
         invoke, starts, seconds = self._invoke[in_place], [], []
         for _ in range(count):
             self._finish()
-            dist.barrier()
+            meet()
             starts.append(time.perf_counter())
             invoke()
             self._finish()
