@@ -1,8 +1,9 @@
 """How far the clocks of the ranks are apart, so that times taken on different ranks can be compared.
 
 Rank 0 sends a message, the other answers with its clock; that reading belongs to some moment between sending and
-receiving, so to their midpoint with an error of at most half the round trip (Cristian, Probabilistic clock
-synchronization, Distributed Computing 3, 1989). The shortest of several round trips says most.
+receiving, so the clocks' difference lies in an interval as wide as the round trip (Cristian, Probabilistic clock
+synchronization, Distributed Computing 3, 1989). It lies in the intervals of all round trips, so in what they have in
+common (Marzullo 1984): one message there and one back, of any trips, need to have been quick. Its middle is the offset.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Offset:
     @staticmethod
     def estimate(trips: Iterable[tuple[float, float, float]]) -> Offset:
         """From (sent, the other's clock, received), one or more; sent and received by rank 0's clock."""
-        sent, other, received = min(trips, key=lambda trip: trip[2] - trip[0])
-        return Offset((sent + received) / 2 - other, (received - sent) / 2)
+        trips = list(trips)
+        low = max(sent - other for sent, other, _ in trips)
+        high = min(received - other for _, other, received in trips)
+        return Offset((low + high) / 2, abs(high - low) / 2)
 
 
 def synchronise(

@@ -22,7 +22,7 @@ import torch
 from bench.clocks import Offset, synchronise
 from bench.operations import IN_PLACE, Call
 from bench.sampling import Sampler, Stopping, Timed, Times, sample
-from bench.starting import MOST_SKEW, AgreedStart, Clock, MpiExchange
+from bench.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange
 from bench.transports import Bound, Transport, timed
 from commengine import CollectiveError, Communicator
 from commengine.mpi import load_mpi
@@ -64,7 +64,9 @@ class Place:
     def sample(self, contestants: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
         """See `bench.sampling.sample`."""
         self.world.mpi.Barrier()
-        stopping = replace(self.stopping, skew=MOST_SKEW) if self.by_clock else self.stopping
+        stopping = (
+            replace(self.stopping, skew=MOST_SKEW, round_seconds=ROUND_SECONDS) if self.by_clock else self.stopping
+        )
         return sample(contestants, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
 
     def agreed(self, work: Callable[[], Any]) -> Any:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 Times = NDArray[np.float64]
 
-ROUND_SECONDS = 0.01  # of one contestant in one round, about
 MOST_IN_ROUND = 500
 SKEW_FLOOR = 2e-6  # seconds; clocks are not known better
 
@@ -37,6 +36,7 @@ class Stopping:
 
     warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call that its
     ranks began further apart than this share of its time (and than SKEW_FLOOR) is not counted, unless none is better.
+    round_seconds: of one contestant in one round, about.
     """
 
     confidence: float = 0.05
@@ -45,6 +45,7 @@ class Stopping:
     fewest: int = 20
     most: int = 100_000
     skew: float = math.inf
+    round_seconds: float = 0.01
 
 
 def median_interval(values: Times) -> tuple[float, float]:
@@ -113,7 +114,7 @@ class Sampler:
         """How many calls the next round is to have: a few milliseconds' worth, and never far beyond the limit."""
         each = self.spent / self.calls
         left = max(self._stopping.seconds - self.spent, 0.0)
-        return max(1, min(MOST_IN_ROUND, int(min(ROUND_SECONDS, left) / max(each, 1e-9))))
+        return max(1, min(MOST_IN_ROUND, int(min(self._stopping.round_seconds, left) / max(each, 1e-9))))
 
     def statistics(self) -> dict[str, float]:
         """Quantiles in seconds."""
@@ -155,7 +156,7 @@ def sample(
         begin = clock()
         contestant.run(stopping.warmup)
         each = (clock() - begin) / stopping.warmup
-        counts.append(max(1, min(MOST_IN_ROUND, int(min(ROUND_SECONDS, stopping.seconds) / max(each, 1e-9)))))
+        counts.append(max(1, min(MOST_IN_ROUND, int(min(stopping.round_seconds, stopping.seconds) / max(each, 1e-9)))))
     going = list(range(len(contestants)))
     while going:
         # The same number of calls on every rank: the fewest that any of them would make.

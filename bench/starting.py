@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: between nodes, a call that its ranks began further apart than this share of its time is not counted
 MOST_SKEW = 0.05
+ROUND_SECONDS = 0.1  # of a contestant between nodes: what a round costs beside its calls is messages, too
 SPIN_SECONDS = 300e-6  # before the agreed time: a sleep may end so much too late
 DECAY = 0.98  # of what was added to the notice, with every call that no rank was late for
 MOST_NOTICE = 16.0  # times the first
