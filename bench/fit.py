@@ -5,13 +5,14 @@
 Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
 and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads: of
 each operation and number of ranks the first transport in the file that the options let through, in place where that was
-measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series". Sizes
-are those of nccl-tests.
+measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series", where
+null is an interval's end that the data do not bound. Sizes are those of nccl-tests.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
@@ -141,7 +142,18 @@ def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) 
             "points": [{"bytes": size, "seconds": spent, "residual": error} for size, spent, error in points],
         })  # fmt: skip
     measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
-    return {**model.to_json(), **environment("bench.fit"), "results": str(path), "measured": measured, "series": rows}
+    result = {**model.to_json(), **environment("bench.fit"), "results": str(path), "measured": measured, "series": rows}
+    found: dict[str, Any] = finite(result)
+    return found
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None in place of infinities, which JSON has not."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
@@ -222,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "\n".join(["# Fit", "", f"- results: `{source.get('command', arguments.results)}`", "", *lines, ""])
             )
         if arguments.output:
-            arguments.output.write_text(json.dumps(as_json(fitted, source, arguments.results), indent=1))
+            text = json.dumps(as_json(fitted, source, arguments.results), indent=1, allow_nan=False)
+            arguments.output.write_text(text)
         if arguments.plot:
             draw(fitted, arguments.plot)
     except (UsageError, OSError, ValueError) as error:  # ValueError: matplotlib knows no such format

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: between nodes, a call that its ranks began further apart than this share of its time is not counted
 MOST_SKEW = 0.05
 ROUND_SECONDS = 0.1  # of a contestant between nodes: what a round costs beside its calls is messages, too
-SPIN_SECONDS = 300e-6  # before the agreed time: a sleep may end so much too late
+SPIN_SECONDS = 5e-4  # before the agreed time: a sleep ends so much too late where another process has the core
 DECAY = 0.98  # of what was added to the notice, with every call that no rank was late for
 MOST_NOTICE = 16.0  # times the first
 
@@ -68,7 +68,7 @@ class Clock:
     @staticmethod
     def of(offset: float, delay: float, ranks: int) -> Clock:
         """delay: of one message between two ranks, the longest. The agreed time goes round by a tree of messages."""
-        return Clock(offset, (2 + math.ceil(math.log2(max(2, ranks)))) * delay + 2 * SPIN_SECONDS)
+        return Clock(offset, (2 + math.ceil(math.log2(max(2, ranks)))) * delay + SPIN_SECONDS)
 
 
 class AgreedStart:

@@ -183,6 +183,7 @@ def test_options_come_from_a_file_too(tmp_path):
         (["--min-bytes", "2K", "--max-bytes", "1K"], "--min-bytes 2048 and --max-bytes 1024"),
         (["--step-factor", "1"], "--step-factor 1.0: a number above 1"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: tensor=3 does not divide"),
+        (["--start", "now"], "--start: no 'now'; there are auto, barrier, clock"),
         (["--group", "pipeline"], "--group: no 'pipeline'; there are world, tensor, data"),
         (["--tensor-model-parallel-size", "2", "--group", "data", "--root", "2"], "--root 2: the group data has"),
         (["--no-in-place", "--no-out-of-place"], "leave nothing to measure"),
@@ -217,7 +218,7 @@ def test_bad_input_ends_every_rank_with_one_line():
 KEYS = {
     "operation": str, "transport": str, "group": str, "ranks": int, "dtype": str, "redop": str, "root": int,
     "in_place": bool, "bytes": int, "count": int, "iterations": int, "seconds": dict, "ci": list, "algbw": float,
-    "busbw": float, "wrong": int, "start_skew": dict, "converged": bool,
+    "busbw": float, "wrong": int, "start_skew": dict, "converged": bool, "late": int,
 }  # fmt: skip
 
 
@@ -251,6 +252,7 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(files["json"].read_text())
     check(result, "world", 2)
+    assert result["start"] == "barrier" and not any(row["late"] for row in result["rows"])
     expected = {
         (operation, transport, in_place, size)
         for operation in OPERATIONS
@@ -280,13 +282,13 @@ def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
     done = bench(
         4, "--min-bytes", 64, "--max-bytes", 64, "--time-limit", 0.002, "--warmup", 1, "--operations", "all_reduce",
         "broadcast", "--transports", "stream,gloo", "--overlap", "--tensor-model-parallel-size", 2, "--group", "data",
-        "--dtypes", "bfloat16", "--redop", "sum,max", "--root", 1, "--json", tmp_path / "r.json",
+        "--dtypes", "bfloat16", "--redop", "sum,max", "--root", 1, "--start", "clock", "--json", tmp_path / "r.json",
         "--plot", tmp_path / "r.png",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "r.json").read_text())
     check(result, "data", 2)
-    assert len(result["clock"]["offsets"]) == 4
+    assert len(result["clock"]["offsets"]) == 4 and result["start"] == "clock"
     assert len(result["rows"]) == (2 + 1) * 2 * 2
     for row in result["rows"]:
         assert ("overlap" in row) == (row["transport"] == "stream")

@@ -1,9 +1,12 @@
-"""When a measurement stops, what it says of the median, and how far the ranks' clocks are apart."""
+"""When a measurement stops, what it says of the median, and how its ranks begin together."""
+
+import threading
 
 import numpy as np
 import pytest
 
 from bench.sampling import Sampler, Stopping, median_interval, sample
+from bench.starting import AgreedStart, Clock
 
 
 class FakeClock:
@@ -111,3 +114,86 @@ def test_statistics_are_numpys():
     assert found["p95"] == sorted(values)[95]
     assert (found["min"], found["max"]) == (values.min(), values.max())
     assert found["mean"] == pytest.approx(values.mean())
+
+
+def test_calls_that_a_rank_began_late_are_not_counted_unless_all_are():
+    sampler = Sampler(Stopping(skew=0.05))
+    sampler.add(np.array([1e-3, 2e-3, 3e-3]), 1.0, np.array([9e-4, 9e-5, 1e-3]))
+    assert sampler.seconds.tolist() == [2e-3] and sampler.skews.tolist() == [9e-5]
+    assert (sampler.count, sampler.late, sampler.calls) == (1, 2, 3)
+    worse = Sampler(Stopping(skew=0.05))
+    worse.add(np.array([1e-3, 2e-3]), 1.0, np.array([9e-4, 9e-4]))
+    assert (worse.count, worse.late) == (2, 0)
+    barrier = Sampler(Stopping())
+    barrier.add(np.array([1e-6, 2e-6]), 1.0, np.array([1e-3, 1e-3]))
+    assert (barrier.count, barrier.late) == (2, 0)
+
+
+class Ranks:
+    """Ranks in threads, each with a clock of its own, and messages that take ``delay`` seconds between them."""
+
+    def __init__(self, offsets, delay):
+        self.offsets, self.delay, self.meeting = offsets, delay, threading.Barrier(len(offsets), timeout=20)
+        self.true = [0.0 for _ in offsets]  # what all clocks would show, were they right
+        self.posted = [0.0 for _ in offsets]
+
+    def of(self, rank, clock):
+        ranks = self
+
+        class Exchange:
+            def largest(self, mine):
+                ranks.posted[rank] = mine
+                ranks.meeting.wait()
+                found, latest = max(ranks.posted), max(ranks.true)
+                ranks.meeting.wait()
+                ranks.true[rank] = latest + rank * ranks.delay()  # a barrier: the last rank leaves it last
+                return found
+
+            def from_first(self, mine):
+                if rank == 0:
+                    ranks.posted[0], ranks.sent = mine, ranks.true[0]
+                ranks.meeting.wait()
+                ranks.true[rank] = max(ranks.true[rank], ranks.sent + (rank > 0) * ranks.delay())
+                found = ranks.posted[0]
+                ranks.meeting.wait()
+                return found
+
+        def read():
+            ranks.true[rank] += 1e-7
+            return ranks.true[rank] + ranks.offsets[rank]
+
+        def sleep(seconds):
+            ranks.true[rank] += seconds
+
+        return AgreedStart(clock, Exchange(), read, sleep)
+
+    def starts(self, delay, calls):
+        """When each rank began each call [calls, ranks], in true seconds, after a notice for messages of ``delay``."""
+        found = np.zeros((calls, len(self.offsets)))
+
+        def run(rank):
+            start = self.of(rank, Clock.of(-self.offsets[rank], delay, len(self.offsets)))
+            for number in range(calls):
+                start()
+                found[number, rank] = self.true[rank]
+                self.true[rank] += 1e-4 * (rank + 1)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.offsets))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+def test_ranks_begin_at_one_time_though_messages_take_long():
+    starts = Ranks([0.0, 7.5, -3.0], delay=lambda: 2e-3).starts(2e-3, calls=5)
+    assert np.ptp(starts, axis=1).max() < 1e-6
+    assert (np.diff(starts[:, 0]) > 4e-3).all()
+
+
+def test_notice_grows_until_nobody_is_late():
+    """Messages take 20 times what was measured: the first calls are begun apart, and show it; the later together."""
+    skews = np.ptp(Ranks([0.0, 1.0], delay=lambda: 20e-3).starts(1e-3, calls=6), axis=1)
+    assert skews[0] > 1e-3
+    assert (skews[-2:] < 1e-6).all()

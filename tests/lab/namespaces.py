@@ -41,12 +41,6 @@ def wake_in_time() -> None:
         return
 
 
-def come_first() -> None:
-    """Be scheduled before whatever else the machine runs, short of real time: what is measured is the wire."""
-    with contextlib.suppress(OSError):  # as above
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
-
-
 def leave() -> None:
     """Put this process into network, UTS, IPC and mount namespaces of its own.
 

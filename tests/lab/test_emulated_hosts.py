@@ -1,5 +1,6 @@
 """Emulated hosts: bench.fit finds the delay and the rate of their wire, and nothing of them is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -26,23 +27,56 @@ def gone(pids, seconds=10):
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("delay_us", "rate_mbit"), [(2000, 500), (3000, 250)])
-def test_fit_recovers_delay_and_rate(delay_us, rate_mbit, tmp_path):
-    """Within 15%. The engine's messages over UCX and TCP add some 60 us and 2% of headers.
+def recovered(results, delay_us, rate_mbit):
+    """Whether bench.fit finds in a file, of the least time of each size, the wire's delay and rate within 15%.
 
-    The least time of each size: others' use of this machine only ever adds to it.
+    The engine's messages over UCX and TCP add some 60 us and 2% of headers.
     """
+    model = results.with_name("model.json")
+    assert fit.main([str(results), "--statistic", "min", "--output", str(model)]) == 0
+    segments = FittedModel.load(model).collectives["p2p"]
+    found = segments[0].alpha, 1 / segments[-1].beta
+    return found == pytest.approx((delay_us * 1e-6, rate_mbit * 1e6 / 8), rel=0.15), found
+
+
+@pytest.mark.slow
+def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
+    delay_us, rate_mbit = 2000, 500
     with emulated_hosts(2, delay_us, rate_mbit) as hosts:
-        results, model = tmp_path / "results.json", tmp_path / "model.json"
+        results = tmp_path / "results.json"
         done = hosts.run(str(HERE / "ping_pong.py"), str(results), "12", timeout=60)
         assert done.returncode == 0, done
         assert sorted(hosts.processes()) == sorted(hosts.pids.values())
     assert gone(hosts.pids.values())
-    assert fit.main([str(results), "--statistic", "min", "--output", str(model)]) == 0
-    segments = FittedModel.load(model).collectives["p2p"]
-    assert segments[0].alpha == pytest.approx(delay_us * 1e-6, rel=0.15)
-    assert 1 / segments[-1].beta == pytest.approx(rate_mbit * 1e6 / 8, rel=0.15)
+    right, found = recovered(results, delay_us, rate_mbit)
+    assert right, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
+    """Which begins calls at an agreed time here: after a barrier one would set out up to a delay before the other.
+
+    Others' use of this machine only ever adds to a time, so up to four runs may lower the least times.
+    """
+    delay_us, rate_mbit = 3000, 250
+    results, least = tmp_path / "results.json", {}
+    options = "--operations sendrecv --transports engine --min-bytes 8 --max-bytes 2M --step-factor 4 --time-limit 0.3"
+    with emulated_hosts(2, delay_us, rate_mbit) as hosts:
+        for _ in range(4):
+            done = hosts.run("-m", "bench.collectives", *options.split(), "--json", str(results), timeout=60)
+            assert done.returncode == 0, done
+            data = json.loads(results.read_text())
+            assert data["start"] == "clock"
+            for row in data["rows"]:
+                assert row["iterations"] + row["late"] > 0 and row["wrong"] == 0
+                before = least.setdefault(row["bytes"], row)
+                least[row["bytes"]] = min(before, row, key=lambda one: one["seconds"]["min"])
+            results.write_text(json.dumps(data | {"rows": list(least.values())}))
+            right, found = recovered(results, delay_us, rate_mbit)
+            if right:
+                break
+    assert right, found
 
 
 def test_everything_ends_when_a_job_hangs():
