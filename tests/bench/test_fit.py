@@ -142,6 +142,39 @@ def test_model_file_loads_and_predicts(tmp_path, capsys):
     assert cost.FittedModel.load(tmp_path / "mpi.json").seconds("all_reduce", 0, 2) == pytest.approx(5e-6, rel=0.05)
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+def test_very_noisy_times_are_fitted_and_the_model_is_json(bounded, tmp_path, monkeypatch):
+    """A machine that others use: every other median is a thousand times too long, and known to a factor of 4.
+
+    Where the bootstrap can tell no interval, the model has null, not the Infinity that JSON has not.
+    """
+    if not bounded:
+
+        def nothing(split, *_):
+            return np.zeros((3, len(split.firsts))), np.full((3, len(split.firsts)), math.inf)
+
+        monkeypatch.setattr(piecewise, "_intervals", nothing)
+    random = np.random.default_rng(3)
+    rows = []
+    for number, size in enumerate(SIZES[:14]):
+        spent = seconds(ONE, size) * (1000 * random.lognormal() if number % 2 else 1)
+        width = (0.2, 3.0) if number % 2 else (0.99, 1.01)
+        rows.append(row(size, spent, ci=[width[0] * spent, width[1] * spent]))
+    path, model = results(tmp_path / "results.json", rows), tmp_path / "model.json"
+    assert call(path, "--output", model, "--plot", tmp_path / "fit.png", "--markdown", tmp_path / "fit.md") == 0
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    (series,) = json.loads(model.read_text(), parse_constant=refuse)["series"]
+    for part in series["segments"]:
+        for name in ("alpha", "beta"):
+            low, high = part[f"{name}_interval"]
+            assert (low <= part[name] <= high) if bounded else [low, high] == [0, None]
+    loaded = cost.FittedModel.load(model)
+    assert all(math.isfinite(loaded.seconds("all_reduce", size, 2)) for size in SIZES)
+
+
 @pytest.mark.parametrize(
     ("edit", "argv", "message"),
     [
