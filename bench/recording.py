@@ -20,9 +20,13 @@ from commengine.trace import FORMAT, SAVED
 #: operations whose events say all that a replay needs
 REPLAYED = (
     "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier",
-    "send", "recv",
+    "send", "recv", "sendrecv",
 )  # fmt: skip
-MESSAGES = ("send", "recv")
+MESSAGES = ("send", "recv", "sendrecv")
+#: what a file has in another form than a Call
+UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
+#: operations that read and write windows
+IN_WINDOWS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,17 @@ class Group:
 class Call:
     """One collective of a rank. group: its index in ``Recording.groups``. stream: its number in the group, 0 for none.
 
-    Times are seconds of the recording rank's clock.
+    Times are seconds of the recording rank's clock. peers, buffers: see `commengine.CollectiveEvent`.
     """
 
     operation: str
     redop: str | None
     root: int | None
+    peers: tuple[int, ...]
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    buffers: tuple[tuple[int, bool], ...]
     group: int
     stream: int
     enqueue: float
@@ -58,6 +64,24 @@ class Call:
     def seconds(self) -> float:
         """From start to end."""
         return self.end - self.start
+
+    @property
+    def windows(self) -> tuple[bool, ...]:
+        """Which of its tensors are to lie in windows."""
+        return tuple(shared for _, shared in self.buffers) if self.operation in IN_WINDOWS else ()
+
+    @property
+    def sent(self) -> tuple[int, int] | None:
+        """(to rank, bytes) of a message."""
+        to = {"send": self.root, "sendrecv": self.peers[0] if self.peers else None}.get(self.operation)
+        return None if to is None else (to, self.bytes)
+
+    @property
+    def received(self) -> tuple[int, int] | None:
+        """(from rank, bytes) of a message."""
+        if self.operation == "sendrecv":
+            return self.peers[1], self.buffers[1][0]
+        return (self.root, self.bytes) if self.operation == "recv" and self.root is not None else None
 
 
 @dataclass(frozen=True)
@@ -79,8 +103,9 @@ class Recording:
     def scaled(self, size: int) -> Recording:
         """The parts of the first ``size`` ranks: a group loses its other ranks, its collectives keep their bytes.
 
-        A root that is gone is the group's first rank. Groups of one rank, and messages to ranks that are gone, are left
-        out. Where rows must be divisible by the group, they are rounded up.
+        A root that is gone is the group's first rank. Groups of one rank, and messages to and from ranks that are gone,
+        are left out: of a sendrecv, a send or a recv may be left. Where rows must be divisible by the group, they are
+        rounded up.
         """
         kept = [Group(group.name, tuple(rank for rank in group.ranks if rank < size)) for group in self.groups]
         numbers = {old: new for new, old in enumerate(i for i, group in enumerate(kept) if len(group.ranks) > 1)}
@@ -88,20 +113,37 @@ class Recording:
             tuple(kept[old] for old in numbers),
             tuple(
                 tuple(
-                    self._scaled(call, kept[call.group], numbers[call.group])
+                    self._scaled(left, kept[call.group], numbers[call.group])
                     for call in calls
-                    if call.group in numbers and not self._is_lost(call, kept[call.group])
+                    if call.group in numbers and (left := self._left(call, kept[call.group])) is not None
                 )
                 for calls in self.calls[:size]
             ),
         )
 
-    def _is_lost(self, call: Call, kept: Group) -> bool:
-        return call.operation in MESSAGES and self.groups[call.group].ranks[call.root or 0] not in kept.ranks
+    def _left(self, call: Call, kept: Group) -> Call | None:
+        """What is left of a call where only the ranks ``kept`` are: of a sendrecv perhaps one half."""
+        old = self.groups[call.group].ranks
+        sends, receives = (
+            message is not None and old[message[0]] in kept.ranks for message in (call.sent, call.received)
+        )
+        if call.operation not in MESSAGES or (sends and receives):
+            return call
+        if call.operation != "sendrecv":
+            return call if sends or receives else None
+        if sends:
+            return replace(call, operation="send", root=call.peers[0], peers=call.peers[:1], buffers=call.buffers[:1])
+        if receives:
+            nbytes = call.buffers[1][0]
+            return replace(
+                call, operation="recv", root=call.peers[1], peers=call.peers[1:], buffers=call.buffers[1:],
+                bytes=nbytes, dtype="uint8", shape=(nbytes,),
+            )  # fmt: skip
+        return None
 
     def _scaled(self, call: Call, kept: Group, number: int) -> Call:
         old = self.groups[call.group]
-        root = call.root
+        root, peers = call.root, tuple(kept.ranks.index(old.ranks[peer]) for peer in call.peers)
         if root is not None:
             root = kept.ranks.index(old.ranks[root]) if old.ranks[root] in kept.ranks else 0
         shape, nbytes, size = call.shape, call.bytes, len(kept.ranks)
@@ -111,7 +153,7 @@ class Recording:
             rows = -(-shape[0] // size) * size
             nbytes = nbytes // shape[0] * rows
             shape = (rows, *shape[1:])
-        return replace(call, group=number, root=root, shape=shape, bytes=nbytes)
+        return replace(call, group=number, root=root, peers=peers, shape=shape, bytes=nbytes)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -124,9 +166,13 @@ def read(folder: Path) -> dict[str, Any]:
         try:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             head = lines[0]
-            if head["format"] != FORMAT:
-                raise ValueError(f"format {head['format']}; this version reads {FORMAT}")
-            found[head["rank"]] = [head["groups"], lines[1:]]
+            if head["format"] not in (1, FORMAT):
+                raise ValueError(f"format {head['format']}; this version reads 1 and {FORMAT}")
+            # Format 1 did not say with whom a sendrecv was, nor that a tensor lay in a window.
+            events = (
+                lines[1:] if head["format"] == FORMAT else [{"peers": [], "buffers": []} | one for one in lines[1:]]
+            )
+            found[head["rank"]] = [head["groups"], events]
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise UsageError(f"{path}: not a trace of one rank: {error!r}") from error
     missing = sorted(set(range(len(found))) - set(found))
@@ -169,7 +215,11 @@ def _check_agreement(what: Recording) -> None:
                 for rank in group.ranks
             ]
             collectives = [
-                [(c.operation, c.redop, c.root, c.dtype, c.bytes) for c in calls if c.operation not in MESSAGES]
+                [
+                    (c.operation, c.redop, c.root, c.dtype, c.bytes, c.windows)
+                    for c in calls
+                    if c.operation not in MESSAGES
+                ]
                 for calls in mine
             ]
             for rank, theirs in zip(group.ranks, collectives, strict=True):
@@ -177,11 +227,11 @@ def _check_agreement(what: Recording) -> None:
                     _disagree(group, (group.ranks[0], collectives[0]), (rank, theirs))
             sent, received = (
                 {
-                    (one, other): [c.bytes for c in mine[one] if c.operation == operation and c.root == other]
+                    (one, other): [about[1] for about in map(which, mine[one]) if about and about[0] == other]
                     for one in range(len(mine))
                     for other in range(len(mine))
                 }
-                for operation in MESSAGES
+                for which in (operator.attrgetter("sent"), operator.attrgetter("received"))
             )
             for (one, other), sizes in sent.items():
                 if received[other, one] != sizes:
@@ -202,15 +252,21 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Cal
             raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
         if event["operation"] not in REPLAYED:
             raise UsageError(f"{where}: {event['operation']} cannot be replayed: a trace says not with which ranks")
+        if event["operation"] == "sendrecv" and not event["peers"]:
+            raise UsageError(f"{where}: a trace of format 1 says not with which ranks a sendrecv was: record it again")
         if event["group"] not in groups:
             raise UsageError(f"{where}: group {event['group']!r} is not among {', '.join(groups)}")
         stream = event["stream"]
-        fields = {name: event[name] for name in SAVED if name not in ("group", "size", "stream", "shape")}
+        fields = {name: event[name] for name in SAVED if name not in UNLIKE}
         try:
             index = 0 if stream is None else int(stream.rpartition("/stream")[2])
             shape = tuple(operator.index(n) for n in event["shape"])
             if event["operation"] != "barrier" and not isinstance(getattr(torch, event["dtype"], None), torch.dtype):
                 raise ValueError(f"dtype {event['dtype']!r} is none of torch's")
-            yield Call(**fields, shape=shape, group=groups[event["group"]], stream=index)
+            peers = tuple(operator.index(rank) for rank in event["peers"])
+            buffers = tuple((operator.index(size), bool(shared)) for size, shared in event["buffers"])
+            if event["operation"] == "sendrecv" and (len(peers), len(buffers)) != (2, 2):
+                raise ValueError("a sendrecv has two peers and two buffers")
+            yield Call(**fields, shape=shape, peers=peers, buffers=buffers, group=groups[event["group"]], stream=index)
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{where}: {error}") from error

@@ -5,9 +5,10 @@
     mpiexec -n 2 python -m bench.replay steps/ --scale
 
 Recording runs pretrain_gpt's step with pretrain_gpt's options and writes one file a rank. A replay has the same groups,
-sizes, dtypes, reductions, streams and order, and waits for a stream where the step did; buffers are private and zero.
-It needs as many ranks as were recorded, on whatever machine; --scale gives the first ranks' parts to fewer. What a
-collective took longer inside the step is what skew between the ranks and contention with compute cost.
+sizes, dtypes, reductions, streams and order, and waits for a stream where the step did. A tensor that lay in a window
+which the ranks share lies in one again; all are zero. It needs as many ranks as were recorded, on whatever machine;
+--scale gives the first ranks' parts to fewer. What a collective took longer inside the step is what skew between the
+ranks and contention with compute cost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,10 @@ class Replay:
             if call.wait_start is not None and call.stream
         ]
         self._moments = sorted(moments)
-        self._runs = [self._prepared(call) for call in self.calls]
+        # Windows are made by all ranks of a group in one order: that of each stream's calls, which all have in common.
+        order = sorted(range(len(self.calls)), key=lambda number: (self.calls[number].group, self.calls[number].stream))
+        prepared = {number: self._prepared(self.calls[number]) for number in order}
+        self._runs = [prepared[number] for number in range(len(self.calls))]
 
     def run(self) -> list[CollectiveEvent]:
         """Everything once: the trace of it, in the order of ``calls``."""
@@ -121,7 +126,9 @@ class Replay:
         return log.events
 
     def close(self) -> None:
-        """Free the groups."""
+        """Free the groups, and the windows, in which no tensor must lie any more."""
+        self._runs.clear()
+        self._buffers.clear()
         for comm in self.comms:
             if comm is not None:
                 comm.close()
@@ -141,9 +148,13 @@ class Replay:
         name, size = call.operation, comm.size
         if name == "barrier":
             return name, comm, (), about
-        tensor = self._buffer(call, "", call.shape)
+        windows = call.windows or (False, False)
+        tensor = self._buffer(call, "", call.shape, windows[name == "reduce_scatter"])
         if name in ("send", "recv"):
             return name, comm, (tensor, call.root), about
+        if name == "sendrecv":
+            received = self._buffer(replace(call, dtype="uint8"), "received", (call.buffers[1][0],))
+            return name, comm, (tensor, call.peers[0], received, call.peers[1]), about
         if call.root is not None:
             about["root"] = call.root
         if name in ("all_reduce", "reduce", "broadcast"):
@@ -152,16 +163,18 @@ class Replay:
             return name, comm, (self._buffer(call, "output", call.shape), tensor), about
         rows = call.shape or (1,)
         if name in ("reduce_scatter", "all_gather"):
-            part = self._buffer(call, "part", (rows[0] // size, *rows[1:]))
+            part = self._buffer(call, "part", (rows[0] // size, *rows[1:]), windows[name == "all_gather"])
             return name, comm, (part, tensor) if name == "reduce_scatter" else (tensor, part), about
         whole = self._buffer(call, "whole", (rows[0] * size, *rows[1:])) if comm.rank == call.root else None
         return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
 
-    def _buffer(self, call: Call, use: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor for all calls alike: those of one stream never run at once."""
-        key = (call.group, call.stream, use, shape, call.dtype)
+    def _buffer(self, call: Call, use: str, shape: tuple[int, ...], in_window: bool = False) -> torch.Tensor:
+        """One tensor for all calls alike: those of one stream never run at once. Collective where it is in a window."""
+        key = (call.group, call.stream, use, shape, call.dtype, in_window)
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(shape, dtype=getattr(torch, call.dtype))
+            comm, dtype = self.comms[call.group], getattr(torch, call.dtype)
+            made = comm.empty(shape, dtype).zero_() if in_window and comm else torch.zeros(shape, dtype=dtype)
+            self._buffers[key] = made
         return self._buffers[key]
 
 
@@ -209,7 +222,8 @@ def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> l
         rows.append({
             "operation": call.operation, "group": group.name, "ranks": list(group.ranks), "dtype": call.dtype,
             "redop": call.redop, "root": call.root, "shape": list(call.shape), "bytes": call.bytes,
-            "replayed_bytes": event.bytes, "stream": call.stream, "in_step_s": call.seconds,
+            "replayed_bytes": event.bytes, "stream": call.stream, "window": any(call.windows),
+            "replayed_in_window": any(shared for _, shared in event.buffers), "in_step_s": call.seconds,
             "isolated_s": statistics.median(spent), "replays_s": spent,
         })  # fmt: skip
     replay.close()
@@ -226,24 +240,28 @@ def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
     for rank, calls in enumerate(ranks):
         for call in calls:
             stream = "yes" if call["stream"] else "no"
-            key = (call["group"], len(call["ranks"]), call["operation"], call["dtype"], call["bytes"], stream)
+            memory = "window" if call["window"] else "private"
+            if call["window"] != call["replayed_in_window"]:
+                memory += ", replayed in " + ("a window" if call["replayed_in_window"] else "private")
+            key = (call["group"], len(call["ranks"]), call["operation"], call["dtype"], call["bytes"], stream, memory)
             sums = rows.setdefault(key, [0, 0.0, 0.0])
             sums[0] += 1
             sums[1] += call["in_step_s"]
             sums[2] += call["isolated_s"]
             holders.setdefault(key, set()).add(rank)
-    yield "| group | operation | dtype | bytes | stream | count | in step, ms | isolated, ms | in step / isolated |"
-    yield "|---|---|---|---:|---|---:|---:|---:|---:|"
+    heads = ("group", "operation", "dtype", "bytes", "stream", "memory", "count", "in step, ms", "isolated, ms")
+    yield f"| {' | '.join(heads)} | in step / isolated |"
+    yield "|---|---|---|---:|---|---|---:|---:|---:|---:|"
     total = [0.0, 0.0]
     for key, (count, in_step, alone) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        group, size, operation, dtype, nbytes, stream = key
+        group, size, operation, dtype, nbytes, stream, memory = key
         many = len(holders[key])
         total = [total[0] + in_step / len(ranks), total[1] + alone / len(ranks)]
         yield (
-            f"| {group} ({size}) | {operation} | {dtype} | {nbytes} | {stream} | {count / many:g} "
+            f"| {group} ({size}) | {operation} | {dtype} | {nbytes} | {stream} | {memory} | {count / many:g} "
             f"| {1e3 * in_step / many:.3f} | {1e3 * alone / many:.3f} | {_ratio(in_step, alone)} |"
         )
-    yield f"| all, a rank | | | | | | {1e3 * total[0]:.3f} | {1e3 * total[1]:.3f} | {_ratio(total[0], total[1])} |"
+    yield f"| all, a rank | | | | | | | {1e3 * total[0]:.3f} | {1e3 * total[1]:.3f} | {_ratio(total[0], total[1])} |"
     yield from ("", "| group | ranks | bytes recorded | bytes replayed |", "|---|---|---:|---:|")
     moved: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for calls in ranks:

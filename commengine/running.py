@@ -13,6 +13,7 @@ from .agreement import agree
 from .backends import NcclBackend
 from .checks import ArgumentChecks
 from .device_stream import DeviceStream
+from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work, finished_work
 from .trace import CollectiveEvent, Trace, begin
 from .watch import Entry, WatchedGroup
@@ -57,6 +58,7 @@ class Runs(ArgumentChecks):
     _logs: tuple[Trace, ...]
     _group: list[tuple[Call, GroupedWork]] | None
     _slow: bool
+    _shared: SharedTensors
     _watched: WatchedGroup | None
     _failures: tuple[type[Exception], ...]
 
@@ -104,18 +106,26 @@ class Runs(ArgumentChecks):
 
     def _notice(self, call: Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
         """Tell the traces and the watcher of a call that is about to be enqueued."""
-        name, _, tensor, about = call
+        name, args, tensor, about = call
         redop, root, nbytes = about["redop"], about["root"], about["nbytes"]
         record = entry = None
         if self._logs:
             size = (0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes
-            record = begin(name, tensor, self, None if stream is None else stream.name, redop, root, size)
+            lane = None if stream is None else stream.name
+            buffers = tuple(self._buffer(one) for one in args if one is None or isinstance(one, Tensor))
+            record = begin(name, tensor, self, lane, redop, root, size, about["peers"], buffers)
             for log in self._logs:
                 log.add(record)
         if self._watched is not None:
             lane = "" if stream is None else f"stream {stream.index}"
             entry = self._watched.enqueue(lane, name, tensor, redop, root, about["peers"])
         return record, entry
+
+    def _buffer(self, tensor: Tensor | None) -> tuple[int, bool]:
+        """What a trace says of a tensor: its bytes, and whether the other ranks reach it where it lies."""
+        if tensor is None:
+            return 0, False
+        return tensor.nbytes, tensor.is_cpu and self._shared.reaches(tensor)
 
     def _run_observed(self, call: Call, stream: Stream | None) -> Work:
         name, args, tensor, _ = call

@@ -89,6 +89,10 @@ class SharedTensors:
             room = sys.maxsize
         return bool(self._comm.allreduce(nbytes * self._comm.size + MARGIN_BYTES <= room, mpi.LAND))
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a window and is large enough for a collective there."""
+        return bool(self.segments) and tensor.nbytes >= SHARED_BYTES and self.find(tensor) is not None
+
     def find(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` lies, or None if that is no window."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes

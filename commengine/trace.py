@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .device_clock import DeviceTimes
 
 
-#: of the files that `Trace.save` writes, and what they say of an event
-FORMAT = 1
+#: of the files that `Trace.save` writes, and what they say of an event. Format 1 had no peers and no buffers
+FORMAT = 2
 SAVED = (
-    "operation", "redop", "root", "dtype", "shape", "bytes", "group", "size", "stream",
+    "operation", "redop", "root", "peers", "dtype", "shape", "bytes", "buffers", "group", "size", "stream",
     "enqueue", "start", "end", "wait_start", "wait_end",
 )  # fmt: skip
 
@@ -36,6 +36,8 @@ SAVED = (
 class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
 
+    peers: the ranks of the group that a message goes to and comes from. buffers: of each tensor among the arguments,
+    in their order, the bytes, and whether the other ranks read or write it where it lies (see `Communicator.empty`).
     Without a stream enqueue equals start, and the caller waits from start to end. Of a collective on a device the
     waiting is that of the stream which waits, and all times but ``enqueue`` are there after `settle`, which
     `Trace.events` calls.
@@ -56,6 +58,8 @@ class CollectiveEvent:
     end: float = 0.0
     wait_start: float | None = None
     wait_end: float | None = None
+    peers: tuple[int, ...] = ()
+    buffers: tuple[tuple[int, bool], ...] = ()
     times: DeviceTimes | None = field(default=None, repr=False, compare=False)
 
     def settle(self) -> None:
@@ -229,6 +233,8 @@ def begin(
     redop: str | None,
     root: int | None,
     nbytes: int,
+    peers: tuple[int, ...],
+    buffers: tuple[tuple[int, bool], ...],
 ) -> CollectiveEvent:
     """The record of a collective that is about to be enqueued."""
     now = time.perf_counter()
@@ -237,5 +243,6 @@ def begin(
     )
     name = dtype.removeprefix("torch.")
     return CollectiveEvent(
-        operation, redop, root, name, shape, elements, nbytes, comm.name, comm.size, stream, now, now
-    )
+        operation, redop, root, name, shape, elements, nbytes, comm.name, comm.size, stream, now, now,
+        peers=peers, buffers=buffers,
+    )  # fmt: skip

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 
 import pytest
+import torch
 
 import mpirun
 from bench import recording
@@ -85,14 +86,14 @@ def event(operation, rank, **other):
     return {
         "operation": operation, "redop": None, "root": None, "dtype": "float32", "shape": [6, 2], "bytes": 48,
         "group": "all", "size": 3, "stream": None, "enqueue": 1.0 + rank, "start": 1.0 + rank, "end": 2.0 + rank,
-        "wait_start": None, "wait_end": None,
+        "wait_start": None, "wait_end": None, "peers": [], "buffers": [[48, False]],
     } | other  # fmt: skip
 
 
 def write(folder, events, ranks=3):
     """A recording of ``ranks`` ranks, all with the group "all" and these events (a function of the rank)."""
     for rank in range(ranks):
-        head = {"format": 1, "rank": rank, "groups": {"all": list(range(ranks))}}
+        head = {"format": 2, "rank": rank, "groups": {"all": list(range(ranks))}}
         lines = [head, *events(rank)]
         (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -109,6 +110,8 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
             yield event("send", rank, root=2)
         else:
             yield event("recv", rank, root=0)
+        ring = [(rank + 1) % 3, (rank - 1) % 3]
+        yield event("sendrecv", rank, root=ring[0], peers=ring, buffers=[[48, False], [48, False]])
 
     what = recording.parse(recording.read(write(tmp_path, events)))
     two = what.scaled(2)
@@ -119,8 +122,9 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
         ("broadcast", (6, 2), 48, 0),  # rank 2 is gone
         ("gather", (6, 2), 96, 1),
         ("send", (6, 2), 48, 1),
+        ("send", (6, 2), 48, 1),  # of the sendrecv: rank 2, which it received from, is gone
     ]
-    assert [call.operation for call in two.calls[1]][-1] == "recv"
+    assert [(call.operation, call.root, call.bytes) for call in two.calls[1]][-2:] == [("recv", 0, 48)] * 2
     assert what.scaled(1).calls == ((),)
     assert what.scaled(3) == what
 
@@ -131,11 +135,14 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
         (lambda f: shutil.rmtree(f), "not a recording: there is no rank-0.jsonl"),
         (lambda f: (f / "rank-1.jsonl").unlink(), "there is no trace of rank 1, though of 2 ranks"),
         (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank"),
-        (lambda f: (f / "rank-1.jsonl").write_text('{"format": 2}\n'), "format 2; this version reads 1"),
+        (lambda f: (f / "rank-1.jsonl").write_text('{"format": 3}\n'), "format 3; this version reads 1 and 2"),
         (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there is a trace of 2 ranks only"),
         (lambda f: write(f, lambda r: [event("all_reduce", r)] * (2 - (r == 1))), "ranks 0 and 1 .* 2 and 1 calls"),
         (lambda f: write(f, lambda r: [event("broadcast", r, root=r % 2)]), "ranks 0 and 1 of group 'all' disagree"),
         (lambda f: write(f, lambda r: [event("send", r, root=1)] * (r == 0)), "ranks 0 and 1 .* 1 and 0 calls"),
+        (lambda f: write(f, lambda r: [event("sendrecv", r)]), "event 0: .* says not with which ranks a sendrecv was"),
+        (lambda f: write(f, lambda r: [event("sendrecv", r, peers=[0, 0])]), "event 0: a sendrecv has two peers"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, buffers=[[48, r == 1]])]), "ranks 0 and 1 .* disagree"),
         (lambda f: write(f, lambda r: [event("exchange", r)]), "event 0: exchange cannot be replayed"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, group="b")]), "group 'b' is not among all"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, dtype="f4")]), "dtype 'f4' is none of torch's"),
@@ -149,6 +156,48 @@ def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(UsageError, match=message):
         recording.parse(recording.read(tmp_path))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
+    """What lay in a window, with the caller and on a stream, lies in one again; sendrecv has its partners."""
+    from bench import replay
+    from commengine import Communicator, trace
+
+    with Communicator(mpi_world) as world:
+        size, rank = world.size, world.rank
+        stream = world.new_stream()
+        windows = [world.empty((1 << 14,)).zero_() for _ in range(2)]
+        whole, part = torch.zeros(size << 14), torch.zeros(1 << 14)
+        with trace(world) as log:
+            world.all_reduce(windows[0])
+            world.all_reduce(windows[0][:16])  # too small to be worth it
+            world.all_reduce(part)
+            world.all_reduce(windows[1], stream=stream).wait()
+            world.all_gather(whole, windows[1])
+            world.reduce_scatter(part[: (1 << 14) // size], windows[0])
+            world.broadcast(windows[1], 1)
+            sent, received = torch.zeros(3 + rank), torch.zeros(3 + (rank - 1) % size)
+            world.sendrecv(sent, (rank + 1) % size, received, (rank - 1) % size)
+        log.save(folder / f"rank-{rank}.jsonl")
+        del windows
+        world.barrier()
+        what = recording.parse(recording.read(folder))
+        rows = replay.measure(world, what, warmup=0, rounds=1)
+        flags = [True, False, False, True, True, True, True, False]
+        assert [row["window"] for row in rows] == [row["replayed_in_window"] for row in rows] == flags
+        assert [row["replayed_bytes"] for row in rows] == [event.bytes for event in log.events]
+        assert rows[-1]["operation"] == "sendrecv"
+        assert [call.peers for call in what.calls[rank]][-1] == ((rank + 1) % size, (rank - 1) % size)
+
+        if rank == 0:  # the same, as a version before this one wrote it: without sendrecv, for it says not with whom
+            for path in folder.glob("rank-*.jsonl"):
+                head, *events = map(json.loads, path.read_text().splitlines())
+                old = [{k: v for k, v in one.items() if k not in ("peers", "buffers")} for one in events[:-1]]
+                path.write_text("".join(json.dumps(line) + "\n" for line in [head | {"format": 1}, *old]))
+        world.barrier()
+        rows = replay.measure(world, recording.parse(recording.read(folder)), warmup=0, rounds=1)
+        assert not any(row["window"] or row["replayed_in_window"] for row in rows) and len(rows) == 7
 
 
 @pytest.mark.mpi(min_size=2)
@@ -167,7 +216,7 @@ def test_report_of_a_replay(mpi_world, folder, monkeypatch):
         text, ranks = table.read_text(), json.loads(numbers.read_text())["ranks"]
         assert "- command: `python -m bench.replay" in text and f"recorded on {world.size} ranks" in text
         # In the step each took a second; alone, far less.
-        assert f"| all ({world.size}) | all_reduce | float32 | 48 | no | 3 | 3000.000 |" in text
+        assert f"| all ({world.size}) | all_reduce | float32 | 48 | no | private | 3 | 3000.000 |" in text
         members = ", ".join(map(str, range(world.size)))
         assert f"| all | {members} | {world.size * 144} | {world.size * 144} |" in text
         assert len(ranks) == world.size and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)

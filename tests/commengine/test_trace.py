@@ -93,6 +93,29 @@ def test_send_and_recv(world):
             world.recv(torch.ones(5), 0)
     (event,) = log.events
     assert (event.operation, event.root, event.bytes) == (("send", 1, 20) if world.rank == 0 else ("recv", 0, 20))
+    assert (event.peers, event.buffers) == ((1 - world.rank,), ((20, False),))
+
+
+@mpi
+def test_buffers_and_partners(world):
+    """Which tensors the other ranks reach where they lie, and with whom an exchange was."""
+    n, r = world.size, world.rank
+    window, last = world.empty((n << 13,)).zero_(), n - 1
+    with trace(world) as log:
+        world.all_reduce(window)
+        world.all_reduce(window[:100])
+        world.reduce_scatter(torch.zeros(1 << 13), window)
+        world.gather(torch.ones(2 * n) if r == last else None, torch.ones(2), last)
+        world.sendrecv(torch.ones(4), (r + 1) % n, torch.ones(4), (r - 1) % n)
+    shared = n > 1
+    assert [event.buffers for event in log.events] == [
+        ((n << 15, shared),),
+        ((400, False),),  # small ones go as messages
+        ((1 << 15, False), (n << 15, shared)),
+        ((8 * n if r == last else 0, False), (8, False)),
+        ((16, False), (16, False)),
+    ]
+    assert [event.peers for event in log.events] == [(), (), (), (), ((r + 1) % n, (r - 1) % n)]
 
 
 @mpi
