@@ -23,30 +23,30 @@ import json
 import random
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from bench.collectives import FORMAT, free_memory, listed, parse_bytes
 from bench.machine import environment, heading
 from bench.operations import DTYPES, Call
-from bench.peer import Peer
+from bench.options import check_writable
+from bench.rivals import Memory, contestants
 from bench.sampling import Times, median_interval
 from bench.tables import bandwidth_plot
-from bench.transports import Bound, Engine, Mpi4py, Shared, Transport, timed
-from commengine import CollectiveError, Communicator, UsageError, launch
+from bench.transports import Bound, Shared, Transport
+from commengine import Communicator, UsageError, launch
 from commengine.mpi import load_mpi
 from trainers.options import Parser
 from trainers.rank_zero import on_rank_zero
 
-MPIX_BFLOAT16 = 0x4C00024C  # MPICH 5's mpi.h: mpi4py knows no name for it
+SUMMED = ("float32", "bfloat16")
 MOST_CALLS = 200  # of a turn
-OURS, BOUND = "shared", "memory"
+OURS, BOUND = Shared.name, Memory.name
 #: (baseline, least speed-up of `shared` over it, from bytes, to bytes) in float32 with two ranks
 GOALS = (
     ("mpi4py", 3.0, 4 << 20, 64 << 20),
@@ -57,106 +57,6 @@ TITLES = {
     "shared": "in window", "engine": "engine, private tensor", "mpi4py": "mpi4py's Allreduce", "gloo": "gloo",
     "mpix-bfloat16": "Allreduce of MPIX_BFLOAT16", "in-fp32": "Allreduce in fp32", "memory": "memory bound",
 }  # fmt: skip
-
-
-# ---- contestants that bench.collectives has not
-
-
-class Extension(Mpi4py):
-    """MPICH's own bfloat16, which rounds at every step."""
-
-    name = "mpix-bfloat16"
-
-    def __init__(self, group: Communicator, capacity: int) -> None:
-        super().__init__(group, capacity)
-        vendor, version = self._mpi.get_vendor()
-        if vendor != "MPICH" or version[0] != 5:
-            raise CollectiveError(f"known of MPICH 5 only, not of {vendor} {version[0]}")
-        datatype = self._mpi.Datatype.fromhandle(MPIX_BFLOAT16)
-        if datatype.Get_name() != "MPIX_BFLOAT16":
-            raise CollectiveError(f"this MPICH has {datatype.Get_name()!r} where MPIX_BFLOAT16 was expected")
-        self._types.reduce[torch.bfloat16, "sum"] = datatype, self._mpi.SUM
-
-    def refuses(self, call: Call, in_place: bool) -> str | None:
-        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
-
-
-class InFloat32(Mpi4py):
-    """A bfloat16 tensor copied to fp32, reduced, and copied back: rounds once."""
-
-    name = "in-fp32"
-
-    def __init__(self, group: Communicator, capacity: int) -> None:
-        super().__init__(group, capacity)
-        self._wide = torch.zeros(capacity // 2)
-
-    def refuses(self, call: Call, in_place: bool) -> str | None:
-        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
-
-    def _invocation(self, call: Call, in_place: bool) -> Callable[[], object]:
-        tensor = self._buffers.views(call, self._comm.rank, in_place)[1]
-        wide = self._wide[: call.count]
-        buffer = (self._mpi.memory.fromaddress(wide.data_ptr(), wide.nbytes), self._mpi.FLOAT)
-
-        def run() -> None:
-            wide.copy_(tensor)
-            self._comm.Allreduce(self._mpi.IN_PLACE, buffer, self._mpi.SUM)
-            tensor.copy_(wide)
-
-        return run
-
-
-class Memory(Shared):
-    """No collective: every rank reads and writes its own window once, whatever the dtype of the call."""
-
-    name = BOUND
-
-    def bind(self, call: Call, in_place: bool) -> Bound:
-        view = self._buffers.views(call, self._comm.rank, in_place)[1].view(torch.float32)
-        return Pass(view, self._meet())
-
-
-class Pass(Bound):
-    """One pass over a tensor, in place."""
-
-    def __init__(self, tensor: torch.Tensor, meet: Callable[[], object]) -> None:
-        self._tensor, self._meet = tensor, meet
-        self.reset()
-
-    def reset(self) -> None:
-        self._tensor.fill_(1.0)
-
-    def run(self, count: int) -> tuple[Times, Times]:
-        return timed(lambda: self._tensor.mul_(1.0), count, self._meet)
-
-    def wrong(self) -> int:
-        return int(torch.count_nonzero(self._tensor != 1.0))
-
-
-def contestants(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
-    """Those that work here on every rank, and why the others do not. Collective."""
-    opened: list[Transport] = []
-    missing = []
-
-    def gloo(group: Communicator, capacity: int) -> Transport:
-        return Peer("gloo", group, capacity)
-
-    makers: tuple[Callable[[Communicator, int], Transport], ...]
-    makers = (Shared, Engine, Mpi4py, Extension, InFloat32, gloo, Memory)
-    for make in makers:
-        problem, made = "", None
-        try:
-            made = make(group, capacity)
-        except CollectiveError as error:
-            problem = str(error)
-        problems = [text for text in group.mpi.allgather(problem) if text]
-        if made is not None and not problems:
-            opened.append(made)
-        else:
-            if made is not None:
-                made.close()
-            missing.append(f"{getattr(make, 'name', 'gloo')} {problems[0]}")
-    return opened, missing
 
 
 # ---- measuring
@@ -323,7 +223,7 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
     add = options.add_argument
     add("--min-bytes", default="1K", metavar="SIZE")
     add("--max-bytes", default="64M", metavar="SIZE")
-    add("--dtypes", nargs="+", default=["float32", "bfloat16"], metavar="NAME", help=f"of {', '.join(DTYPES)}")
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], metavar="NAME", help=f"of {', '.join(SUMMED)}")
     add("--rounds", type=int, default=21)
     add("--turn-seconds", type=float, default=0.02, help="of a contestant in a round, about")
     add("--seed", type=int, default=0, help="of the order within a round")
@@ -347,14 +247,10 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
         )
     if given.rounds < 1 or not 0 < given.turn_seconds < float("inf"):
         raise ValueError(f"--rounds {given.rounds} and --turn-seconds {given.turn_seconds}: at least 1, and above 0")
-    for option, file in (("--output", given.output), ("--json", given.json), ("--plot", given.plot)):
-        if file is not None and not Path(file).parent.is_dir():
-            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
-    if given.plot and Path(given.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {given.plot}: the name ends in .png, .svg or .pdf")
+    check_writable(output=given.output, json=given.json, plot=given.plot)
     low = -(-low // 8) * 8  # whole elements of every dtype, and of the memory pass
     chosen = [low << shift for shift in range((high // low).bit_length())]
-    return {**vars(given), "dtypes": listed(given.dtypes, list(DTYPES), "--dtypes"), "sizes": chosen}
+    return {**vars(given), "dtypes": listed(given.dtypes, SUMMED, "--dtypes"), "sizes": chosen}
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
@@ -382,7 +278,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
     def conclude() -> None:
         text = markdown(result)
-        print(text, flush=True)
+        print(text, end="", flush=True)
         if chosen["output"]:
             Path(chosen["output"]).write_text(text, encoding="utf-8")
         if chosen["json"]:

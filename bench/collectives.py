@@ -36,6 +36,7 @@ from tqdm import tqdm
 from bench.clocks import Offset, synchronise
 from bench.machine import environment
 from bench.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
+from bench.options import check_writable
 from bench.peer import PEERS, Peer
 from bench.points import Place, point
 from bench.sampling import Stopping
@@ -166,11 +167,7 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
         raise ValueError("--no-in-place and --no-out-of-place leave nothing to measure")
     if given.overlap and "stream" not in transports:
         raise ValueError("--overlap measures the transport stream: add it to --transports")
-    for option, file in (("--json", given.json), ("--csv", given.csv), ("--plot", given.plot)):
-        if file is not None and not Path(file).parent.is_dir():
-            raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}")
-    if given.plot and Path(given.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {given.plot}: the name ends in .png, .svg or .pdf")
+    check_writable(json=given.json, csv=given.csv, plot=given.plot)
     return Settings(
         operations, transports, dtypes, redop, given.root, _sizes(given, transports, memory), variants, tensor,
         given.group, {"confidence": given.confidence, "seconds": given.time_limit, "warmup": given.warmup},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import configargparse
+
+PLOTS = (".png", ".svg", ".pdf")
 
 
 def new_parser(command: str, description: str | None) -> Any:
@@ -16,3 +19,14 @@ def new_parser(command: str, description: str | None) -> Any:
         config_file_parser_class=configargparse.YAMLConfigFileParser,
         allow_abbrev=False,
     )
+
+
+def check_writable(plot: str | None = None, **files: str | None) -> None:
+    """Raise ValueError for a file that could not be written after the measurement. By the names of the options."""
+    for name, file in {**files, "plot": plot}.items():
+        if file is not None and not Path(file).parent.is_dir():
+            raise ValueError(f"--{name} {file}: there is no folder {Path(file).parent}")
+        if file is not None and Path(file).is_dir():
+            raise ValueError(f"--{name} {file}: is a folder, not a file")
+    if plot is not None and Path(plot).suffix not in PLOTS:
+        raise ValueError(f"--plot {plot}: the name ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")

@@ -25,7 +25,7 @@ import torch
 
 from bench import recording
 from bench.machine import environment, heading
-from bench.options import new_parser
+from bench.options import check_writable, new_parser
 from bench.recording import Call, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
 from trainers import config as settings
@@ -286,6 +286,7 @@ def main(world: Communicator) -> None:
             raise UsageError("need --warmup >= 0 and --rounds >= 1")
         if not arguments.record and rest:
             raise UsageError(f"unknown: {' '.join(rest)} (pretrain_gpt's options go with --record)")
+        check_writable(json=arguments.json, output=arguments.output)
         found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment("bench.replay")}
         return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
 
@@ -302,6 +303,10 @@ def main(world: Communicator) -> None:
                 "give --scale to replay the parts of the first ranks"
             )
         what = what.scaled(world.size)
+        if not what.groups:
+            raise UsageError(
+                f"{options['trace']}: no group has two ranks or more left on {world.size}: nothing to replay"
+            )
     rows = measure(world, what, options["warmup"], options["rounds"])
     ranks = world.mpi.gather(rows) or []
 
