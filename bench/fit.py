@@ -18,15 +18,21 @@ from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bench import piecewise
 from bench.machine import environment
-from bench.measurements import STATISTICS, Series, read
+from bench.measurements import KEY, STATISTICS, Series, read
 from bench.options import new_parser
 from bench.piecewise import FittedSegment, PiecewiseFit
+from bench.tables import LINES, readable
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: names of what costs one message: a rank sends and receives at once (commengine/cost/collectives.py)
 MESSAGES = ("send", "sendrecv", "ping_pong")
@@ -131,7 +137,7 @@ def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) 
     model, used = model_of(fitted)
     rows = []
     for one in fitted:
-        points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, strict=True)
+        points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, one.series.errors, strict=True)
         rows.append({
             **one.series.key,
             "in_model": any(one is other for other in used),
@@ -139,7 +145,10 @@ def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) 
             "segments": [
                 asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
             ],
-            "points": [{"bytes": size, "seconds": spent, "residual": error} for size, spent, error in points],
+            "points": [
+                {"bytes": size, "seconds": spent, "residual": residual, "error": error}
+                for size, spent, residual, error in points
+            ],
         })  # fmt: skip
     measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
     result = {**model.to_json(), **environment("bench.fit"), "results": str(path), "measured": measured, "series": rows}
@@ -187,7 +196,32 @@ def _bandwidth(beta: float) -> str:
     return f"{1e-9 / beta:.4g}" if beta else "inf"
 
 
-def draw(fitted: Sequence[FittedSeries], path: Path) -> None:
+def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
+    """The fits in a model file. Raises KeyError, TypeError or ValueError for what is none."""
+
+    def interval(ends: Sequence[float | None]) -> tuple[float, float]:
+        low, high = (math.inf if end is None else float(end) for end in ends)
+        return low, high
+
+    found = []
+    for one in data.get("series", ()):
+        segments = tuple(
+            FittedSegment(
+                part["from_bytes"], interval(part["from_interval"]), part["alpha"], interval(part["alpha_interval"]),
+                part["beta"], interval(part["beta_interval"]),
+            )
+            for part in one["segments"]
+        )  # fmt: skip
+        sizes, spent, residuals, errors = (
+            np.array([float(point[name]) for point in one["points"]])
+            for name in ("bytes", "seconds", "residual", "error")
+        )
+        series = Series({name: one[name] for name in KEY}, sizes, spent, errors)
+        found.append(FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"])))
+    return found
+
+
+def draw(fitted: Sequence[FittedSeries]) -> Figure:
     """Fit over data, log-log, and the residuals below; one column per operation."""
     from matplotlib.figure import Figure
 
@@ -197,8 +231,8 @@ def draw(fitted: Sequence[FittedSeries], path: Path) -> None:
     for column, operation in enumerate(operations):
         above, below = axes[0][column], axes[1][column]
         for number, one in enumerate(one for one in fitted if one.series.operation == operation):
-            colour, shown = f"C{number % 10}", one.series.sizes > 0
-            sizes, seconds = one.series.sizes[shown], one.series.seconds[shown]
+            colour, shown = LINES[number % len(LINES)], one.series.sizes > 0
+            sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
             bars = 1.96 * one.series.errors[shown] * seconds
             label = f"{one.series.ranks} ranks, {one.series.variant}"
             above.errorbar(sizes, seconds, bars, fmt="o", color=colour, markersize=4, label=label)
@@ -206,16 +240,18 @@ def draw(fitted: Sequence[FittedSeries], path: Path) -> None:
             for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
                 inside = sizes[(sizes >= start) & (sizes < end)]
                 line = [inside[0] * (inside[-1] / inside[0]) ** (k / 50) for k in range(51)]  # a line curves here
-                above.plot(line, [one.fit.seconds(size) for size in line], color=colour)
+                above.plot(line, [1e6 * one.fit.seconds(size) for size in line], color=colour)
                 if start:
                     above.axvline(start, color=colour, linestyle=":", linewidth=0.8)
             errors = [100 * error for error, keep in zip(one.fit.residuals, shown, strict=True) if keep]
             below.plot(sizes, errors, "o-", color=colour, markersize=3, linewidth=0.8)
-        above.set(title=operation, xscale="log", yscale="log", ylabel="seconds" if not column else "")
-        above.legend(fontsize="x-small")
+        above.set(title=operation, xscale="log", yscale="log", ylabel="time, us" if not column else "")
+        readable(above)
+        above.legend(fontsize="x-small", frameon=False)
         below.axhline(0, color="black", linewidth=0.6)
-        below.set(xlabel="bytes", ylabel="residual, %" if not column else "")
-    figure.savefig(path, dpi=120)
+        below.set(xlabel="size", ylabel="residual, %" if not column else "")
+        below.grid(alpha=0.3)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = json.dumps(as_json(fitted, source, arguments.results), indent=1, allow_nan=False)
             arguments.output.write_text(text)
         if arguments.plot:
-            draw(fitted, arguments.plot)
+            draw(fitted).savefig(arguments.plot, dpi=120)
     except (UsageError, OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
         options.error(str(error))
     print("\n".join(lines))

@@ -1,8 +1,8 @@
 """The results in a folder as one self-contained HTML page: ``python -m bench.report DIR [--output report.html]``.
 
 Files of one name (all_reduce.md, .json, .png) make a section. Markdown becomes HTML, pictures are embedded, results of
-bench.collectives are drawn and tabled, a model of bench.fit is tabled; every JSON can be unfolded. The page loads
-nothing from anywhere.
+bench.collectives and models of bench.fit are drawn and tabled, of other JSON without markdown the lists of objects are
+tabled; every JSON can be unfolded. The page loads nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bench import fit
 from bench.measurements import read
 from bench.options import new_parser
+from bench.tables import draw
 from commengine import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg"}
 KINDS = (".md", ".json", *PICTURES)
+MOST_ROWS = 100  # of a table of other JSON
 FOLDED = 20_000  # characters of a JSON file that are shown
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -53,7 +59,9 @@ def inline(text: str) -> str:
 
 def table(lines: Sequence[str]) -> Iterator[str]:
     """Lines of a markdown table: heads, alignment, rows."""
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))] for line in lines]
+    rows = [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))] for line in lines
+    ]
     classes = [' class="right"' if mark.endswith(":") else "" for mark in rows[1]]
     yield "<table>"
     for number, row in enumerate([rows[0], *rows[2:]]):
@@ -94,46 +102,35 @@ def picture(data: bytes, kind: str, name: str) -> str:
     return f'<img alt="{html.escape(name)}" src="data:{kind};base64,{base64.b64encode(data).decode()}">'
 
 
-def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What bench.collectives measured: time and bus bandwidth over size, and nccl-tests' columns."""
-    from matplotlib.figure import Figure
-
-    series, _ = read(path)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    times, bandwidths = figure.subplots(1, 2)
-    for one in series:
-        label = f"{one.operation}, {one.ranks} ranks, {one.variant}"
-        shown = one.sizes > 0
-        times.plot(one.sizes[shown], one.seconds[shown], "o-", markersize=3, label=label)
-        mine = [row for row in rows if row["bytes"] and row.get("busbw") and _is_of(row, one.key)]
-        mine.sort(key=lambda row: float(row["bytes"]))
-        bandwidths.plot([row["bytes"] for row in mine], [row["busbw"] for row in mine], "o-", markersize=3)
-    times.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    times.legend(fontsize="x-small")
-    bandwidths.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth")
-    drawn = io.BytesIO()
+def drawing(figure: Figure, name: str) -> str:
+    """A plot inside the page, without the prologue that names a DTD elsewhere."""
+    drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
-    yield picture(drawn.getvalue(), PICTURES[".svg"], path.stem)
+    text = drawn.getvalue()
+    return picture(text[text.index("<svg") :].encode(), PICTURES[".svg"], name)
+
+
+def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What bench.collectives or bench.all_reduce measured: time and bus bandwidth over size, nccl-tests' columns."""
+    read(path)  # says what is wrong with it
+    yield drawing(draw(rows), path.stem)
     columns = ("operation", "transport", "group", "ranks", "dtype", "redop", "in_place", "bytes", "count")
-    lines = [
-        f"| {' | '.join(columns)} | p50, us | p95, us | p99, us | algbw | busbw | wrong |",
-        "|" + "---|" * len(columns) + "---:|" * 6,
-    ]
+    heads = ("p50, us", "p95, us", "p99, us", "algbw, GB/s", "busbw, GB/s", "wrong")
+    lines = [f"| {' | '.join([*columns, *heads])} |", "|" + "---|" * len(columns) + "---:|" * len(heads)]
     for row in rows:
         spent = [
             f"{1e6 * row['seconds'][name]:.4g}" if name in row["seconds"] else "" for name in ("p50", "p95", "p99")
         ]
-        rates = [f"{row[name]:.4g}" if row.get(name) is not None else "" for name in ("algbw", "busbw", "wrong")]
-        lines.append(f"| {' | '.join([*(str(row.get(name)) for name in columns), *spent, *rates])} |")
+        rates = [f"{row[name] / 1e9:.4g}" if row.get(name) is not None else "" for name in ("algbw", "busbw")]
+        words = [*(str(row.get(name)) for name in columns), *spent, *rates, str(row.get("wrong", ""))]
+        lines.append(f"| {' | '.join(words)} |")
     yield from table(lines)
 
 
-def _is_of(row: dict[str, Any], key: dict[str, Any]) -> bool:
-    return all(row.get(name) == value for name, value in key.items())
-
-
-def model(data: dict[str, Any]) -> Iterator[str]:
-    """What bench.fit found."""
+def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
+    """What bench.fit found: the fits over their data, unless they are drawn in a file beside it, and a table."""
+    if (fitted := fit.fits_of(data)) and not drawn:
+        yield drawing(fit.draw(fitted), name)
     lines = ["| operation | ranks | from bytes | alpha, us | 1 / beta, GB/s |", "|---|---:|---:|---:|---:|"]
     for operation, segments in data["collectives"].items():
         for one in segments:
@@ -142,6 +139,38 @@ def model(data: dict[str, Any]) -> Iterator[str]:
                 f"| {operation} | {one['ranks']} | {one['from_bytes']:g} | {1e6 * one['alpha']:.4g} | {rate} |"
             )
     yield from table(lines)
+
+
+def records(data: Any, name: str = "") -> Iterator[str]:
+    """Every list of objects in any other JSON (a plan, a step, the paper's figures), as a table of its plain values."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from records(value, f"{name} {key}".strip())
+        return
+    if not isinstance(data, list) or not data:
+        return
+    if not all(isinstance(one, dict) for one in data):
+        for number, one in enumerate(data):
+            yield from records(one, f"{name} {number}".strip())
+        return
+    plain = (str, int, float, bool, type(None))
+    columns = list(dict.fromkeys(key for one in data for key, value in one.items() if isinstance(value, plain)))
+    if not columns:
+        return
+    yield f"<h3>{html.escape(name)}</h3>"
+    rows = (
+        [f"{value:.6g}" if isinstance(value, float) else str(value) for value in map(one.get, columns)]
+        for one in data[:MOST_ROWS]
+    )
+    yield from table([_line(columns), "|" + "---|" * len(columns), *map(_line, rows)])
+    if len(data) > MOST_ROWS:
+        yield f"<p>{len(data) - MOST_ROWS} rows more</p>"
+
+
+def _line(words: Sequence[str]) -> str:
+    """A line of a markdown table."""
+    escaped = (word.replace("|", r"\|") for word in words)
+    return f"| {' | '.join(escaped)} |"
 
 
 def results(path: Path) -> Iterator[str]:
@@ -159,7 +188,9 @@ def results(path: Path) -> Iterator[str]:
             if isinstance(data.get("rows"), list) and data.get("format") == 1:
                 yield from collectives(path, data["rows"])
             elif isinstance(data.get("collectives"), dict):
-                yield from model(data)
+                yield from model(data, path.stem, any(path.with_suffix(kind).exists() for kind in PICTURES))
+            elif not path.with_suffix(".md").exists():  # which has the tables
+                yield from records(data)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}: {error!r}") from error
     shown = text if len(text) <= FOLDED else f"{text[:FOLDED]}\n... {len(text) - FOLDED} characters more"

@@ -7,7 +7,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -91,6 +94,11 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
+    """See `draw`."""
+    draw(rows).savefig(path, dpi=110)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
     """Median time, with its confidence interval, and bus bandwidth over size; a line of two plots for each operation.
 
     All axes are logarithmic. Colours are transports, markers dtypes and reductions; in place is dashed.
@@ -104,7 +112,7 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     height = 4 * max(1, len(operations))
     figure = Figure(figsize=(15, height))
     # matplotlib's own layouts take twice the time of everything else here
-    figure.subplots_adjust(0.05, 0.6 / height, 0.84, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
+    figure.subplots_adjust(0.06, 0.6 / height, 0.82, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
     axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
         lines: defaultdict[tuple[str, str, str, bool], list[Row]] = defaultdict(list)
@@ -118,25 +126,27 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
                 "in place" if in_place else "out of place",
             ]
             style: dict[str, Any] = {
-                "color": f"C{transports.index(transport) % 10}", "marker": ".ox+^vsd*"[kinds.index((dtype, redop)) % 9],
+                "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
+                "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
                 "linestyle": "--" if in_place else "-", "label": ", ".join(words),
             }  # fmt: skip
             sizes = [row["bytes"] for row in line]
             time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
-            low, high = ([row["ci"][end] * 1e6 for row in line] for end in (0, 1))
+            ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
+            low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
             time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
             # A group of one rank moves nothing: 0 has no place on the axis.
-            bandwidth_axes.plot(sizes, [row["busbw"] / 1e9 or math.nan for row in line], **style)
+            bandwidth_axes.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
         ranks = next(row["ranks"] for row in shown if row["operation"] == operation)
         for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
-            one.set(xscale="log", yscale="log", xlabel="size, bytes", ylabel=label, title=f"{operation}, {ranks} ranks")
-            one.grid(alpha=0.3)
-        bandwidth_axes.legend(fontsize="xx-small", bbox_to_anchor=(1.01, 1), loc="upper left")
-    figure.savefig(path, dpi=100)
+            one.set(xscale="log", yscale="log", xlabel="size", ylabel=label, title=f"{operation}, {ranks} ranks")
+            readable(one)
+        bandwidth_axes.legend(fontsize="x-small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
+    return figure
 
 
 #: dark enough on white, and apart for the colour-blind (Okabe & Ito 2008)
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
 
 
 def size_label(nbytes: float, _: object = None) -> str:
@@ -145,13 +155,29 @@ def size_label(nbytes: float, _: object = None) -> str:
     return f"{nbytes / 1024**power:g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
+def readable(axes: Any) -> None:
+    """Plain numbers on logarithmic axes: sizes in units along x, no powers of ten along y."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    low, high = axes.get_xlim()
+    octaves = math.log2(high / low)
+    base = 2.0 ** max(1, math.ceil(octaves / 9))
+    axes.xaxis.set_major_locator(LogLocator(base=base, numticks=20))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(size_label))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axes.grid(alpha=0.3)
+
+
 def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], bound: str = "memory") -> None:
     """Bus bandwidth over size, log-log: a line for each transport, with quartiles, and the dashed one of ``bound``.
 
     rows: of one operation, dtype and number of ranks, as bench.all_reduce writes them. titles: of transports.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     first = rows[0]
     factor = first["busbw"] / first["algbw"]
@@ -174,10 +200,6 @@ def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], boun
         xscale="log", yscale="log", xlabel="size of each rank's tensor", ylabel="bus bandwidth, GB/s",
         title=f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks, {first['dtype']}, in place",
     )  # fmt: skip
-    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(size_label))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.grid(alpha=0.3, which="both")
+    readable(axes)
     axes.legend(fontsize="small", frameon=False)
     figure.savefig(path, dpi=150)
