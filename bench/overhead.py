@@ -2,8 +2,10 @@
 
     mpiexec -n 2 python -m bench.overhead --output bench/results/overhead.md
 
-The two alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
-"Added" is the median over the rounds of their difference, with its quartiles. A call is in place, fp32, sum.
+They alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
+"Added" is the median over the rounds of the engine's time less mpi4py's, with its quartiles; "in window": the same of
+the engine on a tensor of `Communicator.empty`, up to SHARED_BYTES, from where on it does not go by MPI any more. A call
+is in place, fp32, sum.
 
 The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
 added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
@@ -24,8 +26,12 @@ import torch
 
 from bench.machine import environment, heading
 from commengine import Communicator, launch
+from commengine.shared import SHARED_BYTES
 
-SIZES = (*(8 << shift for shift in range(0, 24, 2)), 64 << 20)
+WINDOW = "commengine in window"
+SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)
+#: the goal: from and to how many bytes the engine may add how many microseconds
+SMALL = (8, 16 << 10, 3.0)
 
 
 def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
@@ -56,12 +62,15 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
     return [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
 
 
-def contestants(world: Communicator, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """The same all-reduce, by the engine and by mpi4py."""
+def contestants(
+    world: Communicator, tensor: torch.Tensor, window: torch.Tensor | None = None
+) -> dict[str, Callable[[], object]]:
+    """The same all-reduce, by the engine and by mpi4py, and by the engine on ``window``."""
     from mpi4py import MPI
 
     buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
     return {
+        **({} if window is None else {WINDOW: lambda: world.all_reduce(window)}),
         "commengine": lambda: world.all_reduce(tensor),
         "mpi4py": lambda: world.mpi.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM),
     }
@@ -70,7 +79,8 @@ def contestants(world: Communicator, tensor: torch.Tensor) -> dict[str, Callable
 def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict[str, float]:
     """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds."""
     tensor = torch.zeros(size // 4)
-    calls = contestants(world, tensor)
+    window = world.empty((size // 4,)).zero_() if size < SHARED_BYTES else None
+    calls = contestants(world, tensor, window)
     first = max(timed(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
     if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
@@ -78,14 +88,27 @@ def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(size)  # the same on every rank
     for _ in range(rounds):
-        for name in order.sample(list(calls), 2):
+        for name in order.sample(list(calls), len(calls)):
             times[name].append(timed(calls[name], count, world))
     added = [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
     row = {name: statistics.median(values) for name, values in times.items()}
     low, middle, high = statistics.quantiles(added, n=4)
     row |= {"bytes": size, "rounds": rounds, "calls": count, "added": middle, "added_low": low, "added_high": high}
+    if window is not None:
+        added = [ours - theirs for ours, theirs in zip(times[WINDOW], times["mpi4py"], strict=True)]
+        low, middle, high = statistics.quantiles(added, n=4)
+        row |= {"added_window": middle, "added_window_low": low, "added_window_high": high}
     low, middle, high = statistics.quantiles(alone(tensor, max(101, rounds)), n=4)
     return row | {"alone": middle, "alone_low": low, "alone_high": high}
+
+
+def goal(rows: list[dict[str, float]]) -> str:
+    """Whether small messages cost no more than they may."""
+    low, high, most = SMALL
+    small = [row for row in rows if low <= row["bytes"] <= high]
+    worst = max(row[name] for row in small for name in ("added", "added_window") if name in row)
+    reached = "reached" if worst <= most else "NOT reached"
+    return f"- goal: {low} B to {high >> 10} KB never more than {most:g} us slower: {reached}, at most {worst:+.2f} us"
 
 
 def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
@@ -93,18 +116,20 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
     lines = [
         *heading("What the engine adds to an all-reduce", result),
         f"- {result['ranks']} ranks, alternating in random order; microseconds a call",
+        goal(rows),
         "",
-        "| bytes | rounds x calls | commengine | mpi4py | ratio | added: median [quartiles] | added alone |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        "| bytes | rounds x calls | commengine | mpi4py | ratio | added: median [quartiles] | in window | added alone |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         ratio = row["commengine"] / row["mpi4py"]
-        added, alone = (
-            f"{row[name]:+.2f} [{row[f'{name}_low']:+.2f} to {row[f'{name}_high']:+.2f}]" for name in ("added", "alone")
+        added, window, alone = (
+            f"{row[name]:+.2f} [{row[f'{name}_low']:+.2f} to {row[f'{name}_high']:+.2f}]" if name in row else ""
+            for name in ("added", "added_window", "alone")
         )
         lines.append(
             f"| {row['bytes']:,.0f} | {row['rounds']:.0f} x {row['calls']:.0f} | {row['commengine']:.2f} "
-            f"| {row['mpi4py']:.2f} | {ratio:.3f} | {added} | {alone} |"
+            f"| {row['mpi4py']:.2f} | {ratio:.3f} | {added} | {window} | {alone} |"
         )
     return "\n".join([*lines, ""])
 

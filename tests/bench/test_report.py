@@ -4,7 +4,7 @@ import base64
 import json
 import math
 from html.parser import HTMLParser
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -57,7 +57,7 @@ def check_stands_alone(page):
         if address.startswith("data:image/svg+xml;base64,"):
             text = base64.b64decode(address.partition(",")[2]).decode()
             assert "<!DOCTYPE" not in text and "<image" not in text and "url(http" not in text
-            for element in ElementTree.fromstring(text).iter():
+            for element in ET.fromstring(text).iter():
                 for name, value in element.attrib.items():
                     assert not name.endswith("href") or value.startswith("#"), value
             drawings += 1
