@@ -118,7 +118,7 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
         f"- {result['ranks']} ranks, alternating in random order; microseconds a call",
         goal(rows),
         "",
-        "| bytes | rounds x calls | commengine | mpi4py | ratio | added: median [quartiles] | in window | added alone |",
+        "| bytes | rounds x calls | commengine | mpi4py | ratio | added: median [quartiles] | in window | alone |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

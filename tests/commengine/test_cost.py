@@ -421,6 +421,19 @@ def test_linearity_exercise_ratio():
         assert (P / tensor) / (shrunk / sending) == pytest.approx(times)
 
 
+def test_linearity_ratio_of_an_h100():
+    """"For P = 8: R = 0.23 - communication-bound!", d = 8192, 989 TFLOP/s, 900 GB/s, s much smaller than d."""
+    shape = TransformerShape(layers=1, hidden=8192, heads=64, seq=16, vocab=1)
+    flops = cost.model_flops(shape, 1) / 3
+    assert flops == pytest.approx(24 * 16 * 8192**2, rel=0.001)
+    sending = 8 * 16 * 8192 / 900e9  # "for large P": two all-reduces of 2 b s d bytes, each sent twice
+    by_ring = cost.seconds_at_bus_bandwidth("all_reduce", 2 * 2 * 16 * 8192, 900e9, 8)
+    assert by_ring / sending == pytest.approx(7 / 8)
+    # Its 0.23 is a sixth of a layer's products, at the sparse peak as in the exercise; of all, at the dense peak, 2.8.
+    assert flops / 6 / 8 / (2 * 989e12) / sending == pytest.approx(0.23, abs=0.005)
+    assert flops / 8 / 989e12 / sending == pytest.approx(2.8, abs=0.005)
+
+
 def test_linearity_layernorm_statistics():
     statistics, activation = 8 * BATCH * 2048, 4 * BATCH * 2048 * 4096
     assert statistics == 64 * 2**10  # "64 KB": two fp32 sums a token
@@ -434,6 +447,10 @@ def test_linearity_head_constraints():
         EXERCISE.require_tensor_parallel(6)
     for tensor in (1, 2, 4, 8, 16, 32):
         EXERCISE.require_tensor_parallel(tensor)
+    assert divmod(32, 6) == (5, 2)  # "some GPUs would have 5 heads, others 6"; padded to 36: "12.5% overhead"
+    padded = TransformerShape(layers=80, hidden=36 * 128, heads=36, seq=2048, vocab=32004)
+    padded.require_tensor_parallel(6)
+    assert padded.heads / 32 - 1 == 0.125
     valid = [t for t in range(1, 97) if 96 % t == 0]
     assert [t for t in valid if t != 96] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]  # its list for GPT-3 leaves out 96
 
