@@ -21,7 +21,7 @@ def new_parser(command: str, description: str | None) -> Any:
     )
 
 
-def check_writable(plot: str | None = None, **files: str | None) -> None:
+def check_writable(plot: str | Path | None = None, **files: str | Path | None) -> None:
     """Raise ValueError for a file that could not be written after the measurement. By the names of the options."""
     for name, file in {**files, "plot": plot}.items():
         if file is not None and not Path(file).parent.is_dir():

@@ -21,12 +21,16 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.machine import environment, heading
+from bench.options import check_writable
 from commengine import Communicator, launch
 from commengine.shared import SHARED_BYTES
+from trainers.options import Parser
+from trainers.rank_zero import on_rank_zero
 
 WINDOW = "commengine in window"
 SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)
@@ -134,23 +138,37 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(world: Communicator) -> None:
-    """Measure; rank 0 prints and writes."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> dict[str, Any]:
+    """The command line. Raises ValueError, which names the option."""
+    options = Parser(
+        prog="python -m bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--seconds", type=float, default=0.05, help="of each measurement, about")
-    options.add_argument("--output", type=Path, help="write the table as markdown")
-    options.add_argument("--json", type=Path, help="write every number")
-    arguments = options.parse_args()
+    options.add_argument("--output", metavar="FILE", help="write the table as markdown")
+    options.add_argument("--json", metavar="FILE", help="write every number")
+    found = vars(options.parse_args())
+    if found["rounds"] < 2 or not 0 < found["seconds"] < float("inf"):
+        raise ValueError(f"--rounds {found['rounds']} and --seconds {found['seconds']}: at least 2, and above 0")
+    check_writable(output=found["output"], json=found["json"])
+    return found
+
+
+def main(world: Communicator) -> None:
+    """Measure; rank 0 prints and writes."""
     result = environment("bench.overhead") | {"ranks": world.size}
-    rows = [measure(world, size, arguments.rounds, arguments.seconds) for size in SIZES]
-    if world.rank == 0:
+    chosen = on_rank_zero(world, parse)
+    rows = [measure(world, size, chosen["rounds"], chosen["seconds"]) for size in SIZES]
+
+    def conclude() -> None:
         text = markdown(result, rows)
-        print(text)
-        if arguments.output:
-            arguments.output.write_text(text)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(result | {"rows": rows}, indent=1))
+        print(text, flush=True)
+        if chosen["output"]:
+            Path(chosen["output"]).write_text(text)
+        if chosen["json"]:
+            Path(chosen["json"]).write_text(json.dumps(result | {"rows": rows}, indent=1))
+
+    on_rank_zero(world, conclude)
 
 
 if __name__ == "__main__":

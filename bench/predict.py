@@ -25,7 +25,7 @@ from bench.kernels import Parts
 from bench.layout import MODELS, Layout
 from bench.machine import environment, heading
 from bench.model_cost import Step, predict, slowdown
-from bench.options import new_parser
+from bench.options import check_writable, new_parser
 from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 
@@ -164,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.paper and arguments.plan:
         options.error("--paper or --plan, not both")
     try:
+        check_writable(output=arguments.output, json=arguments.json)
         cluster = load(arguments.cluster)
         if arguments.overlap_grad_reduce is not None:
             cluster = replace(cluster, overlap=arguments.overlap_grad_reduce)

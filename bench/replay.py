@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,9 +34,14 @@ from trainers.gpt_trainer import GPTTrainer
 from trainers.rank_zero import on_every_rank, on_rank_zero
 
 
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message)
+
+
 def parser() -> Any:
     """The command line; with --record, what is left is pretrain_gpt's."""
     options = new_parser("bench.replay", __doc__)
+    options.error = _refuse
     add = options.add_argument
     add("trace", metavar="TRACE", help="folder with rank-0.jsonl, rank-1.jsonl, ...")
     add("--record", action="store_true", help="write TRACE: one training step of pretrain_gpt's options")
