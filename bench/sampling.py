@@ -35,8 +35,8 @@ class Stopping:
     """When to stop: the 95% interval of the median within +-``confidence`` of it, or ``seconds`` are spent.
 
     warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call that its
-    ranks began further apart than this share of its time (and than SKEW_FLOOR) is not counted, unless none is better.
-    round_seconds: of one contestant in one round, about.
+    ranks began further apart than this share of its time (and than SKEW_FLOOR) is not counted, unless fewer than
+    ``fewest`` are better: then so many that were least late. round_seconds: of one contestant in one round, about.
     """
 
     confidence: float = 0.05
@@ -64,7 +64,7 @@ class Sampler:
         self._stopping = stopping
         self._parts: list[Times] = []
         self._skews: list[Times] = []
-        self._together: list[NDArray[np.bool_]] = []
+        self._excess: list[Times] = []  # of the skew over what it may be
         self.calls = 0
         self.spent = 0.0
         self.converged = False
@@ -74,10 +74,10 @@ class Sampler:
         skew = np.zeros(len(seconds)) if skew is None else skew
         self._parts.append(seconds)
         self._skews.append(skew)
-        self._together.append(skew <= np.maximum(self._stopping.skew * seconds, SKEW_FLOOR))
+        self._excess.append(np.maximum(0.0, skew - np.maximum(self._stopping.skew * seconds, SKEW_FLOOR)))
         self.calls += len(seconds)
         self.spent += spent
-        if self.count >= self._stopping.fewest:
+        if sum(int(np.count_nonzero(part == 0)) for part in self._excess) >= self._stopping.fewest:
             low, high = median_interval(self.seconds)
             self.converged = (high - low) / 2 <= self._stopping.confidence * float(np.median(self.seconds))
 
@@ -102,8 +102,12 @@ class Sampler:
         return self._counted(self._skews)
 
     def _counted(self, parts: Sequence[Times]) -> Times:
-        values, together = np.concatenate(parts), np.concatenate(self._together)
-        return values[together] if together.any() else values
+        values, excess = np.concatenate(parts), np.concatenate(self._excess)
+        if not excess.any():
+            return values
+        order = np.argsort(excess, kind="stable")
+        kept = max(int(np.count_nonzero(excess == 0)), min(len(values), self._stopping.fewest))
+        return values[np.sort(order[:kept])]
 
     @property
     def finished(self) -> bool:

@@ -116,14 +116,15 @@ def test_statistics_are_numpys():
     assert found["mean"] == pytest.approx(values.mean())
 
 
-def test_calls_that_a_rank_began_late_are_not_counted_unless_all_are():
-    sampler = Sampler(Stopping(skew=0.05))
+def test_calls_that_a_rank_began_late_are_not_counted_unless_too_few_are_better():
+    sampler = Sampler(Stopping(skew=0.05, fewest=1))
     sampler.add(np.array([1e-3, 2e-3, 3e-3]), 1.0, np.array([9e-4, 9e-5, 1e-3]))
     assert sampler.seconds.tolist() == [2e-3] and sampler.skews.tolist() == [9e-5]
     assert (sampler.count, sampler.late, sampler.calls) == (1, 2, 3)
-    worse = Sampler(Stopping(skew=0.05))
-    worse.add(np.array([1e-3, 2e-3]), 1.0, np.array([9e-4, 9e-4]))
-    assert (worse.count, worse.late) == (2, 0)
+    worse = Sampler(Stopping(skew=0.05, fewest=2))
+    worse.add(np.array([1e-3, 2e-3, 3e-3, 4e-3]), 1.0, np.array([9e-4, 4e-4, 1e-5, 9e-4]))
+    assert worse.seconds.tolist() == [2e-3, 3e-3] and not worse.converged  # the one in time, and the least late
+    assert (worse.count, worse.late) == (2, 2)
     barrier = Sampler(Stopping())
     barrier.add(np.array([1e-6, 2e-6]), 1.0, np.array([1e-3, 1e-3]))
     assert (barrier.count, barrier.late) == (2, 0)

@@ -422,7 +422,7 @@ def test_linearity_exercise_ratio():
 
 
 def test_linearity_ratio_of_an_h100():
-    """ "For P = 8: R = 0.23 - communication-bound!", d = 8192, 989 TFLOP/s, 900 GB/s, s much smaller than d."""
+    """The text: "For P = 8: R = 0.23 - communication-bound!", d = 8192, 989 TFLOP/s, 900 GB/s, s << d."""
     shape = TransformerShape(layers=1, hidden=8192, heads=64, seq=16, vocab=1)
     flops = cost.model_flops(shape, 1) / 3
     assert flops == pytest.approx(24 * 16 * 8192**2, rel=0.001)
