@@ -19,6 +19,7 @@ from .mpi import load_mpi, ranks_in
 from .running import DONE, Call, Closed, Runs, exchanges_first
 from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work
+from .switch_points import SwitchPoints, agreed
 from .trace import Trace
 from .watch import Watch, WatchedGroup, check_timeout
 
@@ -42,6 +43,8 @@ class Communicator(Runs):
         `commengine.watch`.
     transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
         host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
+    switch_points: from how many bytes on host collectives go through a node's memory; None: as measured on the
+        machine of ``bench/results/switch_points.md``. The same table on every rank.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
     collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and
@@ -67,6 +70,7 @@ class Communicator(Runs):
         timeout: float | None = None,
         transport: str = "nccl",
         cuda_aware_mpi: bool | None = None,
+        switch_points: SwitchPoints | None = None,
     ) -> None:
         mpi = load_mpi()
         parse_device(device)
@@ -75,10 +79,11 @@ class Communicator(Runs):
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
+        points = agreed(mpi_comm, switch_points)
         own = mpi_comm.Dup()
         self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._own(own, checked, deterministic, name, watched)
+        self._own(own, checked, deterministic, name, watched, points)
         try:
             with self._watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
@@ -87,7 +92,10 @@ class Communicator(Runs):
             self.close()
             raise
 
-    def _own(self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None) -> None:
+    def _own(
+        self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None,
+        points: SwitchPoints,
+    ) -> None:  # fmt: skip
         """Take over ``comm``, which nobody else knows."""
         self.mpi: MPI.Intracomm = comm
         # Inherited from the caller's: an error must not end the process before it can be told.
@@ -100,7 +108,7 @@ class Communicator(Runs):
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
         self._watched = watched
         self._shared = SharedTensors(comm)
-        self.deterministic = deterministic
+        self.deterministic, self.switch_points = deterministic, points
         self._host: Any = self._new_host(comm)
         self._use(None)
         self._streams: list[Stream] = []
@@ -112,7 +120,12 @@ class Communicator(Runs):
 
     def _new_host(self, comm: Any, *, polling: bool = False) -> HostTransport:
         return HostTransport(
-            comm, polling=polling, look=self._look(), shared=self._shared, deterministic=self.deterministic
+            comm,
+            polling=polling,
+            look=self._look(),
+            shared=self._shared,
+            points=self.switch_points,
+            deterministic=self.deterministic,
         )
 
     def _use(self, backend: Backend | None) -> None:
@@ -306,7 +319,7 @@ class Communicator(Runs):
                 self._alarm(stream.transport.failure)
             else:
                 transport = self._new_host(comm.Dup(), polling=True)
-                transport.open_lane()
+                transport.open_paths()
                 threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
                 stream = Stream(name, index, transport, threaded=threaded)
                 if isinstance(backend, HostedBackend):
@@ -337,7 +350,7 @@ class Communicator(Runs):
         made = Communicator.__new__(Communicator)
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
-        made._own(part, self.checked, self.deterministic, name, watched)
+        made._own(part, self.checked, self.deterministic, name, watched, self.switch_points)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from .dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
+from .lane import spin
 from .mpi import load_mpi
-from .shared import SHARED_BYTES, Place, SharedLane, SharedTensors, spin
+from .paths import MemoryPaths
+from .shared import SharedTensors
+from .switch_points import NEVER, SwitchPoints
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,8 +83,8 @@ class HostTransport:
 
     comm: an MPI intracommunicator that nothing else communicates on.
     polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
-    shared: the tensors in windows, on which large collectives go through memory (see `commengine.shared`).
-    deterministic: reduce every dtype in rank order.
+    shared: the tensors in windows; with it large collectives go through memory, from ``points`` on (see
+        `commengine.paths`). deterministic: reduce every dtype in rank order.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class HostTransport:
         polling: bool = False,
         look: Callable[[], None] | None = None,
         shared: SharedTensors | None = None,
+        points: SwitchPoints | None = None,
         deterministic: bool = False,
     ) -> None:
         mpi = load_mpi()
@@ -102,9 +106,19 @@ class HostTransport:
         if polling or look is not None:
             self._calls = PollingComm(comm, look)
             self._waitall = self._calls.waitall
-        self._shared = shared
-        self._segments = [] if shared is None else shared.segments  # looked at in every call
-        self._made_lane: SharedLane | None = None
+        self._large = NEVER  # bytes from which on the paths are asked
+        self._paths: Any = None
+        if shared is not None and comm.size > 1:
+            points = SwitchPoints() if points is None else points
+            self._large = points.least
+            self._paths = MemoryPaths(
+                comm,
+                shared,
+                points,
+                wait=self._calls.wait if isinstance(self._calls, PollingComm) else spin,
+                transport=lambda across: HostTransport(across, polling=polling, look=look),
+                deterministic=deterministic,
+            )
         self._in_order = DTYPES if deterministic else OUR_TYPES
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
@@ -115,42 +129,27 @@ class HostTransport:
         """The tensor as a buffer of opaque elements."""
         return self._address(tensor.data_ptr(), tensor.nbytes), self._types.move[tensor.dtype]
 
-    def _place(self, tensor: Tensor) -> Place | None:
-        """Where a tensor lies that is worth a collective through memory."""
-        if self._shared is None or tensor.nbytes < SHARED_BYTES:
-            return None
-        return self._shared.find(tensor)
-
-    @property
-    def _lane(self) -> SharedLane:
-        """Collective the first time: inside the first collective that needs it, or before, in `open_lane`."""
-        if self._made_lane is None:
-            wait = self._calls.wait if isinstance(self._calls, PollingComm) else spin
-            self._made_lane = SharedLane(self._comm, wait)
-        return self._made_lane
-
-    def open_lane(self) -> None:
-        """Be ready for shared tensors: a worker thread must not make a window. Collective."""
-        if self._shared is not None and self._shared.available:
-            _ = self._lane
+    def open_paths(self) -> None:
+        """Be ready for large collectives: a worker thread must not make a window. Collective."""
+        if self._paths is not None:
+            self._paths.open()
 
     def close(self) -> None:
         """Free what it made, the communicator being the caller's. Collective."""
-        if self._made_lane is not None:
-            self._made_lane.close()
+        if self._paths is not None:
+            self._paths.close()
 
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if self._segments and (place := self._place(tensor)) is not None:
-            self._lane.all_reduce(place, op)
+        nbytes = tensor.nbytes
+        if nbytes >= self._large and self._paths.all_reduce(tensor, op):
             return
         dtype = tensor.dtype
         if dtype in self._in_order:
             self._all_reduce_in_order(tensor, op)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
-        nbytes = tensor.nbytes
         if nbytes <= LONG_BYTES:
             self._calls.Allreduce(self._in_place, (self._address(tensor.data_ptr(), nbytes), datatype), mpi_op)
         else:
@@ -184,8 +183,7 @@ class HostTransport:
             _divide(tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        if self._segments and (place := self._place(input)) is not None:
-            self._lane.reduce_scatter(output, place, op)
+        if input.nbytes >= self._large and self._paths.reduce_scatter(output, input, op):
             return
         if input.dtype in self._in_order:
             parts = torch.empty_like(input)
@@ -228,19 +226,13 @@ class HostTransport:
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        if self._segments:
-            if (place := self._place(output)) is not None:
-                self._lane.gather_into(place, input)
-                return
-            if (place := self._place(input)) is not None:
-                self._lane.all_gather(output, place)
-                return
+        if output.nbytes >= self._large and self._paths.all_gather(output, input):
+            return
         in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
         self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        if self._segments and (place := self._place(tensor)) is not None:
-            self._lane.broadcast(place, root)
+        if tensor.nbytes >= self._large and self._paths.broadcast(tensor, root):
             return
         self._calls.Bcast(self._moved(tensor), root)
 

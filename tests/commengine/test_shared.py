@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from commengine import CollectiveError, CollectiveMismatch, Communicator, shared
+from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
 from commengine.dtypes import DTYPES, FLOATING_TYPES
-from commengine.shared import SHARED_BYTES
+SHARED_BYTES = 32 * 1024
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 32 * 1024
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So that a small tensor has several."""
-    monkeypatch.setattr(shared, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(in_window, "BLOCK_BYTES", BLOCK_BYTES)
 
 
 DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
