@@ -63,8 +63,9 @@ class Bounce:
 
         def reduce(chunk: int, slots: list[Tensor]) -> None:
             own = _part(rows[rank], chunk, step)
-            self._reduce(own, own, slots, step, op)
-            slots[rank][rank * step :][: own.numel()].copy_(own)
+            total = slots[rank][rank * step :][: own.numel()]
+            self._reduce(total, own, slots, step, op)
+            own.copy_(total)
 
         def collect(chunk: int, slots: list[Tensor]) -> None:
             for other, row in enumerate(rows):

@@ -119,6 +119,8 @@ def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: 
         step = _STEPS[op]
         if out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2):  # torch adds two halves in float32
             total = torch.empty(out.shape, dtype=torch.float32)
+        elif any(part.data_ptr() == out.data_ptr() for part in parts[2:]):  # still to be read when out is written
+            total = torch.empty_like(total)
         if len(parts) == 1:
             return out.copy_(parts[0])
         first = parts[0].to(total.dtype)

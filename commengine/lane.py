@@ -155,11 +155,11 @@ def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
 
 def _described(flags: memoryview) -> str:
     nbytes, operation = divmod(flags[2], 1 << 8)
-    where = "a private tensor"
+    where = "of a private tensor"
     if flags[1] != PRIVATE:
         segment, offset = divmod(flags[1], 1 << 48)
-        where = f"shared tensor {segment}, from byte {offset}"
-    return f"{_OPERATIONS[operation]} of {nbytes} bytes of {where}"
+        where = f"at byte {offset} of shared tensor {segment}"
+    return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"
 
 
 def spin(done: Callable[[], bool]) -> None:

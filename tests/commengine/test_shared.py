@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
-from commengine.dtypes import DTYPES, FLOATING_TYPES
+from commengine.dtypes import DTYPES
+from exact import expected, ops_of, values
 SHARED_BYTES = 32 * 1024
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -25,35 +26,19 @@ DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 by_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), **DTYPE_IDS)
 
 
-def values(dtype, numel, rank):
-    """Small whole numbers, different on every rank: every sum and product of them is exact."""
-    found = (torch.arange(numel) * (rank + 3)) % 5 - (0 if dtype in (torch.uint8, torch.bool) else 2)
-    return found.to(dtype)
-
-
 def numel_of(dtype, world):
     """Enough for several blocks in each rank's part, the last one not full; a multiple of the group's size."""
     return (BLOCK_BYTES // dtype.itemsize * 2 + 77) * world.size
-
-
-def expected(dtype, numel, world, op):
-    parts = torch.stack([values(dtype, numel, rank) for rank in range(world.size)])
-    if dtype == torch.bool:
-        return parts.any(0) if op in ("sum", "max") else parts.all(0)
-    wide = parts.double() if dtype.is_floating_point else parts
-    if op == "avg":
-        return wide.mean(0).to(dtype)
-    return {"sum": wide.sum, "prod": wide.prod, "max": wide.amax, "min": wide.amin}[op](0).to(dtype)
 
 
 @by_dtype
 def test_all_reduce(run, world, dtype):
     numel = numel_of(dtype, world)
     tensor = world.empty((numel,), dtype)
-    for op in ("sum", "prod", "min", "max", "avg")[: 5 if dtype in FLOATING_TYPES else 4]:
+    for op in ops_of(dtype):
         tensor.copy_(values(dtype, numel, world.rank))
         run("all_reduce", tensor, op)
-        assert torch.equal(tensor, expected(dtype, numel, world, op)), op
+        assert torch.equal(tensor, expected(dtype, numel, world.size, op)), op
 
 
 @by_dtype
@@ -65,7 +50,7 @@ def test_reduce_scatter_of_a_part(run, world, dtype):
     kept = tensor.clone()
     output = torch.empty(numel // world.size, dtype=dtype)
     run("reduce_scatter", output, tensor[64 : 64 + numel], "max")
-    sums = expected(dtype, numel + 160, world, "max")[64 : 64 + numel]
+    sums = expected(dtype, numel + 160, world.size, "max")[64 : 64 + numel]
     assert torch.equal(output, sums.view(world.size, -1)[world.rank])
     assert torch.equal(tensor, kept)
 
