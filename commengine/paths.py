@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from .host import HostTransport
 
+#: what has two levels; MPI's all_gather and broadcast send no fewer bytes between nodes than two levels would
+TWO_LEVEL = ("all_reduce", "reduce_scatter")
+
 
 class _Way(NamedTuple):
     """Through memory. place: of the tensor in a window; bounce: where it is private; two_level: in both cases."""
@@ -156,7 +159,7 @@ class MemoryPaths:
             return None
         point = self._points.point(operation, tensors[0].dtype, node.size)
         if not node.alone:
-            if self._deterministic or nbytes < point.two_level:
+            if operation not in TWO_LEVEL or self._deterministic or nbytes < point.two_level:
                 return None
         elif nbytes < min(point.window, point.bounce):
             return None

@@ -88,7 +88,7 @@ class SwitchPoints:
     @property
     def digest(self) -> int:
         """Equal for equal tables, on any rank."""
-        return zlib.crc32(json.dumps(sorted((*key, *point) for key, point in self.rows.items())).encode())
+        return zlib.crc32(json.dumps(sorted((*key, *map(float, point)) for key, point in self.rows.items())).encode())
 
     def save(self, path: Path) -> None:
         """Write what `load` reads."""

@@ -9,6 +9,7 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
 from commengine.dtypes import DTYPES
 from exact import expected, ops_of, values
+
 SHARED_BYTES = 32 * 1024
 
 pytestmark = pytest.mark.mpi(min_size=1)
