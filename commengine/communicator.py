@@ -360,6 +360,16 @@ class Communicator(Runs):
         """The ranks of the group in MPI.COMM_WORLD, in its order. Of this rank alone."""
         return ranks_in(self._live_mpi(), load_mpi().COMM_WORLD)
 
+    @property
+    def node_size(self) -> int | None:
+        """Ranks of the group on each node, where they share its memory; None where they do not, or differ by node.
+
+        Collective the first time.
+        """
+        self._live_mpi()
+        node = self._shared.node
+        return None if node is None else node.size
+
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent.
 

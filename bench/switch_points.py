@@ -1,0 +1,185 @@
+"""From how many bytes on a collective of host tensors is faster through a node's memory than by MPI.
+
+    mpiexec -n 2 python -m bench.switch_points --json here.json --output here-2.md
+    mpiexec -n 4 python -m bench.switch_points --json here.json --output here-4.md
+
+Use as many ranks as your jobs have on a node (on one group; a file may hold several numbers of them). A program then
+takes what was measured: ``Communicator(..., switch_points=SwitchPoints.load("here.json"))``. In a job that spans nodes,
+as many ranks on each, two levels are measured instead; a way that a run does not measure stays as it was in the file,
+or as it is by default.
+
+At each size the ways alternate in random order; a cell is the median over the rounds of the slowest rank's mean time
+of a call, and the ratio the median of MPI's time over it, round by round. A switch point is the size from which on a
+way has to be taken for the least total of log time over all sizes: one disturbed cell does not move it. It is never
+where that saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.machine import environment, heading
+from commengine import Communicator, launch
+from commengine.switch_points import KINDS, NEVER, OPERATIONS, Key, Point, SwitchPoints
+
+SIZES = [1 << shift for shift in range(13, 27)]
+SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
+          ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
+DTYPES = {"full": torch.float32, "half": torch.bfloat16}
+LEAST_ROUNDS, MOST_ROUNDS = 7, 101
+
+BY_MPI = SwitchPoints({})
+BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+
+Times = dict[str, list[float]]
+
+
+def ways_of(world: Communicator, memory: Communicator, spans: bool) -> dict[str, tuple[Communicator, bool]]:
+    """By name: who runs the collective, and whether its tensor lies in a window."""
+    if spans:
+        return {"mpi": (world, False), "two_level": (memory, False), "two_level, window": (memory, True)}
+    return {"mpi": (world, False), "bounce": (memory, False), "window": (memory, True)}
+
+
+def calls_of(
+    ways: dict[str, tuple[Communicator, bool]], operation: str, dtype: torch.dtype, tensors: dict[bool, torch.Tensor],
+    nbytes: int,
+) -> dict[str, Callable[[], object]]:  # fmt: skip
+    """The collective of ``nbytes``, each way. tensors: memory for it, private and in a window."""
+
+    def call(comm: Communicator, windowed: bool) -> Callable[[], object]:
+        numel = nbytes // dtype.itemsize // comm.size * comm.size
+        whole = tensors[windowed][:nbytes].view(dtype)[:numel]
+        part = torch.zeros(numel // comm.size, dtype=dtype)
+        if operation == "reduce_scatter":
+            return lambda: comm.reduce_scatter(part, whole)
+        if operation == "all_gather":
+            return lambda: comm.all_gather(whole, part)
+        return lambda: getattr(comm, operation)(whole)
+
+    return {name: call(*way) for name, way in ways.items()}
+
+
+def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
+    """Seconds a call, the slowest rank's mean over ``count``."""
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
+    world.all_reduce(mean, "max")
+    return float(mean)
+
+
+def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
+    """Seconds of each way in each round; about ``seconds`` in total, but some rounds in any case."""
+    began = time.perf_counter()
+    count = max(1, min(50, int(300e-6 / min(timed(call, 2, world) for call in calls.values()))))
+    times: Times = {name: [] for name in calls}
+    order = random.Random(count)  # count is the same on every rank, and so is when to stop
+    more = torch.ones(1)
+    while more:
+        for name in order.sample(list(calls), len(calls)):
+            times[name].append(timed(calls[name], count, world))
+        rounds = len(times["mpi"])
+        more[0] = rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - began < seconds)
+        world.broadcast(more)
+    return times
+
+
+def switch_point(sizes: list[int], mpi: list[float], way: list[float]) -> float:
+    """From which of ``sizes`` on ``way`` is to be taken, for the least total of log time."""
+    gains = [math.log(slow / fast) for slow, fast in zip(mpi, way, strict=True)]
+    totals = [sum(gains[index:]) for index in range(len(sizes))]
+    best = max(range(len(sizes)), key=totals.__getitem__)
+    return sizes[best] if totals[best] > 0 else NEVER
+
+
+def rows_of(sizes: list[int], cells: list[Times]) -> list[dict[str, float]]:
+    """Medians of one series, in seconds, and of the ratios to MPI."""
+    rows = []
+    for size, times in zip(sizes, cells, strict=True):
+        row: dict[str, float] = {"bytes": size, "rounds": len(times["mpi"])}
+        for name, values in times.items():
+            row[name] = statistics.median(values)
+            ratios = [mpi / own for mpi, own in zip(times["mpi"], values, strict=True)]
+            row[f"{name} ratio"] = statistics.median(ratios)
+        rows.append(row)
+    return rows
+
+
+def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) -> list[str]:
+    """One series as markdown."""
+    ways = [name for name in rows[0] if name not in ("bytes", "rounds") and not name.endswith("ratio")]
+    chosen = "; ".join(f"{way} {f'from {b:,.0f} bytes' if b < NEVER else 'never'}" for way, b in points.items())
+    lines = [f"## {title}: {chosen}", "", "| bytes | rounds | " + " | ".join(f"{way}, us" for way in ways) + " |",
+             "|---:|---:|" + "---:|" * len(ways)]  # fmt: skip
+    for row in rows:
+        cells = [f"{row[way] * 1e6:,.1f}" + (f" ({row[f'{way} ratio']:.2f}x)" if way != "mpi" else "") for way in ways]
+        lines.append(f"| {row['bytes']:,.0f} | {row['rounds']:.0f} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def main(launched: Communicator) -> int:
+    """Measure; rank 0 prints and writes."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seconds", type=float, default=120, help="about, in total (default: %(default)s)")
+    options.add_argument("--largest", type=int, default=SIZES[-1], help="bytes (default: %(default)s)")
+    options.add_argument("--json", type=Path, help="write or complete the file that SwitchPoints.load reads")
+    options.add_argument("--output", type=Path, help="write the tables as markdown")
+    arguments = options.parse_args()
+    sizes = [size for size in SIZES if size <= arguments.largest]
+    if launched.size < 2 or not sizes:
+        raise SystemExit(f"bench.switch_points: wants 2 ranks or more and --largest {SIZES[0]} or more")
+    result: dict[str, Any] = environment("bench.switch_points")
+    with (
+        Communicator(launched.mpi, switch_points=BY_MPI) as world,
+        Communicator(launched.mpi, switch_points=BY_MEMORY) as memory,
+    ):
+        node = memory.node_size
+        if node is None:
+            raise SystemExit("bench.switch_points: wants the same number of ranks, at least 2, on every node")
+        ways = ways_of(world, memory, spans=node < world.size)
+        tensors = {False: torch.zeros(sizes[-1], dtype=torch.uint8), True: memory.empty((sizes[-1],), torch.uint8)}
+        tensors[True].zero_()
+        base = SwitchPoints()
+        if arguments.json and arguments.json.exists():
+            base = SwitchPoints.load(arguments.json)
+        found = dict(base.rows)
+        lines: list[str] = []
+        for operation, kind in SERIES:
+            cells = []
+            for size in sizes:
+                calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
+                cells.append(measure(calls, arguments.seconds / len(SERIES) / len(sizes), world))
+            rows = rows_of(sizes, cells)
+            medians = {name: [row[name] for row in rows] for name in ways}
+            points = {
+                name: switch_point(sizes, medians["mpi"], medians[name]) for name in Point._fields if name in medians
+            }
+            found[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
+            lines += table(f"{operation}, {kind}", rows, points)
+        del tensors, calls
+    if launched.rank == 0:
+        nodes = launched.size // node
+        where = f"{launched.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else " on one node")
+        text = "\n".join([*heading("Switch points", result), f"- {where}; full: float32, half: bfloat16", "", *lines])
+        print(text)
+        if arguments.output:
+            arguments.output.write_text(text)
+        if arguments.json:
+            SwitchPoints(found).save(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    launch.run(main)
