@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .dtypes import reduce_in_order
+from .dtypes import reduce_unseen
 from .lane import PRIVATE, Lane, new_window
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Bounce:
     def _reduce(self, output: Tensor, own: Tensor, slots: list[Tensor], step: int, op: str) -> None:
         operands = [slot[self._rank * step :][: own.numel()] for slot in slots]
         operands[self._rank] = own
-        reduce_in_order(operands, op, output)
+        reduce_unseen(operands, op, output)
 
     def _run(self, operation: str, rows: Sequence[Tensor], how: str, step: int, stages: Sequence[Stage]) -> None:
         """Each chunk through each stage, when all ranks have done the one before with it.

@@ -112,21 +112,26 @@ def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: 
     run. Autograd sees nothing. Returns ``out``.
     """
     with torch.inference_mode():
-        total = out
-        if out.dtype == torch.bool:
-            op = {"sum": "max", "prod": "min"}.get(op, op)
-            parts, total = [part.view(torch.uint8) for part in parts], out.view(torch.uint8)
-        step = _STEPS[op]
-        if out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2):  # torch adds two halves in float32
-            total = torch.empty(out.shape, dtype=torch.float32)
-        elif any(part.data_ptr() == out.data_ptr() for part in parts[2:]):  # still to be read when out is written
-            total = torch.empty_like(total)
-        if len(parts) == 1:
-            return out.copy_(parts[0])
-        first = parts[0].to(total.dtype)
-        step(first, parts[1], out=total)
-        for part in parts[2:]:
-            step(total, part, out=total)
-        if op == "avg":
-            total /= len(parts)
-        return out if total.data_ptr() == out.data_ptr() else out.copy_(total)
+        return reduce_unseen(parts, op, out)
+
+
+def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
+    """`reduce_in_order` for who is in inference mode already: to enter it takes longer than to add a few kilobytes."""
+    total = out
+    if out.dtype == torch.bool:
+        op = {"sum": "max", "prod": "min"}.get(op, op)
+        parts, total = [part.view(torch.uint8) for part in parts], out.view(torch.uint8)
+    step = _STEPS[op]
+    if out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2):  # torch adds two halves in float32
+        total = torch.empty(out.shape, dtype=torch.float32)
+    elif any(part.data_ptr() == out.data_ptr() for part in parts[2:]):  # still to be read when out is written
+        total = torch.empty_like(total)
+    if len(parts) == 1:
+        return out.copy_(parts[0])
+    first = parts[0].to(total.dtype)
+    step(first, parts[1], out=total)
+    for part in parts[2:]:
+        step(total, part, out=total)
+    if op == "avg":
+        total /= len(parts)
+    return out if total.data_ptr() == out.data_ptr() else out.copy_(total)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .dtypes import reduce_in_order
+from .dtypes import reduce_unseen
 from .lane import Lane
 from .shared import Place
 
@@ -30,7 +30,7 @@ class InWindow:
         """Reduce this rank's row of everybody's tensor, and write it to all."""
         with self._together("all_reduce", place, op):
             for operands in _blocks([part[row] for part in place.parts()]):
-                result = reduce_in_order(operands, op, operands[0])
+                result = reduce_unseen(operands, op, operands[0])
                 for other in operands[1:]:
                     other.copy_(result)
 
@@ -41,7 +41,7 @@ class InWindow:
         """
         with self._together("reduce_scatter", place, op):
             for block, *operands in _blocks([output.data.view(-1), *(part[row] for part in place.parts())]):
-                reduce_in_order(operands, op, block)
+                reduce_unseen(operands, op, block)
 
     def all_gather(self, output: Tensor, place: Place) -> None:
         """Copy everybody's tensor into ``output``."""

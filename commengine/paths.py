@@ -17,7 +17,7 @@ from .bounce import Bounce
 from .in_window import InWindow
 from .lane import Lane, fits
 from .shared import Place, SharedTensors
-from .switch_points import SwitchPoints
+from .switch_points import Point, SwitchPoints
 from .two_level import TwoLevel
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class MemoryPaths:
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
         self._wait, self._transport, self._deterministic = wait, transport, deterministic
+        self._found: dict[tuple[str, Any], Point] = {}
         self._lane: Lane | None = None
         self._bounce: Bounce | None = None
         self._bounce_made = False
@@ -157,13 +158,18 @@ class MemoryPaths:
         node = self._shared.node
         if node is None:
             return None
-        point = self._points.point(operation, tensors[0].dtype, node.size)
+        dtype = tensors[0].dtype
+        point = self._found.get((operation, dtype))
+        if point is None:
+            point = self._found[operation, dtype] = self._points.point(operation, dtype, node.size)
         if not node.alone:
             if operation not in TWO_LEVEL or self._deterministic or nbytes < point.two_level:
                 return None
         elif nbytes < min(point.window, point.bounce):
             return None
-        place = next(filter(None, map(self._shared.find, tensors)), None) if self._shared.segments else None
+        place = None
+        if self._shared.segments:
+            place = next(filter(None, map(self._shared.find, tensors)), None)
         if node.alone and nbytes < (point.bounce if place is None else point.window):
             return None
         window = self._open_lane()

@@ -92,6 +92,7 @@ class _Segment:
         self.address: int = self._mine.address
         # Not views of what the user has: writing here must not look like a change that autograd has to know of.
         self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+        self._typed: dict[torch.dtype, list[Tensor]] = {}
         # Touched, or the system would count it as free, and end the process where later there is none.
         self.parts[comm.rank].zero_()
         comm.Barrier()
@@ -100,9 +101,17 @@ class _Segment:
         """This rank's part."""
         return torch.frombuffer(self._mine, dtype=dtype, count=numel)
 
+    def typed(self, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's part, for us."""
+        if dtype not in self._typed:
+            whole = self.nbytes // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
+        return self._typed[dtype]
+
     def unused(self) -> bool:
         """Whether no tensor but ours refers to the memory: unmapping it then hurts nobody. Ours are gone after this."""
         self.parts.clear()
+        self._typed.clear()
         return sys.getrefcount(self._mine) == 2  # ours, and the call's
 
     def free(self) -> None:
@@ -122,5 +131,6 @@ class Place:
 
     def parts(self) -> list[Tensor]:
         """Every rank's tensor, flat, in the order of the node's ranks."""
-        end = self.offset + self.nbytes
-        return [part[self.offset : end].view(self.dtype) for part in self.segment.parts]
+        itemsize = self.dtype.itemsize
+        here = slice(self.offset // itemsize, (self.offset + self.nbytes) // itemsize)
+        return [part[here] for part in self.segment.typed(self.dtype)]
