@@ -53,10 +53,11 @@ class Key(NamedTuple):
 
 #: what bench.switch_points measured (bench/results/switch_points.md)
 MEASURED: dict[Key, Point] = {
-    Key("all_reduce", "full", 2): Point(window=32 << 10, bounce=512 << 10, two_level=64 << 10),
-    Key("all_reduce", "half", 2): Point(window=32 << 10, bounce=64 << 10, two_level=64 << 10),
-    Key("reduce_scatter", "full", 2): Point(window=32 << 10, bounce=1 << 20, two_level=64 << 10),
-    Key("reduce_scatter", "half", 2): Point(window=32 << 10, bounce=64 << 10, two_level=64 << 10),
+    Key("all_reduce", "full", 2): Point(window=128 << 10, bounce=512 << 10, two_level=1 << 20),
+    Key("all_reduce", "half", 2): Point(window=32 << 10, bounce=64 << 10, two_level=512 << 10),
+    Key("reduce_scatter", "full", 2): Point(window=256 << 10, bounce=2 << 20, two_level=512 << 10),
+    Key("reduce_scatter", "half", 2): Point(window=64 << 10, bounce=128 << 10),
+    Key("reduce_scatter", "half", 4): Point(window=64 << 10, bounce=128 << 10, two_level=512 << 10),
     Key("all_gather", "full", 2): Point(window=32 << 10),
     Key("broadcast", "full", 2): Point(window=32 << 10),
 }

@@ -10,7 +10,7 @@ from commengine import CollectiveError, CollectiveMismatch, Communicator, bounce
 from commengine.bounce import Bounce
 from commengine.dtypes import DTYPES
 from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
-from exact import expected, ops_of, values
+from tests.exact import expected, ops_of, values
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -8,7 +8,7 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
 from commengine.dtypes import DTYPES
-from exact import expected, ops_of, values
+from tests.exact import expected, ops_of, values
 
 SHARED_BYTES = 32 * 1024
 

@@ -12,7 +12,7 @@ from commengine import Communicator, bounce, launch
 from commengine.dtypes import DTYPES
 from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
 from commengine.two_level import TwoLevel
-from exact import expected, ops_of, values
+from tests.exact import expected, ops_of, values
 
 ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
 

@@ -51,8 +51,8 @@ class Hosts:
 
     pids: dict[str, int]
 
-    def run(self, *args: str, timeout: float) -> "subprocess.CompletedProcess[str]":
-        """Run ``python ARGS`` as an MPI job, one rank on each host, over the emulated wire alone.
+    def run(self, *args: str, timeout: float, ranks_each: int = 1) -> "subprocess.CompletedProcess[str]":
+        """Run ``python ARGS`` as an MPI job, ``ranks_each`` on each host, between hosts over the emulated wire alone.
 
         Raises subprocess.TimeoutExpired after ``timeout`` seconds, the job ended.
         """
@@ -65,8 +65,8 @@ class Hosts:
         addresses = list(self.pids)
         launch = [
             mpirun.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.py"),
-            "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", "1",
-            "-n", str(len(addresses)), sys.executable, *args,
+            "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
+            "-n", str(len(addresses) * ranks_each), sys.executable, *args,
         ]  # fmt: skip
         first = [sys.executable, str(HERE / "enter.py"), addresses[0], shlex.join(launch)]
         return mpirun.command(first, timeout=timeout, env=environment)

@@ -79,6 +79,31 @@ def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
     assert right, found
 
 
+def test_two_levels(tmp_path):
+    """Reductions of two ranks on each of two hosts are right, and send what they must from a host, not more.
+
+    Of N bytes between M = 2 nodes: N 2(M-1)/M for an all-reduce, half of it for a reduce-scatter; halves go up in float32,
+    which adds as much again to the reduce-scatter. MPI alone sends a reduce-scatter from all ranks of a host.
+    """
+    path, nbytes = tmp_path / "bytes.json", 1 << 20
+    with emulated_hosts(2, 100, 2000) as hosts:
+        done = hosts.run(str(HERE.parent / "commengine" / "two_levels.py"), "2", timeout=90, ranks_each=2)
+        assert done.returncode == 0 and done.stdout == "right\n", done
+        done = hosts.run(str(HERE / "wire_bytes.py"), str(path), str(nbytes), "3", timeout=60, ranks_each=2)
+        assert done.returncode == 0, done
+    found = json.loads(path.read_text())
+    assert found["ranks_on_a_host"] == 2
+
+    def share(operation, dtype, way):
+        return found[operation][dtype][way]["bytes"] / nbytes
+
+    for operation, dtype, least in (("all_reduce", "fp32", 1.0), ("all_reduce", "bf16", 1.5),
+                                    ("reduce_scatter", "fp32", 0.5), ("reduce_scatter", "bf16", 1.0)):  # fmt: skip
+        assert share(operation, dtype, "two levels") == pytest.approx(least, rel=0.05)
+    assert share("all_reduce", "bf16", "two levels") < 0.9 * share("all_reduce", "bf16", "mpi")
+    assert share("reduce_scatter", "fp32", "two levels") < 0.6 * share("reduce_scatter", "fp32", "mpi")
+
+
 def test_everything_ends_when_a_job_hangs():
     with emulated_hosts(2, 100, 1000) as hosts:
         program = (
