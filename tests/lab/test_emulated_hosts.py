@@ -82,7 +82,7 @@ def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
 def test_two_levels(tmp_path):
     """Reductions of two ranks on each of two hosts are right, and send what they must from a host, not more.
 
-    Of N bytes between M = 2 nodes: N 2(M-1)/M for an all-reduce, half of it for a reduce-scatter; halves go up in float32,
+    Of N bytes between M = 2 nodes: N 2(M-1)/M for an all-reduce, half of it for a reduce-scatter; halves go in float32,
     which adds as much again to the reduce-scatter. MPI alone sends a reduce-scatter from all ranks of a host.
     """
     path, nbytes = tmp_path / "bytes.json", 1 << 20
