@@ -57,8 +57,31 @@ class Bounce:
         self._bytes.clear()
         self._window.Free()
 
-    def all_reduce(self, rows: Sequence[Tensor], op: str) -> None:
-        """Reduce row r of everybody on rank r, into everybody's row r."""
+    def all_reduce(self, flat: Tensor, rows: Sequence[slice], op: str) -> None:
+        """Reduce everybody's flat tensor into everybody's. Of two ranks each reduces all of it, of more its row."""
+        if self._size == 2:
+            self._all_reduce_of_two(flat, op)
+        else:
+            self._all_reduce_rows([flat[row] for row in rows], op)
+
+    def _all_reduce_of_two(self, flat: Tensor, op: str) -> None:
+        """One wait a chunk, not two, for as many bytes to read and write."""
+        rank, step = self._rank, self._step(flat, 1)
+
+        def fill(chunk: int, slots: list[Tensor]) -> None:
+            part = _part(flat, chunk, step)
+            slots[rank][: part.numel()].copy_(part)
+
+        def reduce(chunk: int, slots: list[Tensor]) -> None:
+            part = _part(flat, chunk, step)
+            operands = [slot[: part.numel()] for slot in slots]
+            operands[rank] = part
+            reduce_unseen(operands, op, part)
+
+        self._run("all_reduce", [flat], op, step, [fill, reduce])
+
+    def _all_reduce_rows(self, rows: Sequence[Tensor], op: str) -> None:
+        """Row r on rank r, then to all."""
         rank, step = self._rank, self._step(rows[0], self._size)
 
         def reduce(chunk: int, slots: list[Tensor]) -> None:

@@ -95,7 +95,7 @@ class MemoryPaths:
         elif way.place is not None:
             way.window.all_reduce(way.place, rows[self._rank], op)
         elif way.bounce is not None:
-            way.bounce.all_reduce([flat[row] for row in rows], op)
+            way.bounce.all_reduce(flat, rows, op)
         return True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
