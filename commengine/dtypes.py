@@ -33,6 +33,9 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
+#: what is summed up beside the output goes through this many elements: they stay in the caches, and malloc keeps them
+SCRATCH_ELEMENTS = 128 * 1024
+
 #: what is reduced by torch, in rank order, and not by MPI
 OUR_TYPES = HALF_TYPES | {torch.int8, torch.uint8, torch.int16}
 
@@ -117,21 +120,27 @@ def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: 
 
 def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
     """`reduce_in_order` for who is in inference mode already: to enter it takes longer than to add a few kilobytes."""
-    total = out
-    if out.dtype == torch.bool:
-        op = {"sum": "max", "prod": "min"}.get(op, op)
-        parts, total = [part.view(torch.uint8) for part in parts], out.view(torch.uint8)
-    step = _STEPS[op]
-    if out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2):  # torch adds two halves in float32
-        total = torch.empty(out.shape, dtype=torch.float32)
-    elif any(part.data_ptr() == out.data_ptr() for part in parts[2:]):  # still to be read when out is written
-        total = torch.empty_like(total)
     if len(parts) == 1:
         return out.copy_(parts[0])
-    first = parts[0].to(total.dtype)
-    step(first, parts[1], out=total)
+    if out.dtype == torch.bool:
+        op = {"sum": "max", "prod": "min"}.get(op, op)
+        reduce_unseen([part.view(torch.uint8) for part in parts], op, out.view(torch.uint8))
+        return out
+    total = out
+    # torch adds two halves in float32; an operand after the second is still to be read when out is written first.
+    if (out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2)) or any(
+        part.data_ptr() == out.data_ptr() for part in parts[2:]
+    ):
+        if out.numel() > SCRATCH_ELEMENTS:
+            rows = [torch.split(row.reshape(-1), SCRATCH_ELEMENTS) for row in (out, *parts)]
+            for block, *operands in zip(*rows, strict=True):
+                reduce_unseen(operands, op, block)
+            return out
+        total = torch.empty(out.shape, dtype=torch.float32 if out.dtype in HALF_TYPES else out.dtype)
+    step = _STEPS[op]
+    step(parts[0].to(total.dtype), parts[1], out=total)
     for part in parts[2:]:
         step(total, part, out=total)
     if op == "avg":
         total /= len(parts)
-    return out if total.data_ptr() == out.data_ptr() else out.copy_(total)
+    return out if total is out else out.copy_(total)
