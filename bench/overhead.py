@@ -9,7 +9,8 @@ is in place, fp32, sum.
 
 The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
 added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
-as such an all-reduce finds and leaves them. Above 8 MB the engine calls MPI once for each 4 MB.
+as such an all-reduce finds and leaves them. Large ones do not go by MPI at all where the group is on one node: see
+bench.switch_points.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, LaunchError, UsageError
 from .grid import GridLayout, ProcessGrid
 from .stream import Event, Stream, Work
+from .switch_points import SwitchPoints
 from .trace import CollectiveEvent, Trace, trace
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LaunchError",
     "ProcessGrid",
     "Stream",
+    "SwitchPoints",
     "Trace",
     "UsageError",
     "Work",

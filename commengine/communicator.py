@@ -37,7 +37,8 @@ class Communicator(Runs):
         does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
     name: what errors and traces call the group.
     deterministic: every reduction of host tensors is in rank order, so that its bits depend on nothing but its inputs
-        and the size of the group; MPI may choose by size, placement or luck. Costs a copy of the tensor, and time.
+        and the size of the group; MPI may choose by size, placement or luck. Where MPI moves them it costs a copy of the
+        tensor, and time; through memory nothing. Between nodes there are then no two levels.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
         are missing; holds for what is split from it, too, until it is closed. Below THREAD_MULTIPLE: see
         `commengine.watch`.
@@ -288,10 +289,11 @@ class Communicator(Runs):
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised host tensor in memory that the ranks of a node share: large collectives on it copy nothing.
 
-        all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from 32 kB on, where
-        every rank gives its tensor of the same call, or the same part of it. Private memory where the group spans
-        nodes, is one rank, or the node has too little to share. Collective; the same shape and dtype on every rank.
-        The memory lives until `close`, or, where a tensor still refers to it then, as long as the process.
+        all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from their switch
+        points on, where every rank gives its tensor of the same call, or the same part of it; of a group that spans
+        nodes the first two do. Private memory where a node has one rank of the group, or another number of them than
+        the others, or too little to share. Collective; the same shape and dtype on every rank. The memory lives until
+        `close`, or, where a tensor still refers to it then, as long as the process.
         """
         self._live_mpi()
         with self._watching("empty", "life"):

@@ -5,7 +5,7 @@ On the host:
 ==================  =====================================================================================
 dtype               reduction
 ==================  =====================================================================================
-float64, float32    MPI's own, in that precision
+float64, float32    MPI's own, in that precision; through a node's memory in rank order
 float16, bfloat16   summed in float32 in rank order and rounded once: MPI has no bfloat16 (mpi4py sends its
                     bytes, and MPICH's extension rounds at every step), and its float16 is slow
 int8, uint8, int16  by torch, in rank order; wraps around, where Open MPI 5 saturates; no ``avg``
