@@ -37,8 +37,8 @@ class Communicator(Runs):
         does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
     name: what errors and traces call the group.
     deterministic: every reduction of host tensors is in rank order, so that its bits depend on nothing but its inputs
-        and the size of the group; MPI may choose by size, placement or luck. Where MPI moves them it costs a copy of the
-        tensor, and time; through memory nothing. Between nodes there are then no two levels.
+        and the size of the group; MPI may choose by size, placement or luck. Where MPI moves them it costs a copy of
+        the tensor, and time; through memory nothing. Groups that span nodes then never reduce in two levels.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
         are missing; holds for what is split from it, too, until it is closed. Below THREAD_MULTIPLE: see
         `commengine.watch`.
