@@ -29,7 +29,7 @@ import torch
 
 from bench.machine import environment, heading
 from commengine import Communicator, launch
-from commengine.switch_points import KINDS, NEVER, OPERATIONS, Key, Point, SwitchPoints
+from commengine.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 
 SIZES = [1 << shift for shift in range(13, 27)]
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
@@ -43,11 +43,14 @@ BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATI
 Times = dict[str, list[float]]
 
 
-def ways_of(world: Communicator, memory: Communicator, spans: bool) -> dict[str, tuple[Communicator, bool]]:
+def ways_of(
+    operation: str, world: Communicator, memory: Communicator, spans: bool
+) -> dict[str, tuple[Communicator, bool]]:
     """By name: who runs the collective, and whether its tensor lies in a window."""
     if spans:
         return {"mpi": (world, False), "two_level": (memory, False), "two_level, window": (memory, True)}
-    return {"mpi": (world, False), "bounce": (memory, False), "window": (memory, True)}
+    private = {"bounce": (memory, False)} if operation in REDUCING else {}
+    return {"mpi": (world, False), **private, "window": (memory, True)}
 
 
 def calls_of(
@@ -148,7 +151,7 @@ def main(launched: Communicator) -> int:
         node = memory.node_size
         if node is None:
             raise SystemExit("bench.switch_points: wants the same number of ranks, at least 2, on every node")
-        ways = ways_of(world, memory, spans=node < world.size)
+        spans = node < world.size
         tensors = {False: torch.zeros(sizes[-1], dtype=torch.uint8), True: memory.empty((sizes[-1],), torch.uint8)}
         tensors[True].zero_()
         base = SwitchPoints()
@@ -156,11 +159,13 @@ def main(launched: Communicator) -> int:
             base = SwitchPoints.load(arguments.json)
         found = dict(base.rows)
         lines: list[str] = []
-        for operation, kind in SERIES:
+        series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
+        for operation, kind in series:
+            ways = ways_of(operation, world, memory, spans)
             cells = []
             for size in sizes:
                 calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
-                cells.append(measure(calls, arguments.seconds / len(SERIES) / len(sizes), world))
+                cells.append(measure(calls, arguments.seconds / len(series) / len(sizes), world))
             rows = rows_of(sizes, cells)
             medians = {name: [row[name] for row in rows] for name in ways}
             points = {

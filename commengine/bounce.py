@@ -1,4 +1,4 @@
-"""Collectives of private tensors inside a node: through slots in a window, a chunk at a time.
+"""Reductions of private tensors inside a node: through slots in a window, a chunk at a time.
 
 A rank copies a chunk of its tensor into a slot that all see, the ranks reduce there in rank order, and copy the result
 out, in a pipeline whose slots stay in the caches. A tensor is given as *rows*, flat, one for each rank of the node.
@@ -107,18 +107,13 @@ class Bounce:
 
         self._run("reduce_scatter", rows, op, step, [self._handing_out(rows, step), reduce])
 
-    def all_gather(self, rows: Sequence[Tensor], input: Tensor | None = None) -> None:
-        """Copy every rank's flat ``input``, or without one its own row, into everybody's rows."""
+    def all_gather(self, rows: Sequence[Tensor]) -> None:
+        """Copy every rank's own row into everybody's rows."""
         rank, step = self._rank, self._step(rows[0], 1)
 
-        given = rows[rank] if input is None else input
-        here = given.data_ptr() == rows[rank].data_ptr()
-
         def fill(chunk: int, slots: list[Tensor]) -> None:
-            part = _part(given, chunk, step)
+            part = _part(rows[rank], chunk, step)
             slots[rank][: part.numel()].copy_(part)
-            if not here:
-                _part(rows[rank], chunk, step).copy_(part)
 
         def collect(chunk: int, slots: list[Tensor]) -> None:
             for other, row in enumerate(rows):
@@ -127,22 +122,6 @@ class Bounce:
                     part.copy_(slots[other][: part.numel()])
 
         self._run("all_gather", rows, "", step, [fill, collect])
-
-    def broadcast(self, flat: Tensor, root: int) -> None:
-        """Copy ``root``'s flat tensor into everybody's."""
-        step = self._step(flat, 1)
-
-        def fill(chunk: int, slots: list[Tensor]) -> None:
-            if self._rank == root:
-                part = _part(flat, chunk, step)
-                slots[root][: part.numel()].copy_(part)
-
-        def collect(chunk: int, slots: list[Tensor]) -> None:
-            if self._rank != root:
-                part = _part(flat, chunk, step)
-                part.copy_(slots[root][: part.numel()])
-
-        self._run("broadcast", [flat], f"{root}", step, [fill, collect])
 
     def _step(self, row: Tensor, rows: int) -> int:
         """Elements of each of ``rows`` in a chunk."""

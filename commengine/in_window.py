@@ -83,4 +83,6 @@ class InWindow:
 def _blocks(rows: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Rows of one length, block by block."""
     step = BLOCK_BYTES // rows[0].itemsize
+    if rows[0].numel() <= step:  # to split it takes as long as to add a few kilobytes
+        return iter([tuple(rows)])
     return zip(*(torch.split(row, step) for row in rows), strict=True)

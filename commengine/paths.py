@@ -17,16 +17,13 @@ from .bounce import Bounce
 from .in_window import InWindow
 from .lane import Lane, fits
 from .shared import Place, SharedTensors
-from .switch_points import Point, SwitchPoints
+from .switch_points import REDUCING, Point, SwitchPoints
 from .two_level import TwoLevel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .host import HostTransport
-
-#: what has two levels; MPI's all_gather and broadcast send no fewer bytes between nodes than two levels would
-TWO_LEVEL = ("all_reduce", "reduce_scatter")
 
 
 class _Way(NamedTuple):
@@ -117,26 +114,20 @@ class MemoryPaths:
         """See `HostTransport.all_gather`."""
         nbytes = output.nbytes
         way = self._way("all_gather", nbytes, output, input)
-        if way is None:
+        if way is None or way.place is None:
             return False
-        if way.place is not None and way.place.nbytes == nbytes:
+        if way.place.nbytes == nbytes:
             way.window.gather_into(way.place, self._rows(output)[self._rank], input)
-        elif way.place is not None:
+        else:
             way.window.all_gather(output, way.place)
-        elif way.bounce is not None:
-            flat = output.data.view(-1)
-            way.bounce.all_gather([flat[row] for row in self._rows(flat)], input.data.view(-1))
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
         """See `HostTransport.broadcast`."""
         way = self._way("broadcast", tensor.nbytes, tensor)
-        if way is None:
+        if way is None or way.place is None:
             return False
-        if way.place is not None:
-            way.window.broadcast(way.place, root)
-        elif way.bounce is not None:
-            way.bounce.broadcast(tensor.data.view(-1), root)
+        way.window.broadcast(way.place, root)
         return True
 
     @property
@@ -163,7 +154,7 @@ class MemoryPaths:
         if point is None:
             point = self._found[operation, dtype] = self._points.point(operation, dtype, node.size)
         if not node.alone:
-            if operation not in TWO_LEVEL or self._deterministic or nbytes < point.two_level:
+            if operation not in REDUCING or self._deterministic or nbytes < point.two_level:
                 return None
         elif nbytes < min(point.window, point.bounce):
             return None
@@ -171,6 +162,8 @@ class MemoryPaths:
         if self._shared.segments:
             place = next(filter(None, map(self._shared.find, tensors)), None)
         if node.alone and nbytes < (point.bounce if place is None else point.window):
+            return None
+        if place is None and operation not in REDUCING:
             return None
         window = self._open_lane()
         bounce = None

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 
-#: the operations that have a way through memory
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+#: the operations that have a way through memory; those that only move have the first alone, in a window
+REDUCING = ("all_reduce", "reduce_scatter")
+OPERATIONS = (*REDUCING, "all_gather", "broadcast")
 
-#: the dtypes that MPI reduces itself, and the halves, which it does not; all_gather and broadcast know "full" alone
+#: the dtypes that MPI reduces itself, and the halves, which it does not; what only moves knows "full" alone
 KINDS = ("full", "half")
 
 
@@ -71,8 +72,7 @@ class SwitchPoints:
 
     def point(self, operation: str, dtype: torch.dtype, ranks: int) -> Point:
         """The row of the most ranks that are not more than ``ranks``."""
-        reducing = operation in ("all_reduce", "reduce_scatter")
-        kind = "half" if reducing and dtype in HALF_TYPES else "full"
+        kind = "half" if operation in REDUCING and dtype in HALF_TYPES else "full"
         fitting = [key for key in self.rows if key[:2] == (operation, kind) and key.ranks <= ranks]
         return self.rows[max(fitting)] if fitting else Point()
 

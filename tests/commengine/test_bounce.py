@@ -1,4 +1,4 @@
-"""Collectives of private tensors through slots: the values, and the bits, of every other way."""
+"""Reductions of private tensors through slots: the values, and the bits, of every other way."""
 
 import os
 from itertools import cycle
@@ -72,22 +72,6 @@ def test_reductions(run, world, dtype, bounced):
     assert torch.equal(output, expected(dtype, numel, world.size, "max").view(world.size, -1)[world.rank])
     assert torch.equal(input, values(dtype, numel, world.rank))
     assert bounced == (["all_reduce"] * 4 + ["reduce_scatter"] if world.size > 1 else [])
-
-
-@by_dtype
-def test_movement(run, world, dtype, bounced):
-    numel = numel_of(dtype)
-    output = torch.empty(numel, dtype=dtype)
-    rows = output.view(world.size, -1)
-    for input in (torch.empty_like(rows[0]), rows[world.rank]):  # out of place, and in place
-        output.zero_()
-        input.copy_(values(dtype, rows.shape[1], world.rank))
-        run("all_gather", output, input)
-        assert torch.equal(output, torch.cat([values(dtype, rows.shape[1], rank) for rank in range(world.size)]))
-    tensor = values(dtype, numel, world.rank)
-    run("broadcast", tensor, world.size - 1)
-    assert torch.equal(tensor, values(dtype, numel, world.size - 1))
-    assert bounced == (["all_gather", "all_gather", "broadcast"] if world.size > 1 else [])
 
 
 @by_wide_dtype
