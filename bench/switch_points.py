@@ -154,7 +154,7 @@ def main(launched: Communicator) -> int:
         spans = node < world.size
         tensors = {False: torch.zeros(sizes[-1], dtype=torch.uint8), True: memory.empty((sizes[-1],), torch.uint8)}
         tensors[True].zero_()
-        base = SwitchPoints()
+        base = SwitchPoints.load()
         if arguments.json and arguments.json.exists():
             base = SwitchPoints.load(arguments.json)
         found = dict(base.rows)

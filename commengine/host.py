@@ -109,7 +109,7 @@ class HostTransport:
         self._large = NEVER  # bytes from which on the paths are asked
         self._paths: Any = None
         if shared is not None and comm.size > 1:
-            points = SwitchPoints() if points is None else points
+            points = SwitchPoints.load() if points is None else points
             self._large = points.least
             self._paths = MemoryPaths(
                 comm,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,23 +52,15 @@ class Key(NamedTuple):
     ranks: int
 
 
-#: what bench.switch_points measured (bench/results/switch_points.md)
-MEASURED: dict[Key, Point] = {
-    Key("all_reduce", "full", 2): Point(window=128 << 10, bounce=512 << 10, two_level=1 << 20),
-    Key("all_reduce", "half", 2): Point(window=32 << 10, bounce=64 << 10, two_level=512 << 10),
-    Key("reduce_scatter", "full", 2): Point(window=256 << 10, bounce=2 << 20, two_level=512 << 10),
-    Key("reduce_scatter", "half", 2): Point(window=64 << 10, bounce=128 << 10),
-    Key("reduce_scatter", "half", 4): Point(window=64 << 10, bounce=128 << 10, two_level=512 << 10),
-    Key("all_gather", "full", 2): Point(window=32 << 10),
-    Key("broadcast", "full", 2): Point(window=32 << 10),
-}
+#: what bench.switch_points measured, on the machine of bench/results/switch_points-*.md
+MEASURED = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class SwitchPoints:
     """A table of switch points. The same on every rank."""
 
-    rows: Mapping[Key, Point] = field(default_factory=lambda: MEASURED)
+    rows: Mapping[Key, Point]
 
     def point(self, operation: str, dtype: torch.dtype, ranks: int) -> Point:
         """The row of the most ranks that are not more than ``ranks``."""
@@ -100,8 +92,8 @@ class SwitchPoints:
         path.write_text(json.dumps({"switch_points": rows}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path | str) -> SwitchPoints:
-        """Read a file of bench.switch_points. Raises ValueError where it is none."""
+    def load(cls, path: Path | str = MEASURED) -> SwitchPoints:
+        """Read a file of bench.switch_points, or the one that comes with this. Raises ValueError where it is none."""
         try:
             rows = json.loads(Path(path).read_text())["switch_points"]
             table = {}
@@ -117,7 +109,7 @@ class SwitchPoints:
 
 def agreed(comm: MPI.Intracomm, points: SwitchPoints | None) -> SwitchPoints:
     """``points``, or those measured. Collective; CollectiveError on every rank where two have different ones."""
-    points = SwitchPoints() if points is None else points
+    points = SwitchPoints.load() if points is None else points
     digests = set(comm.allgather(points.digest))
     if len(digests) > 1:
         raise CollectiveError("switch_points: the ranks have different tables; give every rank the same")

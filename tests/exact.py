@@ -1,8 +1,13 @@
-"""Inputs whose every reduction is exact, and the results."""
+"""Inputs whose every reduction is exact, and the results; and tables by which small ones go every way."""
 
 import torch
 
 from commengine.dtypes import FLOATING_TYPES
+from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
+
+#: through memory from the first byte on, and never
+ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+NEVER = SwitchPoints({})
 
 OPS = ("sum", "prod", "min", "max", "avg")
 

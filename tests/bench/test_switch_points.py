@@ -2,7 +2,7 @@
 
 import mpirun
 from bench.switch_points import SIZES, switch_point
-from commengine.switch_points import NEVER, Key, SwitchPoints
+from commengine.switch_points import NEVER, Key, Point, SwitchPoints
 
 
 def test_choice_is_the_least_total():
@@ -20,7 +20,7 @@ def test_choice_is_the_least_total():
 def test_command(tmp_path):
     """Every series is measured, and rows of other numbers of ranks stay in the file."""
     path, table = tmp_path / "points.json", tmp_path / "points.md"
-    SwitchPoints({Key("all_reduce", "full", 64): SwitchPoints().rows[Key("all_reduce", "full", 2)]}).save(path)
+    SwitchPoints({Key("all_reduce", "full", 64): Point(bounce=1)}).save(path)
     done = mpirun.run(2, "-m", "bench.switch_points", "--seconds", "1", "--largest", "16384", "--json", str(path),
                       "--output", str(table), timeout=100)  # fmt: skip
     assert done.returncode == 0, done

@@ -9,13 +9,9 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator, bounce
 from commengine.bounce import Bounce
 from commengine.dtypes import DTYPES
-from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
-from tests.exact import expected, ops_of, values
+from tests.exact import ALWAYS, NEVER, expected, ops_of, values
 
 pytestmark = pytest.mark.mpi(min_size=1)
-
-ALWAYS = SwitchPoints({Key(name, kind, 2): Point(window=1, bounce=1) for name in OPERATIONS for kind in KINDS})
-NEVER = SwitchPoints({})
 
 DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 by_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), **DTYPE_IDS)

@@ -8,13 +8,18 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
 from commengine.dtypes import DTYPES
-from tests.exact import expected, ops_of, values
-
-SHARED_BYTES = 32 * 1024
+from tests.exact import ALWAYS, expected, ops_of, values
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-BLOCK_BYTES = 32 * 1024
+SHARED_BYTES = BLOCK_BYTES = 32 * 1024
+
+
+@pytest.fixture(scope="module")
+def world(mpi_world):
+    with Communicator(mpi_world, switch_points=ALWAYS) as world:
+        yield world
+        world.close()
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +151,7 @@ def test_many_rounds_on_two_lanes(world):
 
 @pytest.mark.mpi(min_size=2)
 def test_different_tensors_on_different_ranks_are_an_error_on_all(mpi_world):
-    with Communicator(mpi_world, name="confused") as comm:
+    with Communicator(mpi_world, name="confused", switch_points=ALWAYS) as comm:
         one, other = comm.empty((SHARED_BYTES,)), comm.empty((SHARED_BYTES,))
         with pytest.raises(
             CollectiveMismatch, match=r"rank 1: all_reduce of 131072 bytes at byte 0 of shared tensor 1"
@@ -159,7 +164,7 @@ def test_different_tensors_on_different_ranks_are_an_error_on_all(mpi_world):
 
 
 def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world):
-    with Communicator(mpi_world) as comm:
+    with Communicator(mpi_world, switch_points=ALWAYS) as comm:
         kept = comm.empty((SHARED_BYTES,)).fill_(3.0)[5:]
         comm.empty((SHARED_BYTES,)).fill_(4.0)
     gc.collect()
@@ -175,7 +180,7 @@ def test_windows_that_nobody_uses_are_unmapped(mpi_world):
 
     sizes = []
     for _ in range(4):
-        with Communicator(mpi_world) as comm:
+        with Communicator(mpi_world, switch_points=ALWAYS) as comm:
             comm.all_reduce(comm.empty((4 << 20,)).fill_(1.0))
         sizes.append(mapped())
     assert sizes[-1] - sizes[0] < 16 << 20, "three windows of 16 MB a rank were left behind"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commengine.switch_points import NEVER, Key, Point, SwitchPoints
+from commengine.switch_points import KINDS, NEVER, REDUCING, Key, Point, SwitchPoints
 
 TABLE = SwitchPoints({
     Key("all_reduce", "full", 2): Point(window=100, bounce=1000),
@@ -22,14 +22,23 @@ def test_row_of_a_call():
     assert TABLE.point("reduce_scatter", torch.float32, 2) == (NEVER, NEVER, NEVER)
     assert TABLE.least == 50
     assert SwitchPoints({}).least == NEVER
-    assert SwitchPoints().least == 32 * 1024
+
+
+def test_measured_table():
+    """A row of two ranks for each operation and kind; between nodes reductions alone have two levels."""
+    measured = SwitchPoints.load()
+    two = {key[:2]: point for key, point in measured.rows.items() if key.ranks == 2}
+    reducing = {(operation, kind) for operation in REDUCING for kind in KINDS}
+    assert set(two) == reducing | {("all_gather", "full"), ("broadcast", "full")}
+    assert all(two[row].bounce < NEVER for row in reducing)
+    assert all(key[:2] in reducing for key, point in measured.rows.items() if min(point[1:]) < NEVER)
 
 
 def test_file(tmp_path):
     path = tmp_path / "points.json"
     TABLE.save(path)
     assert SwitchPoints.load(path) == TABLE
-    assert SwitchPoints.load(path).digest == TABLE.digest != SwitchPoints().digest
+    assert SwitchPoints.load(path).digest == TABLE.digest != SwitchPoints.load().digest
     for text in ("", "{}", '{"switch_points": [{"operation": "all_reduce"}]}',
                  '{"switch_points": [{"operation": "all_reduce", "kind": "full", "ranks": 2, "bounced": 1}]}',
                  '{"switch_points": [{"operation": "send", "kind": "full", "ranks": 2}]}'):  # fmt: skip

@@ -10,11 +10,8 @@ import torch
 
 from commengine import Communicator, bounce, launch
 from commengine.dtypes import DTYPES
-from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
 from commengine.two_level import TwoLevel
-from tests.exact import expected, ops_of, values
-
-ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+from tests.exact import ALWAYS, expected, ops_of, values
 
 
 def check_values(world: Communicator, numel: int) -> None:

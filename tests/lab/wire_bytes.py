@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 
 from commengine import Communicator, launch
-from commengine.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
-
-ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+from tests.exact import ALWAYS, NEVER
 
 
 def sent() -> int:
@@ -26,7 +24,7 @@ def main(world: Communicator) -> None:
     path, nbytes, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     with (
-        Communicator(world.mpi, switch_points=SwitchPoints({})) as flat,
+        Communicator(world.mpi, switch_points=NEVER) as flat,
         Communicator(world.mpi, switch_points=ALWAYS) as levels,
     ):
         ways = {"mpi": flat, "two levels": levels}
