@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .device import Runtime
 from .host import HostTransport
+from .switch_points import NEVER
 
 #: of a tensor that goes through host memory one piece of this many bytes is copied while another is on its way
 CHUNK_BYTES = 4 << 20
@@ -70,6 +71,7 @@ class DeviceAddressTransport(HostTransport):
         vars(self).update(vars(host))
         self._calls = SynchronizedComm(host._calls, runtime)
         self._comm: Any = SynchronizedComm(host._comm, runtime)
+        self._large = NEVER  # the ways through the node's memory are for host tensors
 
 
 def mpi_takes_device_addresses(maps: str | None = None) -> bool:

@@ -9,6 +9,7 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator, bounce
 from commengine.bounce import Bounce
 from commengine.dtypes import DTYPES
+from tests.commengine.device_stand_in import communicator_stand_in, on_device
 from tests.exact import ALWAYS, NEVER, expected, ops_of, values
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -146,3 +147,14 @@ def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced):
 def test_switch_points_differ(mpi_world):
     with pytest.raises(CollectiveError, match="switch_points"):
         Communicator(mpi_world, switch_points=ALWAYS if mpi_world.rank else None)
+
+
+def test_device_addresses_are_mpis(mpi_world, monkeypatch, bounced):
+    """An MPI that takes them moves them itself, however large: slots are for host tensors."""
+    comm, _ = communicator_stand_in(monkeypatch, mpi_world, "mpi", switch_points=ALWAYS)
+    with comm:
+        tensor = on_device(torch.ones(8000))
+        comm.all_reduce(tensor)
+        comm.broadcast(tensor)
+        assert tensor.as_subclass(torch.Tensor).eq(comm.size).all()
+    assert bounced == []
