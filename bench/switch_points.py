@@ -9,9 +9,9 @@ as many ranks on each, two levels are measured instead; a way that a run does no
 or as it is by default.
 
 At each size the ways alternate in random order; a cell is the median over the rounds of the slowest rank's mean time
-of a call, and the ratio the median of MPI's time over it, round by round. A switch point is the size from which on a
-way has to be taken for the least total of log time over all sizes: one disturbed cell does not move it. It is never
-where that saves nothing.
+of a call (``--statistic min``: the least, for a machine that others use too), and in brackets MPI's over it. A switch
+point is the size from which on a way has to be taken for the least total of log time over all sizes: one disturbed cell
+does not move it. It is never where that saves nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.machine import environment, heading
 from commengine import Communicator, launch
 from commengine.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 
-SIZES = [1 << shift for shift in range(13, 27)]
+SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
           ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
 DTYPES = {"full": torch.float32, "half": torch.bfloat16}
@@ -39,6 +39,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 7, 101
 
 BY_MPI = SwitchPoints({})
 BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+
+STATISTICS: dict[str, Callable[[list[float]], float]] = {"p50": statistics.median, "min": min}
 
 Times = dict[str, list[float]]
 
@@ -107,27 +109,25 @@ def switch_point(sizes: list[int], mpi: list[float], way: list[float]) -> float:
     return sizes[best] if totals[best] > 0 else NEVER
 
 
-def rows_of(sizes: list[int], cells: list[Times]) -> list[dict[str, float]]:
-    """Medians of one series, in seconds, and of the ratios to MPI."""
-    rows = []
-    for size, times in zip(sizes, cells, strict=True):
-        row: dict[str, float] = {"bytes": size, "rounds": len(times["mpi"])}
-        for name, values in times.items():
-            row[name] = statistics.median(values)
-            ratios = [mpi / own for mpi, own in zip(times["mpi"], values, strict=True)]
-            row[f"{name} ratio"] = statistics.median(ratios)
-        rows.append(row)
-    return rows
+def rows_of(sizes: list[int], cells: list[Times], statistic: str) -> list[dict[str, float]]:
+    """One series, in seconds."""
+    of = STATISTICS[statistic]
+    return [
+        {"bytes": size, "rounds": len(times["mpi"]), **{name: of(values) for name, values in times.items()}}
+        for size, times in zip(sizes, cells, strict=True)
+    ]
 
 
 def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) -> list[str]:
     """One series as markdown."""
-    ways = [name for name in rows[0] if name not in ("bytes", "rounds") and not name.endswith("ratio")]
+    ways = list(rows[0])[2:]
     chosen = "; ".join(f"{way} {f'from {b:,.0f} bytes' if b < NEVER else 'never'}" for way, b in points.items())
     lines = [f"## {title}: {chosen}", "", "| bytes | rounds | " + " | ".join(f"{way}, us" for way in ways) + " |",
              "|---:|---:|" + "---:|" * len(ways)]  # fmt: skip
     for row in rows:
-        cells = [f"{row[way] * 1e6:,.1f}" + (f" ({row[f'{way} ratio']:.2f}x)" if way != "mpi" else "") for way in ways]
+        cells = [
+            f"{row[way] * 1e6:,.1f}" + (f" ({row['mpi'] / row[way]:.2f}x)" if way != "mpi" else "") for way in ways
+        ]
         lines.append(f"| {row['bytes']:,.0f} | {row['rounds']:.0f} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -137,6 +137,7 @@ def main(launched: Communicator) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seconds", type=float, default=120, help="about, in total (default: %(default)s)")
     options.add_argument("--largest", type=int, default=SIZES[-1], help="bytes (default: %(default)s)")
+    options.add_argument("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
     options.add_argument("--json", type=Path, help="write or complete the file that SwitchPoints.load reads")
     options.add_argument("--output", type=Path, help="write the tables as markdown")
     arguments = options.parse_args()
@@ -166,18 +167,23 @@ def main(launched: Communicator) -> int:
             for size in sizes:
                 calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
                 cells.append(measure(calls, arguments.seconds / len(series) / len(sizes), world))
-            rows = rows_of(sizes, cells)
-            medians = {name: [row[name] for row in rows] for name in ways}
-            points = {
-                name: switch_point(sizes, medians["mpi"], medians[name]) for name in Point._fields if name in medians
-            }
+            rows = rows_of(sizes, cells, arguments.statistic)
+            times = {name: [row[name] for row in rows] for name in ways}
+            points = {name: switch_point(sizes, times["mpi"], times[name]) for name in Point._fields if name in times}
             found[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
             lines += table(f"{operation}, {kind}", rows, points)
         del tensors, calls
     if launched.rank == 0:
         nodes = launched.size // node
         where = f"{launched.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else " on one node")
-        text = "\n".join([*heading("Switch points", result), f"- {where}; full: float32, half: bfloat16", "", *lines])
+        text = "\n".join(
+            [
+                *heading("Switch points", result),
+                f"- {where}; full: float32, half: bfloat16; {arguments.statistic} of the rounds",
+                "",
+                *lines,
+            ]
+        )
         print(text)
         if arguments.output:
             arguments.output.write_text(text)

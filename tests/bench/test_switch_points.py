@@ -21,10 +21,10 @@ def test_command(tmp_path):
     """Every series is measured, and rows of other numbers of ranks stay in the file."""
     path, table = tmp_path / "points.json", tmp_path / "points.md"
     SwitchPoints({Key("all_reduce", "full", 64): Point(bounce=1)}).save(path)
-    done = mpirun.run(2, "-m", "bench.switch_points", "--seconds", "1", "--largest", "16384", "--json", str(path),
+    done = mpirun.run(2, "-m", "bench.switch_points", "--seconds", "1", "--largest", "65536", "--json", str(path),
                       "--output", str(table), timeout=100)  # fmt: skip
     assert done.returncode == 0, done
     rows = SwitchPoints.load(path).rows
     assert {key.ranks for key in rows} == {2, 64} and len(rows) == 7
-    assert table.read_text().count("| 16,384 |") == 6
+    assert table.read_text().count("| 65,536 |") == 6
     assert mpirun.run(1, "-m", "bench.switch_points", timeout=60).returncode != 0
