@@ -110,6 +110,8 @@ class SwitchPoints:
 def agreed(comm: MPI.Intracomm, points: SwitchPoints | None) -> SwitchPoints:
     """``points``, or those measured. Collective; CollectiveError on every rank where two have different ones."""
     points = SwitchPoints.load() if points is None else points
+    if not isinstance(points, SwitchPoints):
+        raise CollectiveError(f"switch_points={points!r} is not a SwitchPoints: SwitchPoints.load(FILE) reads one")
     digests = set(comm.allgather(points.digest))
     if len(digests) > 1:
         raise CollectiveError("switch_points: the ranks have different tables; give every rank the same")

@@ -147,6 +147,8 @@ def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced):
 def test_switch_points_differ(mpi_world):
     with pytest.raises(CollectiveError, match="switch_points"):
         Communicator(mpi_world, switch_points=ALWAYS if mpi_world.rank else None)
+    with pytest.raises(CollectiveError, match=r"SwitchPoints\.load"):
+        Communicator(mpi_world, switch_points="here.json")
 
 
 def test_device_addresses_are_mpis(mpi_world, monkeypatch, bounced):

@@ -52,6 +52,31 @@ timed.all_reduce(torch.ones(8), "max"{where}).wait()
         assert re.search(r"#8 all_reduce\(float32 \[8\], op=max\) of group 'world'.*: running for \d", text)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "where"),
+    [("torch.ones(1 << 20)", ", stream=lane"), ("timed.empty((1 << 20,)).fill_(1)", "")],
+    ids=["slots-stream", "window-direct"],
+)
+def test_a_stopped_rank_is_named_where_memory_is_shared(job, tensor, where):
+    """The others wait at flags, not in MPI; each collective is still one, and the ranks on their feet end."""
+    done, seconds = job(
+        WATCHED
+        + f"""
+lane = timed.new_stream()
+tensor = {tensor}
+timed.all_reduce(tensor{where}).wait()
+timed.all_reduce(tensor{where}).wait()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+timed.all_reduce(tensor{where}).wait()
+""",
+        n=3,
+    )
+    found = assert_reported(done, {0, 2}, ["rank 1, all_reduce #3"])
+    assert seconds < 15
+    assert all(re.search(r"#3 all_reduce\(float32 \[1048576\], op=sum\)", text) for text in found.values())
+
+
 def test_a_rank_that_computes_is_named_and_says_where_it_is(job):
     done, _ = job(
         WATCHED
