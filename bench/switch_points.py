@@ -35,7 +35,7 @@ SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: ther
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
           ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
 DTYPES = {"full": torch.float32, "half": torch.bfloat16}
-LEAST_ROUNDS, MOST_ROUNDS = 7, 101
+LEAST_ROUNDS, MOST_ROUNDS = 5, 101
 
 BY_MPI = SwitchPoints({})
 BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
@@ -88,7 +88,7 @@ def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
 def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
     """Seconds of each way in each round; about ``seconds`` in total, but some rounds in any case."""
     began = time.perf_counter()
-    count = max(1, min(50, int(300e-6 / min(timed(call, 2, world) for call in calls.values()))))
+    count = max(1, min(50, int(300e-6 / min(timed(call, 1, world) for call in calls.values()))))
     times: Times = {name: [] for name in calls}
     order = random.Random(count)  # count is the same on every rank, and so is when to stop
     more = torch.ones(1)
@@ -161,12 +161,14 @@ def main(launched: Communicator) -> int:
         found = dict(base.rows)
         lines: list[str] = []
         series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
+        ends, cells_left = time.perf_counter() + arguments.seconds, len(series) * len(sizes)
         for operation, kind in series:
             ways = ways_of(operation, world, memory, spans)
             cells = []
             for size in sizes:
                 calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
-                cells.append(measure(calls, arguments.seconds / len(series) / len(sizes), world))
+                cells.append(measure(calls, (ends - time.perf_counter()) / cells_left, world))
+                cells_left -= 1
             rows = rows_of(sizes, cells, arguments.statistic)
             times = {name: [row[name] for row in rows] for name in ways}
             points = {name: switch_point(sizes, times["mpi"], times[name]) for name in Point._fields if name in times}
