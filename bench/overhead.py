@@ -4,8 +4,7 @@
 
 They alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
 "Added" is the median over the rounds of the engine's time less mpi4py's, with its quartiles; "in window": the same of
-the engine on a tensor of `Communicator.empty`, up to SHARED_BYTES, from where on it does not go by MPI any more. A call
-is in place, fp32, sum.
+the engine on a tensor of `Communicator.empty`, as far as those go by MPI, too. A call is in place, fp32, sum.
 
 The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
 added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
@@ -29,7 +28,7 @@ import torch
 from bench.machine import environment, heading
 from bench.options import check_writable
 from commengine import Communicator, launch
-from commengine.shared import SHARED_BYTES
+from commengine.switch_points import SwitchPoints
 from trainers.options import Parser
 from trainers.rank_zero import on_rank_zero
 
@@ -81,10 +80,13 @@ def contestants(
     }
 
 
-def measure(world: Communicator, size: int, rounds: int, seconds: float) -> dict[str, float]:
-    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds."""
+def measure(world: Communicator, size: int, rounds: int, seconds: float, least: float) -> dict[str, float]:
+    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds.
+
+    least: bytes below which a tensor in a window goes by MPI, too.
+    """
     tensor = torch.zeros(size // 4)
-    window = world.empty((size // 4,)).zero_() if size < SHARED_BYTES else None
+    window = world.empty((size // 4,)).zero_() if size < least else None
     calls = contestants(world, tensor, window)
     first = max(timed(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
@@ -159,7 +161,8 @@ def main(world: Communicator) -> None:
     """Measure; rank 0 prints and writes."""
     result = environment("bench.overhead") | {"ranks": world.size}
     chosen = on_rank_zero(world, parse)
-    rows = [measure(world, size, chosen["rounds"], chosen["seconds"]) for size in SIZES]
+    least = SwitchPoints.load().least
+    rows = [measure(world, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
 
     def conclude() -> None:
         text = markdown(result, rows)

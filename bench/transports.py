@@ -168,7 +168,7 @@ class Engine(Transport):
 
 
 class Shared(Engine):
-    """The engine on tensors of `Communicator.empty`, which the ranks of a node share; from 32 kB on that matters."""
+    """The engine on tensors of `Communicator.empty`, which a node's ranks share: the large go through no message."""
 
     name = "shared"
 

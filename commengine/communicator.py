@@ -45,7 +45,7 @@ class Communicator(Runs):
     transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
         host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
     switch_points: from how many bytes on host collectives go through a node's memory; None: as measured on the
-        machine of ``bench/results/switch_points.md``. The same table on every rank.
+        machine of ``bench/results/switch_points-*.md``. The same table on every rank.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
     collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and

@@ -15,6 +15,7 @@ from .checks import ArgumentChecks
 from .device_stream import DeviceStream
 from .shared import SharedTensors
 from .stream import GroupedWork, Stream, Work, finished_work
+from .switch_points import SwitchPoints
 from .trace import CollectiveEvent, Trace, begin
 from .watch import Entry, WatchedGroup
 
@@ -59,6 +60,7 @@ class Runs(ArgumentChecks):
     _group: list[tuple[Call, GroupedWork]] | None
     _slow: bool
     _shared: SharedTensors
+    switch_points: SwitchPoints
     _watched: WatchedGroup | None
     _failures: tuple[type[Exception], ...]
 
@@ -122,10 +124,11 @@ class Runs(ArgumentChecks):
         return record, entry
 
     def _buffer(self, tensor: Tensor | None) -> tuple[int, bool]:
-        """What a trace says of a tensor: its bytes, and whether the other ranks reach it where it lies."""
+        """What a trace says of a tensor: its bytes, and whether it lies in a window, and is large enough to matter."""
         if tensor is None:
             return 0, False
-        return tensor.nbytes, tensor.is_cpu and self._shared.reaches(tensor)
+        shared = tensor.is_cpu and self._shared.reaches(tensor)
+        return tensor.nbytes, shared and tensor.nbytes >= self.switch_points.least
 
     def _run_observed(self, call: Call, stream: Stream | None) -> Work:
         name, args, tensor, _ = call
