@@ -11,7 +11,8 @@ or as it is by default.
 At each size the ways alternate in random order; a cell is the median over the rounds of the slowest rank's mean time
 of a call (``--statistic min``: the least, for a machine that others use too), and in brackets MPI's over it. A switch
 point is the size from which on a way has to be taken for the least total of log time over all sizes: one disturbed cell
-does not move it. It is never where that saves nothing.
+does not move it. It is never where that saves nothing. A way through memory counts as slower than it is by
+``--margin``: it goes through the caches of several cores, so that it suffers more than MPI's when others use them.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Commu
     return times
 
 
-def switch_point(sizes: list[int], mpi: list[float], way: list[float]) -> float:
-    """From which of ``sizes`` on ``way`` is to be taken, for the least total of log time."""
-    gains = [math.log(slow / fast) for slow, fast in zip(mpi, way, strict=True)]
+def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: float = 1.0) -> float:
+    """From which of ``sizes`` on ``way``, taken for ``margin`` times as slow, saves most in total of log time."""
+    gains = [math.log(slow / fast / margin) for slow, fast in zip(mpi, way, strict=True)]
     totals = [sum(gains[index:]) for index in range(len(sizes))]
     best = max(range(len(sizes)), key=totals.__getitem__)
     return sizes[best] if totals[best] > 0 else NEVER
@@ -138,6 +139,7 @@ def main(launched: Communicator) -> int:
     options.add_argument("--seconds", type=float, default=120, help="about, in total (default: %(default)s)")
     options.add_argument("--largest", type=int, default=SIZES[-1], help="bytes (default: %(default)s)")
     options.add_argument("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
+    options.add_argument("--margin", type=float, default=1.25, help="MPI is left for less time than 1 / this of its")
     options.add_argument("--json", type=Path, help="write or complete the file that SwitchPoints.load reads")
     options.add_argument("--output", type=Path, help="write the tables as markdown")
     arguments = options.parse_args()
@@ -171,7 +173,11 @@ def main(launched: Communicator) -> int:
                 cells_left -= 1
             rows = rows_of(sizes, cells, arguments.statistic)
             times = {name: [row[name] for row in rows] for name in ways}
-            points = {name: switch_point(sizes, times["mpi"], times[name]) for name in Point._fields if name in times}
+            points = {
+                name: switch_point(sizes, times["mpi"], times[name], arguments.margin)
+                for name in Point._fields
+                if name in times
+            }
             found[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
             lines += table(f"{operation}, {kind}", rows, points)
         del tensors, calls
@@ -181,7 +187,8 @@ def main(launched: Communicator) -> int:
         text = "\n".join(
             [
                 *heading("Switch points", result),
-                f"- {where}; full: float32, half: bfloat16; {arguments.statistic} of the rounds",
+                f"- {where}; full: float32, half: bfloat16; {arguments.statistic} of the rounds; "
+                f"a way is taken where MPI needs {arguments.margin:g} times as long or more",
                 "",
                 *lines,
             ]

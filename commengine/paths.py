@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .bounce import Bounce
 from .in_window import InWindow
 from .lane import Lane, fits
 from .shared import Place, SharedTensors
-from .switch_points import REDUCING, Point, SwitchPoints
+from .switch_points import NEVER, REDUCING, Point, SwitchPoints
 from .two_level import TwoLevel
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class MemoryPaths:
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
         self._wait, self._transport, self._deterministic = wait, transport, deterministic
-        self._found: dict[tuple[str, Any], Point] = {}
+        self._found: dict[tuple[str, torch.dtype], Point] = {}
+        self._least: dict[tuple[str, torch.dtype], float] = {}
         self._lane: Lane | None = None
         self._bounce: Bounce | None = None
         self._bounce_made = False
@@ -146,18 +148,14 @@ class MemoryPaths:
 
         Collective the first time that it is not None.
         """
-        node = self._shared.node
-        if node is None:
-            return None
         dtype = tensors[0].dtype
-        point = self._found.get((operation, dtype))
-        if point is None:
-            point = self._found[operation, dtype] = self._points.point(operation, dtype, node.size)
-        if not node.alone:
-            if operation not in REDUCING or self._deterministic or nbytes < point.two_level:
-                return None
-        elif nbytes < min(point.window, point.bounce):
+        least = self._least.get((operation, dtype))
+        if least is None:
+            least = self._least[operation, dtype] = self._least_bytes(operation, dtype)
+        if nbytes < least:  # first: what goes by MPI is not to be slowed down
             return None
+        node, point = self._shared.node, self._found[operation, dtype]
+        assert node is not None  # else there is no least
         place = None
         if self._shared.segments:
             place = next(filter(None, map(self._shared.find, tensors)), None)
@@ -170,6 +168,16 @@ class MemoryPaths:
         if place is None and (bounce := self._open_bounce()) is None:
             return None
         return _Way(window, place, bounce, self._two_level)
+
+    def _least_bytes(self, operation: str, dtype: torch.dtype) -> float:
+        """From how many bytes on there is a way for some tensor. Collective the first time."""
+        node = self._shared.node
+        if node is None:
+            return NEVER
+        point = self._found[operation, dtype] = self._points.point(operation, dtype, node.size)
+        if node.alone:
+            return min(point.window, point.bounce)
+        return NEVER if operation not in REDUCING or self._deterministic else point.two_level
 
     def _open_lane(self) -> InWindow:
         """Flags, and what is between the nodes. Collective the first time."""
