@@ -124,6 +124,8 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
         parts = parts.unbind()  # once: each row that is taken out of a tensor costs a microsecond
     if len(parts) == 1:
         return out.copy_(parts[0])
+    if len(parts) == 2 and op == "sum" and parts[0].dtype == out.dtype != torch.bool:
+        return torch.add(parts[0], parts[1], out=out)  # what is left below, without the looking
     if out.dtype == torch.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)
         reduce_unseen([part.view(torch.uint8) for part in parts], op, out.view(torch.uint8))

@@ -16,8 +16,11 @@ from .dtypes import reduce_unseen
 from .lane import Lane
 from .shared import Place
 
-#: bytes of each rank's operand that are reduced at a time: all of them, and the result, stay in the caches
-BLOCK_BYTES = 1 << 20
+#: bytes of all operands up to which a row is reduced at once: a node's large cache has them
+CACHED_BYTES = 8 << 20
+
+#: bytes of each operand that are reduced at a time else: a core's own cache still has the result when it is copied
+BLOCK_BYTES = 256 << 10
 
 
 class InWindow:
@@ -82,7 +85,6 @@ class InWindow:
 
 def _blocks(rows: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Rows of one length, block by block."""
-    step = BLOCK_BYTES // rows[0].itemsize
-    if rows[0].numel() <= step:  # to split it takes as long as to add a few kilobytes
+    if sum(row.nbytes for row in rows) <= CACHED_BYTES:
         return iter([tuple(rows)])
-    return zip(*(torch.split(row, step) for row in rows), strict=True)
+    return zip(*(torch.split(row, BLOCK_BYTES // rows[0].itemsize) for row in rows), strict=True)

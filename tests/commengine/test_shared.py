@@ -26,6 +26,7 @@ def world(mpi_world):
 def small_blocks(monkeypatch):
     """So that a small tensor has several."""
     monkeypatch.setattr(in_window, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(in_window, "CACHED_BYTES", 2 * BLOCK_BYTES)
 
 
 DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
