@@ -64,8 +64,10 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UsageError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not results of bench.collectives --json: no JSON ({error})") from error
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:

@@ -301,11 +301,11 @@ def main(world: Communicator) -> None:
         return
     what = recording.parse(options["data"])
     recorded = what.size
-    if world.size < recorded:
-        if not options["scale"]:
+    if world.size != recorded:
+        if world.size > recorded or not options["scale"]:
             raise UsageError(
                 f"{options['trace']} was recorded on {recorded} ranks, and here are {world.size}: start {recorded}, or "
-                "give --scale to replay the parts of the first ranks"
+                "fewer with --scale, which replays the parts of the first ranks"
             )
         what = what.scaled(world.size)
         if not what.groups:
@@ -317,7 +317,7 @@ def main(world: Communicator) -> None:
 
     def report() -> None:
         lines = [
-            f"- recorded on {recorded} ranks, replayed on {min(recorded, world.size)}",
+            f"- recorded on {recorded} ranks, replayed on {world.size}",
             f"- medians of {options['rounds']} replays; per rank, the mean over those that have the group",
             "",
             *tables(ranks),

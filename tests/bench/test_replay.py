@@ -222,11 +222,13 @@ def test_report_of_a_replay(mpi_world, folder, monkeypatch):
         assert len(ranks) == world.size and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
 
 
-def test_fewer_ranks_are_an_error_of_the_command(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_number_of_ranks_is_an_error_of_the_command(tmp_path, ranks):
+    """With more of them cores would be shared that the step had to itself."""
     write(tmp_path, lambda rank: [event("all_reduce", rank, redop="sum")])
-    done = mpirun.run(1, "-m", "bench.replay", str(tmp_path))
+    done = mpirun.run(ranks, "-m", "bench.replay", str(tmp_path), *["--scale"] * (ranks > 3))
     assert done.returncode == 2, done
-    assert "recorded on 3 ranks, and here are 1: start 3, or give --scale" in done.stderr
+    assert f"recorded on 3 ranks, and here are {ranks}: start 3, or fewer with --scale" in done.stderr
 
 
 @pytest.mark.mpi(min_size=2)
