@@ -15,7 +15,7 @@ import json
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from commengine.cost import TransformerShape, parameters
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 RECOMPUTE = ("none", "selective", "full")
+LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
+COUNTS = (*SHAPE, "gpus", "tensor_model_parallel_size", "micro_batch_size", "global_batch_size", "top")
+RESERVE_GB, TOP = 2.0, 12
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
@@ -38,26 +41,84 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     options = new_parser("bench.predict", __doc__)
     add = options.add_argument
     add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
-    add("--cluster", default="dgx-2h", metavar="NAME|FILE", help=f"one of {', '.join(names())}, or a YAML file")
+    add(
+        "--cluster",
+        default="dgx-2h",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(names())}, or a YAML file (default: dgx-2h)",
+    )
     add("--model", choices=sorted(MODELS), help="a model of the literature, instead of or before its sizes below")
     for name in SHAPE:
-        add(f"--{name.replace('_', '-')}", type=int)
-    add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size)")
-    add("--tensor-model-parallel-size", type=int, default=1)
-    add("--micro-batch-size", type=int, default=8, help="sequences a replica runs at once")
-    add("--global-batch-size", type=int, help="sequences a step (default: one micro-batch a replica; --plan needs it)")
-    add("--recompute-granularity", choices=RECOMPUTE, default="full")
-    add("--sequence-parallel", action="store_true")
-    add("--use-distributed-optimizer", action="store_true", help="ZeRO-1: optimizer state split over the replicas")
+        add(_flag(name), type=int, metavar="N", help="default: that of --model")
+    add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size; --plan needs it)")
+    add(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="sequences a step (default: one micro-batch a replica; --plan needs it)",
+    )
+    # What --plan searches has no default here: None says that it was not given.
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: 1; --plan: searched unless given")
+    add(
+        "--micro-batch-size",
+        type=int,
+        metavar="N",
+        help="sequences a replica runs at once (default: 8; --plan: searched unless given)",
+    )
+    add("--recompute-granularity", choices=RECOMPUTE, help="default: full; --plan: searched unless given")
+    add("--sequence-parallel", action=BooleanOptionalAction, help="default: no; --plan: searched unless given")
+    add(
+        "--use-distributed-optimizer",
+        action=BooleanOptionalAction,
+        help="ZeRO-1: optimizer state split over the replicas (default: no; --plan: searched unless given)",
+    )
     add("--overlap-grad-reduce", action=BooleanOptionalAction, help="default: the cluster's")
-    add("--plan", action="store_true", help="the fastest layout that fits, and why the others lose")
-    add("--reserve-gb", type=float, default=2.0, help="memory a device keeps for contexts and buffers (--plan)")
-    add("--top", type=int, default=12, help="rows of --plan that are printed")
-    add("--paper", action="store_true", help="the 13 scaling figures of Shoeybi et al. 2019")
+    add(
+        "--plan",
+        action="store_true",
+        help="the fastest layout that fits, and why the others lose; exit status 1 where nothing fits",
+    )
+    add(
+        "--reserve-gb",
+        type=float,
+        metavar="GB",
+        help=f"with --plan: memory a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
+    )
+    add("--top", type=int, metavar="N", help=f"with --plan: rows that are printed (default: {TOP})")
+    add("--paper", action="store_true", help="the 13 scaling figures of Shoeybi et al. 2019; takes no model or layout")
     add("--ablation", action="store_true", help="with --paper: the 13 without each part, and with other constants")
-    add("--json", type=Path, metavar="FILE", help="write every number")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the numbers. --paper: by figure5-mp, figure5-mp-dp, table7 and table8, lists of published and "
+        "predicted in the paper's order, without the rows that are 100%% by definition. --plan: the model, the cluster "
+        "and all candidates, best first. Otherwise: the model, the cluster, the layout and its step",
+    )
     add("--output", type=Path, metavar="FILE", help="write the tables as markdown")
     return options.parse_args(argv), options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check(arguments: Any) -> None:
+    """Raise ValueError for options that do not go together and for numbers that mean nothing."""
+    if arguments.ablation and not arguments.paper:
+        raise ValueError("--ablation goes with --paper")
+    if arguments.paper and arguments.plan:
+        raise ValueError("--paper or --plan, not both")
+    for name in ("reserve_gb", "top"):
+        if getattr(arguments, name) is not None and not arguments.plan:
+            raise ValueError(f"{_flag(name)} goes with --plan")
+    for name in ("model", *SHAPE, "gpus", "global_batch_size", *LAYOUT):
+        if getattr(arguments, name) is not None and arguments.paper:
+            raise ValueError(f"--paper takes no {_flag(name)}: the models and layouts are the paper's")
+    for name in COUNTS:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(name)} {value}: at least 1")
 
 
 def shape_of(arguments: Any) -> TransformerShape:
@@ -67,7 +128,7 @@ def shape_of(arguments: Any) -> TransformerShape:
         known = MODELS[arguments.model]
         defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
         given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
-    missing = [f"--{name.replace('_', '-')}" for name, size in zip(SHAPE, given, strict=True) if size is None]
+    missing = [_flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
     if missing:
         raise ValueError(f"give --model, or also {', '.join(missing)}")
     return TransformerShape(*given)
@@ -75,13 +136,14 @@ def shape_of(arguments: Any) -> TransformerShape:
 
 def layout_of(arguments: Any) -> Layout:
     """How --gpus and the sizes spread the step. Raises ValueError where one does not divide another."""
-    tensor, micro = arguments.tensor_model_parallel_size, arguments.micro_batch_size
+    tensor = 1 if arguments.tensor_model_parallel_size is None else arguments.tensor_model_parallel_size
+    micro = 8 if arguments.micro_batch_size is None else arguments.micro_batch_size
     gpus = tensor if arguments.gpus is None else arguments.gpus
-    if tensor < 1 or gpus < 1 or gpus % tensor:
+    if gpus % tensor:
         raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
     data = gpus // tensor
     batch = data * micro if arguments.global_batch_size is None else arguments.global_batch_size
-    if micro < 1 or batch < 1 or batch % (data * micro):
+    if batch % (data * micro):
         raise ValueError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x {data} data-parallel replicas"
         )
@@ -90,9 +152,9 @@ def layout_of(arguments: Any) -> Layout:
         data=data,
         micro_batch=micro,
         micro_batches=batch // (data * micro),
-        recompute=arguments.recompute_granularity,
-        sequence_parallel=arguments.sequence_parallel and tensor > 1,
-        zero1=arguments.use_distributed_optimizer,
+        recompute=arguments.recompute_granularity or "full",
+        sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
+        zero1=bool(arguments.use_distributed_optimizer),
     )
 
 
@@ -159,11 +221,8 @@ def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict and report; the exit status."""
     arguments, options = parse(argv)
-    if arguments.ablation and not arguments.paper:
-        options.error("--ablation goes with --paper")
-    if arguments.paper and arguments.plan:
-        options.error("--paper or --plan, not both")
     try:
+        check(arguments)
         check_writable(output=arguments.output, json=arguments.json)
         cluster = load(arguments.cluster)
         if arguments.overlap_grad_reduce is not None:
@@ -174,35 +233,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.plan:
             lines, result = _planned(arguments, cluster)
         else:
-            lines, result = describe(shape_of(arguments), layout_of(arguments), cluster)
+            shape, layout = shape_of(arguments), layout_of(arguments)
+            lines, numbers = describe(shape, layout, cluster)
+            result = _context(arguments, shape, cluster) | {"layout": _layout(layout)} | numbers
     except (UsageError, ValueError) as error:
         options.error(str(error))
     print("\n".join(lines))
     if arguments.output:
-        surroundings = environment("bench.predict") | {"hardware": "arithmetic; hardware does not matter"}
-        arguments.output.write_text("\n".join([*heading("Prediction", surroundings), "", *lines, ""]))
+        arguments.output.write_text("\n".join([*heading("Prediction", _surroundings()), "", *lines, ""]))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
+    if arguments.plan and not any(one["fits"] for one in result["candidates"]):
+        print("python -m bench.predict --plan: nothing fits", file=sys.stderr)
+        return 1
     return 0
+
+
+def _surroundings() -> dict[str, Any]:
+    return environment("bench.predict") | {"hardware": "arithmetic; hardware does not matter"}
+
+
+def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[str, Any]:
+    """What a prediction is of, for --json."""
+    device = cluster.device
+    model = {"name": arguments.model} | asdict(shape) | {"parameters": parameters(shape)}
+    machine = {
+        "name": cluster.name, "file": arguments.cluster, "device": device.name, "peak_flops": device.peak_flops,
+        "memory_bytes": device.memory_bytes, "overlap_grad_reduce": cluster.overlap,
+    }  # fmt: skip
+    return _surroundings() | {"model": model, "cluster": machine}
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return asdict(layout) | {"gpus": layout.ranks, "global_batch_size": layout.batch}
 
 
 def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
     gpus, batch = arguments.gpus, arguments.global_batch_size
-    if gpus is None or batch is None or gpus < 1 or batch < 1:
-        raise ValueError("--plan needs --gpus and --global-batch-size, both at least 1")
-    shape = shape_of(arguments)
-    zero1, reserve = arguments.use_distributed_optimizer, arguments.reserve_gb * 1e9
-    candidates = plan.plan(shape, cluster, gpus, batch, zero1=zero1, reserve=reserve)
+    if gpus is None or batch is None:
+        raise ValueError("--plan needs --gpus and --global-batch-size")
+    shape, room = shape_of(arguments), cluster.device.memory_bytes
+    reserve = 1e9 * (RESERVE_GB if arguments.reserve_gb is None else arguments.reserve_gb)
+    if not 0 <= reserve < room:
+        raise ValueError(f"--reserve-gb {reserve / 1e9:g}: at least 0, and less than a device's {room / 1e9:.1f}")
+    given = {field: getattr(arguments, name) for field, name in zip(plan.SEARCHED, LAYOUT, strict=True)}
+    fixed = {field: value for field, value in given.items() if value is not None}
+    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve)
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
         f"({cluster.name})",
         "",
-        *plan.table(candidates, arguments.top),
+        *plan.table(candidates, TOP if arguments.top is None else arguments.top),
     ]
     if not candidates[0].fits:
-        lines += ["", "**Nothing fits**: more devices, --use-distributed-optimizer, or a smaller batch."]
-    rows = [vars(one.layout) | _numbers(one.step) | {"fits": one.fits, "why": one.why} for one in candidates]
-    return lines, {"candidates": rows}
+        lines += [
+            "",
+            f"**Nothing fits**: the least that a layout needs is {candidates[0].step.memory_total / 1e9:.1f} GB a "
+            f"device, of {(room - reserve) / 1e9:.1f} GB. It takes more or larger devices"
+            + (f", or others than the given {', '.join(plan.SEARCHED[one] for one in fixed)}." if fixed else "."),
+        ]
+    rows = [asdict(one.layout) | _numbers(one.step) | {"fits": one.fits, "why": one.why} for one in candidates]
+    asked = {"gpus": gpus, "global_batch_size": batch, "reserve_bytes": reserve, "fixed": fixed}
+    return lines, _context(arguments, shape, cluster) | asked | {"candidates": rows}
 
 
 if __name__ == "__main__":

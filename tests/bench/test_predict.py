@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from commengine import UsageError, cost
 from commengine.cost import TransformerShape
 
 DGX_2H = cluster.load("dgx-2h")
+LAYOUT_FIELDS = [field.name for field in fields(Layout)]
 SMALL = TransformerShape(layers=4, hidden=512, heads=8, seq=256, vocab=8192)
 
 
@@ -140,13 +141,14 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
     for tensor, data, micro, times in every:
         if tensor * data != gpus or data * micro * times != batch or 8 % tensor or 512 % tensor or 8192 % tensor:
             continue
-        for recompute, sequence in itertools.product(("none", "selective", "full"), (False, True)):
-            if sequence and (tensor == 1 or 256 % tensor):
+        off_on = (False, True)
+        for recompute, sequence, zero1 in itertools.product(("none", "selective", "full"), off_on, off_on):
+            if (sequence and (tensor == 1 or 256 % tensor)) or (zero1 and data == 1):
                 continue
             count += 1
-            layout = Layout(tensor, data, micro, times, recompute, sequence)
+            layout = Layout(tensor, data, micro, times, recompute, sequence, zero1)
             step = model_cost.predict(SMALL, layout, machine)
-            parameters = 16 * cost.parameters(SMALL, tensor)
+            parameters = (4 + 12 / data if zero1 else 16) * cost.parameters(SMALL, tensor)
             activations = cost.activation_bytes(SMALL, micro, tensor, recompute=recompute, sequence_parallel=sequence)
             if parameters + activations + 2e9 <= gigabytes * 1e9:
                 best = min(best, (step.total, layout), key=lambda pair: pair[0])
@@ -160,7 +162,7 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
 def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
     """16 bytes x 8.3e9 / 4 are 33 GB: on 32 GB cards only 8-way splits are left, and the others are told apart."""
     argv = ("--plan", "--model", "8.3b", "--gpus", 16, "--global-batch-size", 16, "--json", tmp_path / "plan.json")
-    assert call(*argv) == 0
+    assert call(*argv, "--no-use-distributed-optimizer") == 0
     rows = json.loads((tmp_path / "plan.json").read_text())["candidates"]
     assert {row["tensor"] for row in rows if row["fits"]} == {8, 16}
     assert all("does not fit" in row["why"] for row in rows if not row["fits"])
@@ -169,9 +171,48 @@ def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
     assert "**fastest**" in out and "layouts divide" in out
 
 
+def test_plan_searches_zero1_and_keeps_to_what_is_given(tmp_path, capsys):
+    """64 A100: 8.3B whole on each with ZeRO-1 beats any split without it. Each given option holds for all rows."""
+    argv = ("--plan", "--model", "8.3b", "--cluster", "dgx-a100", "--gpus", 64, "--global-batch-size", 512)
+    argv = (*argv, "--json", tmp_path / "plan.json")
+
+    def rows(*given):
+        assert call(*argv, *given) == 0
+        return json.loads((tmp_path / "plan.json").read_text())["candidates"]
+
+    every = rows()
+    best = every[0]
+    assert (best["tensor"], best["data"], best["zero1"]) == (1, 64, True)
+    same = {key: best[key] for key in LAYOUT_FIELDS} | {"zero1": False}
+    (twin,) = (row for row in every if all(row[key] == value for key, value in same.items()))
+    assert "does not fit" in twin["why"] and twin["why"].endswith("fits with ZeRO-1")
+    for key, value, *given in (
+        ("tensor", 4, "--tensor-model-parallel-size", 4),
+        ("micro_batch", 2, "--micro-batch-size", 2),
+        ("recompute", "full", "--recompute-granularity", "full"),
+        ("sequence_parallel", True, "--sequence-parallel"),
+        ("sequence_parallel", False, "--no-sequence-parallel"),
+        ("zero1", False, "--no-use-distributed-optimizer"),
+    ):
+        found = rows(*given)
+        assert found and len(found) == sum(row[key] == value for row in every) < len(every)
+        assert all(row[key] == value for row in found)
+    assert "| ZeRO-1 |" in capsys.readouterr().out
+
+
 def test_plan_says_when_nothing_fits(capsys):
-    assert call("--plan", "--model", "175b", "--gpus", 2, "--global-batch-size", 2) == 0
-    assert "Nothing fits" in capsys.readouterr().out
+    assert call("--plan", "--model", "175b", "--gpus", 2, "--global-batch-size", 2) == 1
+    printed = capsys.readouterr()
+    assert "**Nothing fits**: the least that a layout needs is" in printed.out and "nothing fits" in printed.err
+
+
+def test_json_says_what_was_predicted(tmp_path):
+    argv = ("--model", "8.3b", "--gpus", 16, "--tensor-model-parallel-size", 8, "--json", tmp_path / "step.json")
+    assert call(*argv) == 0
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["model"]["name"] == "8.3b" and found["model"]["layers"] == 72 and found["cluster"]["name"] == "DGX-2H"
+    step = model_cost.predict(MODELS["8.3b"], Layout(**{name: found["layout"][name] for name in LAYOUT_FIELDS}), DGX_2H)
+    assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
 
 
 # ---- machines
@@ -252,6 +293,39 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--plan", "--model", "1.2b", "--gpus", "7", "--global-batch-size", "5"], "no way to split 16 heads"),
         (["--ablation", "--model", "1.2b"], "--ablation goes with --paper"),
         (["--paper", "--plan"], "not both"),
+        (["--paper", "--model", "8.3b"], "--paper takes no --model"),
+        (["--paper", "--no-sequence-parallel"], "--paper takes no --sequence-parallel"),
+        (["--model", "1.2b", "--top", "3"], "--top goes with --plan"),
+        (["--plan", "--model", "1.2b", "--gpus", "-8", "--global-batch-size", "8"], "--gpus -8: at least 1"),
+        (["--model", "1.2b", "--gpus", "0"], "--gpus 0: at least 1"),
+        (["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--top", "0"], "--top 0: at least 1"),
+        (
+            ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--reserve-gb", "-5"],
+            "--reserve-gb -5: at least 0",
+        ),
+        (
+            ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--reserve-gb", "nan"],
+            "--reserve-gb nan: at least 0",
+        ),
+        (
+            ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "3"],
+            "--micro-batch-size 3: no layout that divides has it; valid: [1, 2, 4, 8]",
+        ),
+        (
+            [
+                "--plan",
+                "--model",
+                "1.2b",
+                "--gpus",
+                "8",
+                "--global-batch-size",
+                "8",
+                "--tensor-model-parallel-size",
+                "1",
+                "--sequence-parallel",
+            ],
+            "--sequence-parallel: no layout that divides has it with --tensor-model-parallel-size 1; valid: --no-seq",
+        ),
     ],
 )
 def test_bad_options_are_named(argv, message, capsys):
