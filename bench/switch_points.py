@@ -21,16 +21,22 @@ import argparse
 import math
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from bench.collectives import parse_bytes
 from bench.machine import environment, heading
-from commengine import Communicator, launch
+from bench.options import check_writable
+from commengine import Communicator, UsageError, launch
 from commengine.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
+from trainers.options import Parser
+from trainers.rank_zero import on_rank_zero
 
 SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
@@ -133,71 +139,112 @@ def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) ->
     return [*lines, ""]
 
 
+def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The command line, as JSON types. Raises ValueError, which names the option."""
+    options = Parser(
+        prog="python -m bench.switch_points", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    add("--seconds", type=float, default=120.0, help="about, in total (default: %(default)s)")
+    add("--largest", default="64M", metavar="SIZE", help="the last size, 32K to 64M (default: %(default)s)")
+    add("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
+    add("--margin", type=float, default=1.25, metavar="FACTOR",
+        help="MPI is left for less time than 1 / this of its (default: %(default)s)")  # fmt: skip
+    add("--json", metavar="FILE", help="write or complete the file that SwitchPoints.load reads")
+    add("--output", metavar="FILE", help="write the tables as markdown")
+    found = vars(options.parse_args(argv))
+    for name in ("seconds", "margin"):
+        if not 0 < found[name] < math.inf:
+            raise ValueError(f"--{name} {found[name]}: a number above 0")
+    try:
+        largest = parse_bytes(found["largest"])
+    except ValueError as error:
+        raise ValueError(f"--largest: {error}") from None
+    if not SIZES[0] <= largest <= SIZES[-1]:
+        raise ValueError(f"--largest {found['largest']}: from {SIZES[0] >> 10}K to {SIZES[-1] >> 20}M")
+    check_writable(json=found["json"], output=found["output"])
+    before(found["json"])
+    return found | {"sizes": [size for size in SIZES if size <= largest]}
+
+
+def before(path: str | None) -> SwitchPoints:
+    """What the file of ``--json`` holds, or the default where there is none yet."""
+    try:
+        return SwitchPoints.load(path) if path and Path(path).exists() else SwitchPoints.load()
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"--json {path}: would be completed, but holds something else: {error}") from error
+
+
+def completed(base: SwitchPoints, node: int, found: dict[tuple[str, str], dict[str, float]]) -> SwitchPoints:
+    """``base`` with the points that were found, by series, for ``node`` ranks on a node; whole bytes."""
+    rows = dict(base.rows)
+    for (operation, kind), points in found.items():
+        rows[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
+    return SwitchPoints({key: Point(*(b if b == NEVER else int(b) for b in point)) for key, point in rows.items()})
+
+
 def main(launched: Communicator) -> int:
     """Measure; rank 0 prints and writes."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seconds", type=float, default=120, help="about, in total (default: %(default)s)")
-    options.add_argument("--largest", type=int, default=SIZES[-1], help="bytes (default: %(default)s)")
-    options.add_argument("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
-    options.add_argument("--margin", type=float, default=1.25, help="MPI is left for less time than 1 / this of its")
-    options.add_argument("--json", type=Path, help="write or complete the file that SwitchPoints.load reads")
-    options.add_argument("--output", type=Path, help="write the tables as markdown")
-    arguments = options.parse_args()
-    sizes = [size for size in SIZES if size <= arguments.largest]
-    if launched.size < 2 or not sizes:
-        raise SystemExit(f"bench.switch_points: wants 2 ranks or more and --largest {SIZES[0]} or more")
-    result: dict[str, Any] = environment("bench.switch_points")
+    result: dict[str, Any] = environment("bench.switch_points")  # now: the load average is to be that of others
+    chosen = on_rank_zero(launched, parse)
+    sizes = chosen["sizes"]
+    if launched.size < 2:
+        raise UsageError("a switch point needs two ranks or more: start it with mpiexec -n 2")
     with (
         Communicator(launched.mpi, switch_points=BY_MPI) as world,
         Communicator(launched.mpi, switch_points=BY_MEMORY) as memory,
     ):
         node = memory.node_size
         if node is None:
-            raise SystemExit("bench.switch_points: wants the same number of ranks, at least 2, on every node")
+            raise UsageError("a switch point needs the same number of ranks, at least 2, on every node")
         spans = node < world.size
         tensors = {False: torch.zeros(sizes[-1], dtype=torch.uint8), True: memory.empty((sizes[-1],), torch.uint8)}
         tensors[True].zero_()
-        base = SwitchPoints.load()
-        if arguments.json and arguments.json.exists():
-            base = SwitchPoints.load(arguments.json)
-        found = dict(base.rows)
+        found: dict[tuple[str, str], dict[str, float]] = {}
         lines: list[str] = []
         series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
-        ends, cells_left = time.perf_counter() + arguments.seconds, len(series) * len(sizes)
-        for operation, kind in series:
-            ways = ways_of(operation, world, memory, spans)
-            cells = []
-            for size in sizes:
-                calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
-                cells.append(measure(calls, (ends - time.perf_counter()) / cells_left, world))
-                cells_left -= 1
-            rows = rows_of(sizes, cells, arguments.statistic)
-            times = {name: [row[name] for row in rows] for name in ways}
-            points = {
-                name: switch_point(sizes, times["mpi"], times[name], arguments.margin)
-                for name in Point._fields
-                if name in times
-            }
-            found[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
-            lines += table(f"{operation}, {kind}", rows, points)
+        ends, cells_left = time.perf_counter() + chosen["seconds"], len(series) * len(sizes)
+        quiet = None if launched.rank == 0 else True  # None: where stderr is no terminal
+        with tqdm(total=cells_left, disable=quiet, file=sys.stderr, leave=False) as bar:
+            for operation, kind in series:
+                ways = ways_of(operation, world, memory, spans)
+                cells = []
+                for size in sizes:
+                    bar.set_description(f"{operation} {kind} {size} B")
+                    calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
+                    cells.append(measure(calls, (ends - time.perf_counter()) / cells_left, world))
+                    cells_left -= 1
+                    bar.update()
+                rows = rows_of(sizes, cells, chosen["statistic"])
+                times = {name: [row[name] for row in rows] for name in ways}
+                points = {
+                    name: switch_point(sizes, times["mpi"], times[name], chosen["margin"])
+                    for name in Point._fields
+                    if name in times
+                }
+                found[operation, kind] = points
+                lines += table(f"{operation}, {kind}", rows, points)
         del tensors, calls
-    if launched.rank == 0:
+
+    def conclude() -> None:
         nodes = launched.size // node
         where = f"{launched.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else " on one node")
         text = "\n".join(
             [
                 *heading("Switch points", result),
-                f"- {where}; full: float32, half: bfloat16; {arguments.statistic} of the rounds; "
-                f"a way is taken where MPI needs {arguments.margin:g} times as long or more",
+                f"- {where}; full: float32, half: bfloat16; {chosen['statistic']} of the rounds; "
+                f"a way is taken where MPI needs {chosen['margin']:g} times as long or more",
                 "",
                 *lines,
             ]
         )
-        print(text)
-        if arguments.output:
-            arguments.output.write_text(text)
-        if arguments.json:
-            SwitchPoints(found).save(arguments.json)
+        print(text, flush=True)
+        if chosen["output"]:
+            Path(chosen["output"]).write_text(text)
+        if chosen["json"]:
+            completed(before(chosen["json"]), node, found).save(Path(chosen["json"]))
+
+    on_rank_zero(launched, conclude)
     return 0
 
 

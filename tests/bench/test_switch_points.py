@@ -1,7 +1,12 @@
 """bench.switch_points: the size it chooses, and the file that a Communicator takes."""
 
+import json
+import re
+
+import pytest
+
 import mpirun
-from bench.switch_points import SIZES, switch_point
+from bench.switch_points import SIZES, parse, switch_point
 from commengine.switch_points import NEVER, Key, Point, SwitchPoints
 
 
@@ -21,10 +26,44 @@ def test_command(tmp_path):
     """Every series is measured, and rows of other numbers of ranks stay in the file."""
     path, table = tmp_path / "points.json", tmp_path / "points.md"
     SwitchPoints({Key("all_reduce", "full", 64): Point(bounce=1)}).save(path)
-    done = mpirun.run(2, "-m", "bench.switch_points", "--seconds", "1", "--largest", "65536", "--json", str(path),
+    done = mpirun.run(2, "-m", "bench.switch_points", "--seconds", "1", "--largest", "64K", "--json", str(path),
                       "--output", str(table), timeout=100)  # fmt: skip
     assert done.returncode == 0, done
     rows = SwitchPoints.load(path).rows
     assert {key.ranks for key in rows} == {2, 64} and len(rows) == 7
     assert table.read_text().count("| 65,536 |") == 6
-    assert mpirun.run(1, "-m", "bench.switch_points", timeout=60).returncode != 0
+    numbers = [row[way] for row in json.loads(path.read_text())["switch_points"] for way in Point._fields if way in row]
+    assert {type(number) for number in numbers} == {int}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seconds", "-1"], "--seconds -1.0: a number above 0"),
+        (["--margin", "0"], "--margin 0.0: a number above 0"),
+        (["--largest", "much"], "--largest: 'much' is not a size"),
+        (["--largest", "16K"], "--largest 16K: from 32K to 64M"),
+        (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
+        (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
+        (["--json", __file__], f"--json {__file__}: would be completed, but holds something else"),
+    ],
+)
+def test_bad_options_are_named(argv, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(argv)
+
+
+def test_rows_that_are_none_are_refused(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text('{"switch_points": [1]}')
+    with pytest.raises(ValueError, match="holds something else"):
+        parse(["--json", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "argv", "message"), [(1, [], "needs two ranks or more"), (2, ["--margin", "0"], "--margin 0.0")]
+)
+def test_bad_input_ends_every_rank_with_one_line(ranks, argv, message):
+    done = mpirun.run(ranks, "-m", "bench.switch_points", *argv, timeout=60)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and message in line and "Traceback" not in done.stderr
