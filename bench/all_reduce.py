@@ -267,7 +267,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     ]
     transports, missing = contestants(world, max(call.nbytes for call in calls))
     rows = []
-    for number, call in enumerate(tqdm(calls, disable=world.rank != 0, file=sys.stderr)):
+    quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
+    for number, call in enumerate(tqdm(calls, disable=quiet, file=sys.stderr)):
         cells = measure(world, call, transports, chosen["rounds"], chosen["turn_seconds"], chosen["seed"] + number)
         rows += rows_of(call, cells)
     del cells  # a window in which a tensor lies is not freed

@@ -111,24 +111,34 @@ def parser() -> Parser:
     )
     add = options.add_argument
     transports = [*LOCAL, *PEERS]
-    add("--operations", nargs="+", default=list(OPERATIONS), metavar="NAME", help=f"of {', '.join(OPERATIONS)}")
-    add("--transports", nargs="+", default=list(LOCAL)[:4], metavar="NAME", help=f"of {', '.join(transports)}")
-    add("--dtypes", nargs="+", default=["float32"], metavar="NAME", help=f"of {', '.join(DTYPES)}")
-    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"of {', '.join(REDOPS)}")
-    add("--root", type=int, default=0, help="a rank of the group")
-    add("--min-bytes", default="1", metavar="SIZE", help="rounded up to whole elements, on every rank where it splits")
+    local = list(LOCAL)[:4]
+    add("--operations", nargs="+", default=list(OPERATIONS), metavar="NAME",
+        help=f"of {', '.join(OPERATIONS)} (default: all)")  # fmt: skip
+    add("--transports", nargs="+", default=local, metavar="NAME",
+        help=f"of {', '.join(transports)} (default: {', '.join(local)})")  # fmt: skip
+    add("--dtypes", nargs="+", default=["float32"], metavar="NAME", help=f"of {', '.join(DTYPES)} (default: float32)")
+    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"of {', '.join(REDOPS)} (default: sum)")
+    add("--root", type=int, default=0, help="a rank of the group (default: %(default)s)")
+    add("--min-bytes", default="1", metavar="SIZE",
+        help="rounded up to whole elements, on every rank where it splits (default: %(default)s)")  # fmt: skip
     add("--max-bytes", metavar="SIZE", help="such as 64M; default: by the memory, an eighth for all buffers together")
-    add("--step-factor", type=float, default=2.0, help="from one size to the next")
+    add("--step-factor", type=float, default=2.0, help="from one size to the next (default: %(default)s)")
     add("--in-place", action=BooleanOptionalAction, default=True)
     add("--out-of-place", action=BooleanOptionalAction, default=True, help="what has no other form is always run so")
-    add("--tensor-model-parallel-size", type=int, default=1, help="ranks of a tensor group; the data groups' follow")
-    add("--group", default="world", help="whose collectives: world, tensor or data; all such groups at the same time")
-    add("--confidence", type=float, default=0.05, help="measure until the 95%% interval of the median is +-this share")
-    add("--time-limit", type=float, default=0.5, help="seconds for one transport at one size, converged or not")
-    add("--warmup", type=int, default=5, help="calls before that")
+    add("--tensor-model-parallel-size", type=int, default=1,
+        help="ranks of a tensor group; the data groups' follow (default: %(default)s)")  # fmt: skip
+    add("--group", default="world",
+        help="whose collectives: world, tensor or data; all such at the same time (default: %(default)s)")  # fmt: skip
+    add("--confidence", type=float, default=0.05,
+        help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
+    add("--time-limit", type=float, default=0.5,
+        help="seconds for one transport at one size, converged or not (default: %(default)s)")  # fmt: skip
+    add("--warmup", type=int, default=5, help="calls before that (default: %(default)s)")
     add("--overlap", action="store_true", help="for the transport stream: how much is hidden behind as much compute")
-    add("--start", default="auto", metavar="HOW", help="of a call: barrier, clock, or auto: clock between nodes")
-    add("--seed", type=int, default=0, help="of the order of the sizes, and of the transports within a round")
+    add("--start", default="auto", metavar="HOW",
+        help="of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0,
+        help="of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
     add("--json", metavar="FILE", help="every number, as bench.fit reads it")
     add("--csv", metavar="FILE")
     add("--plot", metavar="FILE", help="time and bus bandwidth over size: .png, .svg or .pdf")
@@ -298,7 +308,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             reasons = "; ".join(f"{one['transport']} {one['reason']}" for one in unopened)
             raise UsageError(f"--transports: none of them works here: {reasons}")
         began, first = load_mpi().Wtime(), synchronise(world.mpi)
-        bar = stack.enter_context(tqdm(total=len(calls), disable=world.rank != 0, file=sys.stderr))
+        quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
+        bar = stack.enter_context(tqdm(total=len(calls), disable=quiet, file=sys.stderr))
         rows, skipped = measure(place, chosen, transports, lambda text: bar.write(f"{text}\n", file=sys.stdout), bar)
         last = synchronise(world.mpi)
         clock = clock_summary(first, last, load_mpi().Wtime() - began)

@@ -27,7 +27,7 @@ import torch
 
 from bench.machine import environment, heading
 from bench.options import check_writable
-from commengine import Communicator, launch
+from commengine import Communicator, UsageError, launch
 from commengine.switch_points import SwitchPoints
 from trainers.options import Parser
 from trainers.rank_zero import on_rank_zero
@@ -146,8 +146,10 @@ def parse() -> dict[str, Any]:
     options = Parser(
         prog="python -m bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--seconds", type=float, default=0.05, help="of each measurement, about")
+    options.add_argument("--rounds", type=int, default=15, help="of each size (default: %(default)s)")
+    options.add_argument(
+        "--seconds", type=float, default=0.05, help="of each measurement, about (default: %(default)s)"
+    )
     options.add_argument("--output", metavar="FILE", help="write the table as markdown")
     options.add_argument("--json", metavar="FILE", help="write every number")
     found = vars(options.parse_args())
@@ -161,6 +163,8 @@ def main(world: Communicator) -> None:
     """Measure; rank 0 prints and writes."""
     result = environment("bench.overhead") | {"ranks": world.size}
     chosen = on_rank_zero(world, parse)
+    if world.size == 1:
+        raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
     least = SwitchPoints.load().least
     rows = [measure(world, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
 

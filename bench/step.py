@@ -12,6 +12,7 @@ commengine.cost's formulas, on every rank and in every step: where one differs, 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from bench import step_tables, timeline, volumes
 from bench.machine import environment, heading
+from bench.options import check_writable
 from bench.tables import write_csv
 from bench.traced import Step, Steps, run
 from commengine import CollectiveError, Communicator, UsageError, launch
@@ -49,14 +51,15 @@ def parser() -> Options:
         allow_abbrev=False,
     )  # fmt: skip
     add = options.add_argument
-    add("--warmup", type=int, default=3, help="steps before the traced ones")
-    add("--steps", type=int, default=5, help="traced steps")
+    add("--warmup", type=int, default=3, help="steps before the traced ones (default: %(default)s)")
+    add("--steps", type=int, default=5, help="traced steps (default: %(default)s)")
     add("--json", metavar="FILE", help="every number, of every rank and step")
     add("--csv", metavar="FILE", help="a line for each row of the table and rank")
     add("--output", metavar="FILE", help="the tables as markdown")
     add("--timeline", metavar="FILE", help="a picture of the median step: .png, .svg or .pdf")
     add("--chrome", metavar="FILE", help="the median step for chrome://tracing and ui.perfetto.dev")
     add("--save", metavar="DIR", help="the median step's collectives, as bench.replay reads them")
+    add("--overwrite", action="store_true", help="replace the recording that --save's folder holds")
     return options
 
 
@@ -66,10 +69,7 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     for option, value, least in (("--warmup", given.warmup, 0), ("--steps", given.steps, 1)):
         if value < least:
             raise ValueError(f"{option} {value}: at least {least}")
-    for name in ("json", "csv", "output", "timeline", "chrome"):
-        file = getattr(given, name)
-        if file is not None and not Path(file).parent.is_dir():
-            raise ValueError(f"--{name} {file}: there is no folder {Path(file).parent}")
+    check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
     if given.timeline and Path(given.timeline).suffix not in timeline.SUFFIXES:
         raise ValueError(f"--timeline {given.timeline}: the name ends in .png, .svg or .pdf")
     config = settings.parse(rest, "python -m bench.step")
@@ -81,11 +81,25 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
         )
     if given.save:
-        folder = Path(given.save)
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("rank-*.jsonl"):
-            old.unlink()
+        prepare(Path(given.save), overwrite=given.overwrite)
     return vars(given) | {"config": config.to_json()}
+
+
+def prepare(folder: Path, *, overwrite: bool) -> None:
+    """Make the folder of ``--save``, without an older recording, whose ranks would mix with ours."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--save {folder}: {error.strerror}; give a folder that can be made") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--save {folder}: cannot be written to")
+    older = sorted(folder.glob("rank-*.jsonl"))
+    if older and not overwrite:
+        raise ValueError(
+            f"--save {folder}: holds a recording of {len(older)} ranks; give another folder, or --overwrite"
+        )
+    for file in older:
+        file.unlink()
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
@@ -101,7 +115,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     with watched:
         trainer = GPTTrainer(config, watched, on_every_rank(watched, lambda: open_corpus(config)))
         total = options["warmup"] + options["steps"]
-        with tqdm(total=total, disable=world.rank != 0, file=sys.stderr, desc="steps", leave=False) as bar:
+        quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
+        with tqdm(total=total, disable=quiet, file=sys.stderr, desc="steps", leave=False) as bar:
             traced = run(trainer, options["warmup"], options["steps"], bar.update)
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
@@ -128,9 +143,9 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
     title = describe(config, len(ranks))
     if wrong:
         first = "the first on rank {}, step {}".format(*wrong[0])
-        verdict = f"**{len(wrong)} of {len(compared)} tables, one a rank and step, differ**: {first}"
+        verdict = f"**{len(wrong)} of {len(compared)} tables, one a rank and step, differ**: {first} (shown)"
     else:
-        verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps"
+        verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps (rank 0's are shown)"
     clocks = f"clocks of two ranks are known within +-{1e6 * traced.uncertainty:.1f} us, and skew no better"
     if traced.uncertainty == 0:
         clocks = "all ranks read one clock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,11 @@ OTHER = "#555555"
 NAMES = {"embedding": "emb", "output layer": "out", "loss and norm": "norm", "optimizer": "opt", "gradients": "grad"}
 WIDTH = 15.0  # inches
 CHARACTER = 0.055  # inches of a span's label
+TITLE, LINE = 150, 0.19  # characters of a line of the title that fit into WIDTH, and its height in inches
 
 
 def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
-    """Draw one step of every rank, times on one clock. ``path`` ends in one of SUFFIXES.
+    """Draw the median step of every rank, times on one clock. ``path`` ends in one of SUFFIXES.
 
     A rank has a row for the caller, coloured by phase, in it the collectives it waits for; and a row for each stream.
     The part of a collective before its group's last rank began is hatched.
@@ -40,9 +42,13 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
     lanes = _lanes(steps)
     heights = [0.62 if lane is None else 0.3 for _, lane in lanes]
     gaps = [0.22 if lane is None else 0.06 for _, lane in lanes]
-    height = sum(heights) + sum(gaps) + 1.5
+    waited, seconds = sum(event.exposed for event in steps[0].events), steps[0].seconds
+    about = f"median step, {1e3 * seconds:.0f} ms; rank 0 waits for collectives {waited / seconds:.0%} of it"
+    words = textwrap.wrap(f"{title}: {about}", TITLE)
+    extra = LINE * (len(words) - 1)
+    height = sum(heights) + sum(gaps) + 1.5 + extra
     figure = Figure(figsize=(WIDTH, height))
-    figure.subplots_adjust(0.075, 0.5 / height, 0.995, 1 - 0.8 / height)
+    figure.subplots_adjust(0.075, 0.5 / height, 0.995, 1 - (0.8 + extra) / height)
     axes = figure.add_subplot()
     origin = min(step.start for step in steps)
     end = max(step.end for step in steps)
@@ -67,16 +73,13 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
         axes.set(xlim=(0, 1e3 * (end - origin)), ylim=(top - 0.12, 0), xlabel="ms")
         axes.tick_params(length=0, axis="y", labelsize=9)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        _draw_legend(figure, steps)
-        waited = sum(event.exposed for event in steps[0].events)
-        seconds = steps[0].seconds
-        text = f"{title}: a step of {1e3 * seconds:.0f} ms, rank 0 waits for collectives {waited / seconds:.0%} of it"
-        figure.suptitle(text, fontsize=11, y=1 - 0.1 / height, va="top")
+        _draw_legend(figure, steps, extra)
+        figure.suptitle("\n".join(words), fontsize=11, y=1 - 0.1 / height, va="top")
         figure.savefig(path, dpi=130)
 
 
-def _draw_legend(figure: Any, steps: Sequence[Step]) -> None:
-    """Two lines below the title: of what the steps have, phases and collectives."""
+def _draw_legend(figure: Any, steps: Sequence[Step], extra: float) -> None:
+    """Two lines below the title, whose own other lines take ``extra`` inches: what phases and collectives there are."""
     from matplotlib.patches import Patch
 
     phases = {span.phase or span.part for step in steps for span in step.spans}
@@ -90,7 +93,7 @@ def _draw_legend(figure: Any, steps: Sequence[Step]) -> None:
         Patch(color=COLLECTIVES.get(kind, OTHER), label=f"{kind[0]} {kind[1].replace('_', '-')}") for kind in kinds
     ]
     moved.append(Patch(facecolor="#999999", edgecolor="white", hatch="//////", label="until the last rank is there"))
-    for handles, below in ((caller, 0.33), (moved, 0.53)):
+    for handles, below in ((caller, 0.33 + extra), (moved, 0.53 + extra)):
         figure.legend(
             handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - below / figure.get_figheight()),
             ncols=len(handles), fontsize=8, frameon=False, columnspacing=1.2, handlelength=1.4, handletextpad=0.5,

@@ -12,7 +12,7 @@ from bench.clocks import Offset, synchronise
 from bench.collectives import Settings, parse_bytes, settings
 from bench.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Call
 from bench.points import overlap_percent
-from bench.tables import table
+from bench.tables import readable, table
 from commengine import CollectiveError
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
@@ -297,3 +297,18 @@ def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
     assert all(0 <= one["percent"] <= 100 and one["overall"] > 0 < one["compute"] for one in streamed)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "pure comm" in table(result["rows"])
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.5, 1.9), (0.02, 5), (3, 70_000), (101.2, 101.9)])
+def test_ticks_of_a_logarithmic_axis_have_different_labels(low, high):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1 << 10, 1 << 20], [low, high])
+    axes.set(xscale="log", yscale="log")
+    readable(axes)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) > 1 and len(set(labels)) == len(labels)
+    assert [float(label.replace(",", "")) for label in labels] == pytest.approx(list(axes.get_yticks()))

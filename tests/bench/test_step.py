@@ -317,6 +317,8 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
         (["--warmup", "-1"], "--warmup -1: at least 0"),
         (["--timeline", "x.gif"], "--timeline x.gif: the name ends in .png, .svg or .pdf"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
+        (["--json", "/tmp"], "--json /tmp: is a folder, not a file"),
+        (["--save", "/proc/foo/bar"], "--save /proc/foo/bar: No such file or directory"),
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--compile"], "--compile: a compiled graph runs no hooks"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),
@@ -327,6 +329,36 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
 def test_bad_options_are_named(argv, message):
     with pytest.raises((ValueError, UsageError), match=re.escape(message)):
         step.read([*TINY, *argv], 4)
+
+
+def test_a_recording_is_replaced_only_when_asked(tmp_path):
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.jsonl").touch()
+    argv = [*TINY, "--save", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"--save .*: holds a recording of 4 ranks; .* --overwrite"):
+        step.read(argv, 2)
+    assert len(list(tmp_path.iterdir())) == 4
+    step.read([*argv, "--overwrite"], 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
+    from matplotlib.figure import Figure
+
+    from bench import timeline
+
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+        one = Step(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), (an_event(1.0, 4.0),), False)
+        timeline.write_picture(tmp_path / "a.png", [one, one], "WIDE words, " * 20)
+    (figure,) = drawn
+    figure.canvas.draw()
+    title, page = figure._suptitle.get_window_extent(), figure.bbox
+    assert "median step" in figure._suptitle.get_text().replace("\n", " ")
+    assert page.x0 <= title.x0 and title.x1 <= page.x1
+    legends = [legend.get_window_extent() for legend in figure.legends]
+    assert legends and all(legend.y1 <= title.y0 + 4 for legend in legends)  # the frame's padding is blank
 
 
 def test_bad_input_ends_every_rank_with_one_line():
