@@ -44,7 +44,7 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
     gaps = [0.22 if lane is None else 0.06 for _, lane in lanes]
     waited, seconds = sum(event.exposed for event in steps[0].events), steps[0].seconds
     about = f"median step, {1e3 * seconds:.0f} ms; rank 0 waits for collectives {waited / seconds:.0%} of it"
-    words = textwrap.wrap(f"{title}: {about}", TITLE)
+    words = [*textwrap.wrap(title, TITLE), about]
     extra = LINE * (len(words) - 1)
     height = sum(heights) + sum(gaps) + 1.5 + extra
     figure = Figure(figsize=(WIDTH, height))
