@@ -104,6 +104,6 @@ class _HostHalfLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (rows,) = ctx.saved_tensors
-        sums = torch.zeros(ctx.shape, dtype=torch.float32)
+        sums = grads[0].new_zeros(ctx.shape, dtype=torch.float32)
         sums.index_add_(0, rows.reshape(-1), grads[0].reshape(-1, ctx.shape[1]).float())
         return None, sums.to(grads[0].dtype)

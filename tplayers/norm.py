@@ -67,8 +67,7 @@ class _HostHalfNorm(torch.autograd.Function):
         found = torch.ops.aten.native_layer_norm_backward(
             grads[0].float(), x.float(), list(weight.shape), mean, scale, wide, like_bias, [True, True, True]
         )
-        grad_x, grad_weight, grad_bias = (grad.to(x.dtype) for grad in found)
-        return grad_x, grad_weight, grad_bias, None
+        return found[0].to(x.dtype), found[1].to(weight.dtype), found[2].to(weight.dtype), None
 
 
 class ParallelLayerNorm(nn.Module):
