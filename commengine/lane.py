@@ -83,6 +83,11 @@ class Lane:
                 f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}"
             )
 
+    def check(self, operation: str, place: int, nbytes: int, how: str) -> None:
+        """`begin`, for who goes on without the lane: CollectiveMismatch on all ranks where one would stay in it."""
+        self.begin(operation, place, nbytes, how)
+        self.meet()  # everybody has read what the next `begin` overwrites
+
     def meet(self) -> None:
         """Wait until every rank is here, and all that it wrote can be seen."""
         self._round += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .bounce import Bounce
 from .in_window import InWindow
-from .lane import Lane, fits
+from .lane import PRIVATE, Lane, fits
 from .shared import Place, SharedTensors
 from .switch_points import NEVER, REDUCING, Point, SwitchPoints
 from .two_level import TwoLevel
@@ -159,9 +159,14 @@ class MemoryPaths:
         place = None
         if self._shared.segments:
             place = next(filter(None, map(self._shared.find, tensors)), None)
-        if node.alone and nbytes < (point.bounce if place is None else point.window):
-            return None
-        if place is None and operation not in REDUCING:
+        taken = not node.alone or nbytes >= (point.bounce if place is None else point.window)
+        taken = taken and (place is not None or operation in REDUCING)
+        if self._shared.segments and not (taken and (place is not None or self._bounce is not None)):
+            # Where this rank goes to MPI another one, whose tensor does not lie as this one does, would wait in memory.
+            self._open_lane()
+            assert self._lane is not None
+            self._lane.check(operation, PRIVATE if place is None else place.number, nbytes, str(dtype))
+        if not taken:
             return None
         window = self._open_lane()
         bounce = None

@@ -8,11 +8,15 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, in_window
 from commengine.dtypes import DTYPES
+from commengine.switch_points import Point, SwitchPoints
 from tests.exact import ALWAYS, expected, ops_of, values
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
 SHARED_BYTES = BLOCK_BYTES = 32 * 1024
+
+#: what is in no window goes by MPI
+WINDOWS_ONLY = SwitchPoints({key: Point(window=1) for key in ALWAYS.rows})
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,28 @@ def test_different_tensors_on_different_ranks_are_an_error_on_all(mpi_world):
         comm.all_reduce(one)  # the communicator is in step
         assert one.eq(comm.size).all()
         del one, other
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("points", [ALWAYS, WINDOWS_ONLY], ids=["through slots", "by MPI"])
+def test_a_private_tensor_on_one_rank_is_an_error_on_all(mpi_world, points):
+    """From the first collective on, whichever way the private one would go: nobody waits where the others are not."""
+    with Communicator(mpi_world, switch_points=points) as comm:
+        shared, private, part = comm.empty((SHARED_BYTES,)).fill_(1.0), torch.ones(SHARED_BYTES), torch.ones(8)
+        tensor = private if comm.rank == 1 else shared
+        whole = tensor[: 8 * comm.size]
+        for call in (
+            lambda: comm.all_reduce(tensor),
+            lambda: comm.reduce_scatter(part, whole),
+            lambda: comm.all_gather(whole, part),
+            lambda: comm.broadcast(tensor, 1),
+        ):
+            with pytest.raises(CollectiveMismatch, match="rank 1: .* of a private tensor"):
+                call()
+            assert tensor.eq(1).all()
+        for alike in (private, shared):
+            comm.all_reduce(alike)
+            assert alike.eq(comm.size).all()
 
 
 def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world):
