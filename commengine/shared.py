@@ -34,10 +34,13 @@ class SharedTensors:
     def node(self) -> Node | None:
         """This rank's node, where every node has as many ranks of the group, and more than one; on all ranks alike.
 
-        Collective the first time.
+        None where one has nothing left to share, not even for flags. Collective the first time.
         """
         if not self._looked:
             self._node, self._looked = find_node(self._comm), True
+            if self._node is not None and not fits(self._comm, 0):
+                self._node.comm.Free()
+                self._node = None
         return self._node
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

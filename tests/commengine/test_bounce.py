@@ -9,6 +9,7 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator, bounce
 from commengine.bounce import Bounce
 from commengine.dtypes import DTYPES
+from commengine.lane import MARGIN_BYTES
 from tests.commengine.device_stand_in import communicator_stand_in, on_device
 from tests.exact import ALWAYS, NEVER, expected, ops_of, values
 
@@ -131,11 +132,13 @@ def test_different_calls_are_an_error_on_all(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced):
-    """On all ranks, if one finds so; for streams too."""
+@pytest.mark.parametrize("room", [1, MARGIN_BYTES], ids=["for nothing", "for flags"])
+def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced, room):
+    """On all ranks, if one finds so; for streams too. Where there is nothing left, not even flags are shared."""
     if mpi_world.rank == 1:
-        monkeypatch.setattr("commengine.lane.os.statvfs", lambda path: os.statvfs_result([1] * 10))
+        monkeypatch.setattr("commengine.lane.os.statvfs", lambda path: os.statvfs_result([1] * 4 + [room] + [1] * 5))
     with Communicator(mpi_world, switch_points=ALWAYS) as comm:
+        assert (comm.node_size is None) == (room == 1)
         for stream in (None, comm.new_stream()):
             tensor = torch.ones(8000)
             comm.all_reduce(tensor, stream=stream).wait()

@@ -182,7 +182,7 @@ def test_a_private_tensor_on_one_rank_is_an_error_on_all(mpi_world, points):
             lambda: comm.all_gather(whole, part),
             lambda: comm.broadcast(tensor, 1),
         ):
-            with pytest.raises(CollectiveMismatch, match="rank 1: .* of a private tensor"):
+            with pytest.raises(CollectiveMismatch, match=r"rank 1: .* of a private tensor"):
                 call()
             assert tensor.eq(1).all()
         for alike in (private, shared):
