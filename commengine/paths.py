@@ -151,7 +151,8 @@ class MemoryPaths:
         dtype = tensors[0].dtype
         least = self._least.get((operation, dtype))
         if least is None:
-            least = self._least[operation, dtype] = self._least_bytes(operation, dtype)
+            # At least 1: nothing of an empty tensor keeps the ranks in step, and MPI has nothing to do for it either.
+            least = self._least[operation, dtype] = max(1, self._least_bytes(operation, dtype))
         if nbytes < least:  # first: what goes by MPI is not to be slowed down
             return None
         node, point = self._shared.node, self._found[operation, dtype]

@@ -45,16 +45,13 @@ class SharedTensors:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that all ranks of the node reach, uninitialised; every rank asks for the same. Or a private one."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        nbytes = numel * dtype.itemsize
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")  # or torch's error, for a negative size say
         node = self.node
-        if node is None or numel == 0 or not fits(self._comm, nbytes * node.size):
-            return torch.empty(tuple(shape), dtype=dtype)
-        segment = _Segment(node.comm, nbytes)
+        if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
+            return torch.empty_like(like, device="cpu")
+        segment = _Segment(node.comm, like.nbytes)
         self.segments.append(segment)
-        return segment.tensor(numel, dtype).view(tuple(shape))
+        return segment.tensor(like.numel(), dtype).view(like.shape)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a window."""

@@ -102,7 +102,7 @@ class SwitchPoints:
                 table[key] = Point(**{way: float(value) for way, value in row.items()})
                 if key.operation not in OPERATIONS or key.kind not in KINDS or not isinstance(key.ranks, int):
                     raise ValueError(f"unknown row {tuple(key)}")
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has no switch points (see bench.switch_points --json): {error!r}") from error
         return cls(table)
 

@@ -147,7 +147,7 @@ _RECORDS = "parameter_placements"
 def _recorded(module: nn.Module) -> dict[nn.Parameter, Placement]:
     found: dict[nn.Parameter, Placement] = {}
     for path, owner in module.named_modules():
-        mine = dict(owner.named_parameters(recurse=False))
+        mine = dict(owner.named_parameters(recurse=False, remove_duplicate=False))  # tied ones, too
         for name, placement in vars(owner).get(_RECORDS, {}).items():
             where = f"{path}.{name}".lstrip(".")
             parameter = mine.get(name)

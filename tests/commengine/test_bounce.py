@@ -10,6 +10,7 @@ from commengine import CollectiveError, CollectiveMismatch, Communicator, bounce
 from commengine.bounce import Bounce
 from commengine.dtypes import DTYPES
 from commengine.lane import MARGIN_BYTES
+from commengine.switch_points import Point, SwitchPoints
 from tests.commengine.device_stand_in import communicator_stand_in, on_device
 from tests.exact import ALWAYS, NEVER, expected, ops_of, values
 
@@ -144,6 +145,18 @@ def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced, room)
             comm.all_reduce(tensor, stream=stream).wait()
             assert tensor.eq(comm.size).all()
     assert bounced == []
+
+
+def test_empty_tensors_are_mpis(mpi_world, bounced):
+    """Even of a switch point of 0: a pipeline without a chunk would not wait for the others before it is done."""
+    with Communicator(mpi_world, switch_points=SwitchPoints(dict.fromkeys(ALWAYS.rows, Point(0, 0, 0)))) as comm:
+        for _ in range(3):
+            comm.all_reduce(torch.empty(0))
+            comm.reduce_scatter(torch.empty(0), torch.empty(0))
+        tensor = torch.ones(())
+        comm.all_reduce(tensor)
+        assert tensor == comm.size
+    assert bounced == (["all_reduce"] if comm.size > 1 else [])
 
 
 @pytest.mark.mpi(min_size=2)

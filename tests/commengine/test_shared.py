@@ -110,6 +110,8 @@ def test_small_and_empty_ones_work_too(world):
     world.all_reduce(small, "max")
     assert torch.equal(small, torch.full((3, 2), float(world.size - 1)))
     assert world.empty((0, 4)).shape == (0, 4)
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        world.empty((2, -3))
 
 
 def test_autograd_sees_nothing(world):

@@ -39,7 +39,8 @@ def test_file(tmp_path):
     TABLE.save(path)
     assert SwitchPoints.load(path) == TABLE
     assert SwitchPoints.load(path).digest == TABLE.digest != SwitchPoints.load().digest
-    for text in ("", "{}", '{"switch_points": [{"operation": "all_reduce"}]}',
+    for text in ("", "{}", '{"switch_points": {"all_reduce": 1}}',
+                 '{"switch_points": [{"operation": "all_reduce"}]}',
                  '{"switch_points": [{"operation": "all_reduce", "kind": "full", "ranks": 2, "bounced": 1}]}',
                  '{"switch_points": [{"operation": "send", "kind": "full", "ranks": 2}]}'):  # fmt: skip
         path.write_text(text)

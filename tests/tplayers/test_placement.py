@@ -187,6 +187,11 @@ def test_a_tied_parameter_has_the_record_that_one_of_its_modules_has(ranks_of):
     other.weight = ours.weight
     with pytest.raises(ValueError, match=r"2\.weight: is shared with a parameter that is placed otherwise"):
         placements(torch.nn.ModuleList([theirs, ours, other]))
+    within = torch.nn.Module()
+    for name in ("one", "other"):
+        add_parameter(within, name, Placement((4,)))
+    within.other = within.one
+    assert placements(within) == {"one": Placement((4,))}
 
 
 def test_a_parameter_that_is_not_what_its_record_says_is_named(ranks_of):
