@@ -291,9 +291,10 @@ class Communicator(Runs):
 
         all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from their switch
         points on, where every rank gives its tensor of the same call, or the same part of it (another on any rank of
-        the node, or a private one, is CollectiveMismatch there); of a group that spans nodes the first two do. Private memory where a node has one rank of the group, or another number of them than
-        the others, or too little to share. Collective; the same shape and dtype on every rank. The memory lives until
-        `close`, or, where a tensor still refers to it then, as long as the process.
+        the node, or a private one, is CollectiveMismatch there); of a group that spans nodes the first two do.
+        Private memory where a node has one rank of the group, or another number of them than the others, or too little
+        to share. Collective; the same shape and dtype on every rank. The memory lives until `close`, or, where a tensor
+        still refers to it then, as long as the process.
         """
         self._live_mpi()
         with self._watching("empty", "life"):
