@@ -247,7 +247,7 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
             below.plot(sizes, errors, "o-", color=colour, markersize=3, linewidth=0.8)
         above.set(title=operation, xscale="log", yscale="log", ylabel="time, us" if not column else "")
         readable(above)
-        above.legend(fontsize="x-small", frameon=False)
+        above.legend(fontsize="x-small", loc="upper left", framealpha=0.8)
         below.axhline(0, color="black", linewidth=0.6)
         below.set(xlabel="size", ylabel="residual, %" if not column else "")
         below.grid(alpha=0.3)

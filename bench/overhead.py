@@ -67,27 +67,30 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
 
 
 def contestants(
-    world: Communicator, tensor: torch.Tensor, window: torch.Tensor | None = None
+    world: Communicator, tensor: torch.Tensor, windows: Communicator | None = None, window: torch.Tensor | None = None
 ) -> dict[str, Callable[[], object]]:
     """The same all-reduce, by the engine and by mpi4py, and by the engine on ``window``."""
     from mpi4py import MPI
 
     buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
     return {
-        **({} if window is None else {WINDOW: lambda: world.all_reduce(window)}),
+        **({} if windows is None or window is None else {WINDOW: lambda: windows.all_reduce(window)}),
         "commengine": lambda: world.all_reduce(tensor),
         "mpi4py": lambda: world.mpi.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM),
     }
 
 
-def measure(world: Communicator, size: int, rounds: int, seconds: float, least: float) -> dict[str, float]:
+def measure(
+    world: Communicator, windows: Communicator, size: int, rounds: int, seconds: float, least: float
+) -> dict[str, float]:
     """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds.
 
+    windows: the same ranks, for tensors in windows: where there are any, large private ones pay for finding that out.
     least: bytes below which a tensor in a window goes by MPI, too.
     """
     tensor = torch.zeros(size // 4)
-    window = world.empty((size // 4,)).zero_() if size < least else None
-    calls = contestants(world, tensor, window)
+    window = windows.empty((size // 4,)).zero_() if size < least else None
+    calls = contestants(world, tensor, windows, window)
     first = max(timed(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
     if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
@@ -166,7 +169,8 @@ def main(world: Communicator) -> None:
     if world.size == 1:
         raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
     least = SwitchPoints.load().least
-    rows = [measure(world, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
+    with Communicator(world.mpi, device="cpu") as windows:
+        rows = [measure(world, windows, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
 
     def conclude() -> None:
         text = markdown(result, rows)

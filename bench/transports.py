@@ -180,10 +180,15 @@ class Shared(Engine):
         node.Free()
         if not together:
             raise CollectiveError("needs a group of two ranks or more on one node")
-        super().__init__(group, capacity)
+        # In a communicator that has windows, private tensors pay for finding out whose lie in one.
+        super().__init__(Communicator(group.mpi, device="cpu"), capacity)
 
     def _memory(self, capacity: int) -> Tensor:
         return self._group.empty((capacity,), torch.uint8).zero_()
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
 
 
 class Streamed(Engine):

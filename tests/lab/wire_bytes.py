@@ -37,7 +37,9 @@ def main(world: Communicator) -> None:
                     for way, comm in ways.items():
                         world.barrier()
                         part.zero_()
-                        before, began = sent(), time.perf_counter()
+                        before = sent()
+                        world.barrier()  # no rank of this host has sent anything yet
+                        began = time.perf_counter()
                         if operation == "all_reduce":
                             comm.all_reduce(tensor, "max")
                         else:
