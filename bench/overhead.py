@@ -27,6 +27,7 @@ import torch
 
 from bench.machine import environment, heading
 from bench.options import check_writable
+from bench.sampling import mean_seconds
 from commengine import Communicator, UsageError, launch
 from commengine.switch_points import SwitchPoints
 from trainers.options import Parser
@@ -36,17 +37,6 @@ WINDOW = "commengine in window"
 SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)
 #: the goal: from and to how many bytes the engine may add how many microseconds
 SMALL = (8, 16 << 10, 3.0)
-
-
-def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
-    """Microseconds a call, the slowest rank's mean over ``count`` calls."""
-    world.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
-    world.all_reduce(mean, "max")
-    return mean.item() * 1e6
 
 
 def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
@@ -91,7 +81,7 @@ def measure(
     tensor = torch.zeros(size // 4)
     window = windows.empty((size // 4,)).zero_() if size < least else None
     calls = contestants(world, tensor, windows, window)
-    first = max(timed(call, 3, world) for call in calls.values())
+    first = max(1e6 * mean_seconds(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
     if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
         count, rounds = 1, max(rounds, 101)
@@ -99,7 +89,7 @@ def measure(
     order = random.Random(size)  # the same on every rank
     for _ in range(rounds):
         for name in order.sample(list(calls), len(calls)):
-            times[name].append(timed(calls[name], count, world))
+            times[name].append(1e6 * mean_seconds(calls[name], count, world))
     added = [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
     row = {name: statistics.median(values) for name, values in times.items()}
     low, middle, high = statistics.quantiles(added, n=4)

@@ -28,10 +28,11 @@ from bench.machine import environment, heading
 from bench.options import check_writable, new_parser
 from bench.recording import Call, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
-from trainers import config as settings
-from trainers.corpus import open_corpus, with_vocabulary
+from trainers.config import TrainConfig
+from trainers.corpus import open_corpus
 from trainers.gpt_trainer import GPTTrainer
 from trainers.rank_zero import on_every_rank, on_rank_zero
+from trainers.startup import read_config
 
 
 def _refuse(message: str) -> NoReturn:
@@ -60,16 +61,13 @@ def record(world: Communicator, folder: Path, rest: list[str], warmup: int) -> N
     """Trace one training step on every rank, and save it. Collective."""
 
     def read() -> dict[str, Any]:
-        config = settings.parse(rest, "python -m bench.replay --record")
-        settings.validate(config, world.size)
-        config = with_vocabulary(config)
-        config.model().require_parallel(config.tensor_model_parallel_size)
+        config = read_config(rest, "python -m bench.replay --record", world.size)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank-*.jsonl"):
             old.unlink()
         return config.to_json()
 
-    config = settings.TrainConfig(**on_rank_zero(world, read))
+    config = TrainConfig(**on_rank_zero(world, read))
     trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     for _ in range(warmup):
         trainer.step()

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from commengine import Communicator
 
 Times = NDArray[np.float64]
 
@@ -179,3 +182,14 @@ def sample(
         unfinished = in_world(np.array([not samplers[index].finished for index in going], dtype=np.float64))
         going = [index for index, more in zip(going, unfinished, strict=True) if more]
     return samplers
+
+
+def mean_seconds(call: Callable[[], object], count: int, world: Communicator) -> float:
+    """Of a call: the slowest rank's mean over ``count`` back to back. Collective."""
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
+    world.all_reduce(mean, "max")
+    return mean.item()

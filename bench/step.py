@@ -27,12 +27,13 @@ from bench.machine import environment, heading
 from bench.options import check_writable
 from bench.tables import write_csv
 from bench.traced import Step, Steps, run
-from commengine import CollectiveError, Communicator, UsageError, launch
-from trainers import config as settings
-from trainers.corpus import open_corpus, with_vocabulary
+from commengine import Communicator, UsageError, launch
+from trainers.config import TrainConfig
+from trainers.corpus import open_corpus
 from trainers.gpt_trainer import GPTTrainer
 from trainers.options import OptionError
 from trainers.rank_zero import on_every_rank, on_rank_zero
+from trainers.startup import read_config, watched
 
 FORMAT = 1
 
@@ -72,10 +73,7 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
     if given.timeline and Path(given.timeline).suffix not in timeline.SUFFIXES:
         raise ValueError(f"--timeline {given.timeline}: the name ends in .png, .svg or .pdf")
-    config = settings.parse(rest, "python -m bench.step")
-    settings.validate(config, world_size)
-    config = with_vocabulary(config)
-    config.model().require_parallel(config.tensor_model_parallel_size, ranks=world_size)
+    config = read_config(rest, "python -m bench.step", world_size)
     if config.compile:
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
@@ -106,14 +104,9 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. The exit status."""
     surroundings = environment("bench.step")  # now: the load average is to be that of others
     options = on_rank_zero(world, lambda: read(argv, world.size))
-    config = settings.TrainConfig(**options["config"])
-    timeout = 60 * config.distributed_timeout_minutes or None
-    try:
-        watched = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
-    except CollectiveError as error:  # raised by all ranks or by none
-        raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
-    with watched:
-        trainer = GPTTrainer(config, watched, on_every_rank(watched, lambda: open_corpus(config)))
+    config = TrainConfig(**options["config"])
+    with watched(config, world) as comm:
+        trainer = GPTTrainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
         total = options["warmup"] + options["steps"]
         quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
         with tqdm(total=total, disable=quiet, file=sys.stderr, desc="steps", leave=False) as bar:
@@ -135,7 +128,7 @@ def median_step(steps: Sequence[Step]) -> int:
 
 def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Steps, shown: int) -> bool:
     """Print, and write the files. Whether a formula and the trace differ."""
-    config, ranks = settings.TrainConfig(**options["config"]), traced.steps
+    config, ranks = TrainConfig(**options["config"]), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
     compared = compare(config, ranks)
@@ -178,7 +171,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
     return bool(wrong)
 
 
-def describe(config: settings.TrainConfig, ranks: int) -> str:
+def describe(config: TrainConfig, ranks: int) -> str:
     """The model and how it is spread, in a line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
     options = {
@@ -193,9 +186,7 @@ def describe(config: settings.TrainConfig, ranks: int) -> str:
     ])  # fmt: skip
 
 
-def compare(
-    config: settings.TrainConfig, ranks: Sequence[Sequence[Step]]
-) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def compare(config: TrainConfig, ranks: Sequence[Sequence[Step]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """(Rank, step, formula beside trace) of every rank and step."""
     found = []
     for rank, steps in enumerate(ranks):

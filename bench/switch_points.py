@@ -33,6 +33,7 @@ from tqdm import tqdm
 from bench.collectives import parse_bytes
 from bench.machine import environment, heading
 from bench.options import check_writable
+from bench.sampling import mean_seconds
 from commengine import Communicator, UsageError, launch
 from commengine.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 from trainers.options import Parser
@@ -81,27 +82,16 @@ def calls_of(
     return {name: call(*way) for name, way in ways.items()}
 
 
-def timed(call: Callable[[], object], count: int, world: Communicator) -> float:
-    """Seconds a call, the slowest rank's mean over ``count``."""
-    world.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
-    world.all_reduce(mean, "max")
-    return float(mean)
-
-
 def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
     """Seconds of each way in each round; about ``seconds`` in total, but some rounds in any case."""
     began = time.perf_counter()
-    count = max(1, min(50, int(300e-6 / min(timed(call, 1, world) for call in calls.values()))))
+    count = max(1, min(50, int(300e-6 / min(mean_seconds(call, 1, world) for call in calls.values()))))
     times: Times = {name: [] for name in calls}
     order = random.Random(count)  # count is the same on every rank, and so is when to stop
     more = torch.ones(1)
     while more:
         for name in order.sample(list(calls), len(calls)):
-            times[name].append(timed(calls[name], count, world))
+            times[name].append(mean_seconds(calls[name], count, world))
         rounds = len(times["mpi"])
         more[0] = rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - began < seconds)
         world.broadcast(more)
