@@ -31,18 +31,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from bench.collective_study.tables import bandwidth_plot
 from bench.collectives import FORMAT, free_memory, listed, parse_bytes
-from bench.machine import environment, heading
-from bench.operations import DTYPES, Call
-from bench.options import check_writable
-from bench.rivals import Memory, contestants
-from bench.sampling import Times, median_interval
-from bench.tables import bandwidth_plot
-from bench.transports import Bound, Shared, Transport
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable
+from bench.timing.sampling import Times, median_interval
+from bench.transports.local import Bound, Shared, Transport
+from bench.transports.mpi_reductions import Memory, contestants
+from bench.transports.operations import DTYPES, Call
 from commengine import Communicator, UsageError, launch
 from commengine.mpi import load_mpi
+from commengine.rank_zero import on_rank_zero
 from trainers.options import Parser
-from trainers.rank_zero import on_rank_zero
 
 SUMMED = ("float32", "bfloat16")
 MOST_CALLS = 200  # of a turn

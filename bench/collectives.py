@@ -5,9 +5,9 @@
         --tensor-model-parallel-size 2 --group tensor --overlap --transports stream
 
 Size, count, algorithm and bus bandwidth are nccl-tests', with the size of the group. All transports, in and out of
-place, alternate at each size (bench/sampling.py). The ranks begin each call together, inside a node after MPI's
-barrier, between nodes at an agreed time of their clocks (bench/starting.py), and a call's time is the slowest rank's.
-Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
+place, alternate at each size (bench/timing/sampling.py). The ranks begin each call together, inside a node after MPI's
+barrier, between nodes at an agreed time of their clocks (bench/timing/starting.py), and a call's time is the slowest
+rank's. Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
@@ -33,21 +33,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.clocks import Offset, synchronise
-from bench.machine import environment
-from bench.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
-from bench.options import check_writable
-from bench.peer import PEERS, Peer
-from bench.points import Place, point
-from bench.sampling import Stopping
-from bench.starting import spans_nodes
-from bench.tables import table, write_csv, write_plot
-from bench.transports import LOCAL, Transport
+from bench.collective_study.points import Place, point
+from bench.collective_study.tables import table, write_csv, write_plot
+from bench.command.machine import environment
+from bench.command.options import check_writable
+from bench.timing.clocks import Offset, synchronise
+from bench.timing.sampling import Stopping
+from bench.timing.starting import spans_nodes
+from bench.transports.local import LOCAL, Transport
+from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
+from bench.transports.peer_process import PEERS, Peer
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
 from commengine.dtypes import reduction_error
 from commengine.mpi import load_mpi
+from commengine.rank_zero import on_rank_zero
 from trainers.options import Parser
-from trainers.rank_zero import on_rank_zero
 
 FORMAT = 1
 GROUPS = ("world", "tensor", "data")

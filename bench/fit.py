@@ -3,10 +3,11 @@
     python -m bench.fit results.json --output model.json --plot fit.png
 
 Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
-and the residual at every size (bench/piecewise.py says how). The model has what `commengine.cost.FittedModel` loads: of
-each operation and number of ranks the first transport in the file that the options let through, in place where that was
-measured; all series, with residuals and what each algorithm's formula would make of a link, stand under "series", where
-null is an interval's end that the data do not bound. Sizes are those of nccl-tests.
+and the residual at every size (bench/collective_study/piecewise.py says how). The model has what
+`commengine.cost.FittedModel` loads: of each operation and number of ranks the first transport in the file that the
+options let through, in place where that was measured; all series, with residuals and what each algorithm's formula
+would make of a link, stand under "series", where null is an interval's end that the data do not bound. Sizes are those
+of nccl-tests.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import piecewise
-from bench.machine import environment
-from bench.measurements import KEY, STATISTICS, Series, read
-from bench.options import new_parser
-from bench.piecewise import FittedSegment, PiecewiseFit
-from bench.tables import LINES, readable
+from bench.collective_study import piecewise
+from bench.collective_study.measurements import KEY, STATISTICS, Series, read
+from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
+from bench.collective_study.tables import LINES, readable
+from bench.command.machine import environment
+from bench.command.options import new_parser
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 

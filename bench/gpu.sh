@@ -20,8 +20,8 @@ if [ "$gpus" = 0 ]; then
     exit 2
 fi
 shared=$("$python" -c '
-from commengine.device import load_runtime
-from commengine.device_choice import may_share
+from commengine.device.nccl import load_runtime
+from commengine.device.choice import may_share
 print(int(may_share(load_runtime())))') || exit 1
 if [ "$gpus" -gt 1 ]; then most=$gpus; elif [ "$shared" = 1 ]; then most=2; else most=1; fi
 ranks=${RANKS:-$most}
@@ -36,7 +36,7 @@ step() { # NAME SECONDS COMMAND...
     tail -n 20 "$dir/$name.log"
 }
 
-step gpu_tests 150 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/test_device_gpu.py
+step gpu_tests 150 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/device/test_gpu.py
 step gpu_tests_serial 60 "$python" -m pytest -m "gpu and not mpi" tests
 step gpu_overhead 90 "$python" -m bench.gpu_overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md"
 step gpu_overlap 60 "$mpiexec" -n "$ranks" "$python" -m bench.gpu_overlap --output "$dir/gpu_overlap.md"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import environment, heading
+from bench.command.machine import environment, heading
 from commengine import Communicator, launch
-from tplayers.gpt import GPT, GPTConfig
+from tplayers.models.gpt import GPT, GPTConfig
 
 #: name: layers, hidden size, heads, micro-batch (Shoeybi et al. 2019, table 1)
 MODELS = {"355M": (24, 1024, 16, 8), "1.2B": (40, 1536, 16, 4)}

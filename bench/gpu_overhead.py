@@ -12,8 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from bench.contest import Contestant, Spread, ratio, rounds, started
-from bench.machine import environment, heading
+from bench.command.machine import environment, heading
+from bench.contests.contest import Contestant, Spread, ratio, rounds, started
 
 SIZES = {8: 500, 64 << 10: 500, 1 << 20: 200, 16 << 20: 50, 256 << 20: 10}  # bytes: calls per step
 
@@ -21,7 +21,7 @@ SIZES = {8: 500, 64 << 10: 500, 1 << 20: 200, 16 << 20: 50, 256 << 20: 10}  # by
 def contest(ranks: int, nbytes: int, calls: int, count: int) -> dict[str, list[float]]:
     """Seconds per call of both, in every round."""
     told = ["--bytes", str(nbytes), "--calls", str(calls)]
-    ours = Contestant("commengine", ranks, ["-m", "bench.contestants.nccl_all_reduce", *told], mpi=True)
+    ours = Contestant("commengine", ranks, ["-m", "bench.contests.nccl_all_reduce", *told], mpi=True)
     theirs = Contestant("torch", ranks, ["-m", "bench.peers.nccl_all_reduce", *told])
     with started([ours, theirs]) as running:
         seconds = rounds(running, count, 1)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from bench.contest import Spread, ratio
-from bench.machine import environment, heading
+from bench.command.machine import environment, heading
+from bench.contests.contest import Spread, ratio
 from commengine import Communicator, launch, trace
 from commengine.stream import Stream, Work
 

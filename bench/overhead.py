@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from bench.machine import environment, heading
-from bench.options import check_writable
-from bench.sampling import mean_seconds
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable
+from bench.timing.sampling import mean_seconds
 from commengine import Communicator, UsageError, launch
-from commengine.switch_points import SwitchPoints
+from commengine.host.switch_points import SwitchPoints
+from commengine.rank_zero import on_rank_zero
 from trainers.options import Parser
-from trainers.rank_zero import on_rank_zero
 
 WINDOW = "commengine in window"
 SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)

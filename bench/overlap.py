@@ -3,8 +3,8 @@
     mpiexec -n 2 python -m bench.overlap --output bench/results/overlap.md
 
 Data-parallel training steps of one GPT, with and without --overlap-grad-reduce, alternating in random order within one
-run: over the machine's own transport, and over one slowed to --rate (bench/slow_link.py). Ratios are of one round.
-"Hidden" is the share of the reductions' time that nobody waited for.
+run: over the machine's own transport, and over one slowed to --rate (bench/timing/slow_link.py). Ratios are of one
+round. "Hidden" is the share of the reductions' time that nobody waited for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import statistics
 import time
 from pathlib import Path
 
-from bench.machine import environment, heading
-from bench.slow_link import slow_down
+from bench.command.machine import environment, heading
+from bench.timing.slow_link import slow_down
 from commengine import Communicator, launch, trace
 from trainers.config import TrainConfig
-from trainers.corpus import open_corpus
-from trainers.gpt_trainer import GPTTrainer
+from trainers.data.corpus import open_corpus
+from trainers.training.trainer import GPTTrainer
 
 
 @dataclasses.dataclass

@@ -4,9 +4,9 @@
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --global-batch-size 512
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
 
-Arithmetic only: it needs no GPU and no MPI. How the model counts is in bench/model_cost.py and bench/kernels.py; what
-it knows of a machine, with sources, in bench/clusters/. It is eager or fused training with tensor and data parallelism
-as this project has them: no pipeline, no skew between ranks.
+Arithmetic only: it needs no GPU and no MPI. How the model counts is in bench/prediction/model_cost.py and
+bench/prediction/kernels.py; what it knows of a machine, with sources, in bench/clusters/. It is eager or fused training
+with tensor and data parallelism as this project has them: no pipeline, no skew between ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench import paper, plan
-from bench.cluster import Cluster, load, names
-from bench.kernels import Parts
-from bench.layout import MODELS, Layout
-from bench.machine import environment, heading
-from bench.model_cost import Step, predict, slowdown
-from bench.options import check_writable, new_parser
+from bench.clusters.cluster import Cluster, load, names
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable, new_parser
+from bench.prediction import paper, plan
+from bench.prediction.kernels import Parts
+from bench.prediction.layout import MODELS, Layout
+from bench.prediction.model_cost import Step, predict, slowdown
 from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 

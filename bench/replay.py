@@ -23,16 +23,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from bench import recording
-from bench.machine import environment, heading
-from bench.options import check_writable, new_parser
-from bench.recording import Call, Recording
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable, new_parser
+from bench.step_study import recording
+from bench.step_study.recording import Call, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
+from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.config import TrainConfig
-from trainers.corpus import open_corpus
-from trainers.gpt_trainer import GPTTrainer
-from trainers.rank_zero import on_every_rank, on_rank_zero
-from trainers.startup import read_config
+from trainers.data.corpus import open_corpus
+from trainers.run.startup import read_config
+from trainers.training.trainer import GPTTrainer
 
 
 def _refuse(message: str) -> NoReturn:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import fit
-from bench.measurements import read
-from bench.options import new_parser
-from bench.tables import draw
+from bench.collective_study.measurements import read
+from bench.collective_study.tables import draw
+from bench.command.options import new_parser
 from commengine import UsageError
 
 if TYPE_CHECKING:

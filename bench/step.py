@@ -22,18 +22,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench import step_tables, timeline, volumes
-from bench.machine import environment, heading
-from bench.options import check_writable
-from bench.tables import write_csv
-from bench.traced import Step, Steps, run
+from bench.collective_study.tables import write_csv
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable
+from bench.step_study import step_tables, timeline, volumes
+from bench.step_study.traced import Step, Steps, run
 from commengine import Communicator, UsageError, launch
+from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.config import TrainConfig
-from trainers.corpus import open_corpus
-from trainers.gpt_trainer import GPTTrainer
+from trainers.data.corpus import open_corpus
 from trainers.options import OptionError
-from trainers.rank_zero import on_every_rank, on_rank_zero
-from trainers.startup import read_config, watched
+from trainers.run.startup import read_config, watched
+from trainers.training.trainer import GPTTrainer
 
 FORMAT = 1
 

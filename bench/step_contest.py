@@ -3,8 +3,8 @@
     python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
     python -m bench.step_contest --only ddp --only dtensor        # some of them; --list names all
 
-All contestants train the same GPT on the same tokens from the same weights (bench/task.py), alternate within
-one run (bench/contest.py), and must report the same losses. Ends with status 1 if they do not.
+All contestants train the same GPT on the same tokens from the same weights (bench/contests/task.py), alternate within
+one run (bench/contests/contest.py), and must report the same losses. Ends with status 1 if they do not.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import configargparse
 from safetensors.torch import save_file
 
-from bench.contest import Contestant, Running, Spread, ratio, rounds, started
-from bench.machine import environment, heading
+from bench.command.machine import environment, heading
+from bench.contests.contest import Contestant, Running, Spread, ratio, rounds, started
+from bench.contests.task import Task
 from bench.peers.gpt import reference_state
-from bench.task import Task
 
 COMPARED_STEPS = 4  # the losses of these first steps must agree: before training, and after 1, 2 and 3 steps
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ def contestants(task_file: str) -> list[Contestant]:
         argv = ("-m", module, "--task", task_file, *options)
         return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **ALLOCATOR}, mpi)
 
-    ours = "bench.contestants.ours"
+    ours = "bench.contests.ours"
     return [
         one("ours-tp2", 2, ours, "--tensor-model-parallel-size", "2", mpi=True),
         one("ours-dp2", 2, ours, "--tensor-model-parallel-size", "1", mpi=True),

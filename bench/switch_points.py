@@ -31,13 +31,13 @@ import torch
 from tqdm import tqdm
 
 from bench.collectives import parse_bytes
-from bench.machine import environment, heading
-from bench.options import check_writable
-from bench.sampling import mean_seconds
+from bench.command.machine import environment, heading
+from bench.command.options import check_writable
+from bench.timing.sampling import mean_seconds
 from commengine import Communicator, UsageError, launch
-from commengine.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
+from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
+from commengine.rank_zero import on_rank_zero
 from trainers.options import Parser
-from trainers.rank_zero import on_rank_zero
 
 SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),

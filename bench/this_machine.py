@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from bench.machine import processor
+from bench.command.machine import processor
 
 
 def seconds(run: Callable[[], object], rounds: int = 15) -> float:

@@ -4,8 +4,8 @@ from . import launch
 from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, LaunchError, UsageError
 from .grid import GridLayout, ProcessGrid
+from .host.switch_points import SwitchPoints
 from .stream import Event, Stream, Work
-from .switch_points import SwitchPoints
 from .trace import CollectiveEvent, Trace, trace
 
 __all__ = [

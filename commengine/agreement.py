@@ -14,7 +14,7 @@ from .mpi import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .running import Runs
+    from .calls.dispatch import Runs
     from .stream import Stream
 
 #: bytes of one rank's description; of a longer one (a shape of very many dimensions) the end is a hash of the whole

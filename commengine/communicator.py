@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import operators
-from .backends import Backend, HostedBackend, NcclBackend, open_backend
-from .checks import INT_MAX, TensorLike, is_c_int
-from .device_choice import DeviceLike, parse_device
+from . import compiled_ops as operators
+from .calls.checks import INT_MAX, TensorLike, is_c_int
+from .calls.dispatch import DONE, Call, Closed, Runs, exchanges_first
+from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
+from .device.choice import DeviceLike, parse_device
 from .errors import CollectiveError
-from .host import HostTransport, TransferError
+from .host.switch_points import SwitchPoints, agreed
+from .host.transport import HostTransport, TransferError
 from .mpi import load_mpi, ranks_in
-from .running import DONE, Call, Closed, Runs, exchanges_first
-from .shared import SharedTensors
+from .shared_memory.windows import SharedTensors
 from .stream import GroupedWork, Stream, Work
-from .switch_points import SwitchPoints, agreed
+from .timeout.watcher import Watch, WatchedGroup, check_timeout
 from .trace import Trace
-from .watch import Watch, WatchedGroup, check_timeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,7 +41,7 @@ class Communicator(Runs):
         the tensor, and time; through memory nothing. Groups that span nodes then never reduce in two levels.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
         are missing; holds for what is split from it, too, until it is closed. Below THREAD_MULTIPLE: see
-        `commengine.watch`.
+        `commengine.timeout.watcher`.
     transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
         host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
     switch_points: from how many bytes on host collectives go through a node's memory; None: as measured on the

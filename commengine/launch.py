@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .communicator import Communicator
-from .device_choice import DeviceLike
-from .ending import abort, process_status, say
+from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError
+from .job_end import abort, process_status, say
 from .mpi import load_mpi
 
 #: what launchers tell their tasks about the number of tasks. The first that is set speaks: an mpiexec inside a Slurm

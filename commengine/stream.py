@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
-    from .host import HostTransport
+    from .host.transport import HostTransport
     from .trace import CollectiveEvent
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checks import ArgumentChecks
+    from .calls.checks import ArgumentChecks
     from .communicator import Communicator
-    from .device_clock import DeviceTimes
+    from .device.clock import DeviceTimes
 
 
 #: of the files that `Trace.save` writes, and what they say of an event. Format 1 had no peers and no buffers

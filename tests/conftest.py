@@ -20,13 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--with-mpi"):
         from mpi4py import MPI
 
-        from lockstep import Lockstep
+        from tests.support.lockstep import Lockstep
 
         rank = MPI.COMM_WORLD.rank
         config.pluginmanager.register(Lockstep(config), "lockstep")
     tally = os.environ.pop("TESTS_TALLY", None)  # taken away, so that a test's own pytest does not write there
     if tally and rank == 0:
-        from tally import Tally
+        from tests.support.tally import Tally
 
         config.pluginmanager.register(Tally(tally), "tally")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import mpirun
+from tests.support import mpirun
 
 HERE = Path(__file__).resolve().parent
 
@@ -24,7 +24,7 @@ def job(tmp_path: Path):
         (tmp_path / "test_it.py").write_text(head + text)
         began = time.monotonic()
         argv = ["-m", "pytest", "-m", "mpi", "--with-mpi", "--color=no", *args, str(tmp_path)]
-        done = mpirun.run(n, *argv, timeout=60, env={"PYTHONPATH": str(HERE)}, cwd=tmp_path)
+        done = mpirun.run(n, *argv, timeout=60, env={"PYTHONPATH": str(mpirun.ROOT)}, cwd=tmp_path)
         return done, time.monotonic() - began
 
     return job

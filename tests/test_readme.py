@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import mpirun
+from tests.support import mpirun
 from trainers.config import TrainConfig, parse, validate
 
 README = (mpirun.ROOT / "README.md").read_text()

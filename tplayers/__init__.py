@@ -4,9 +4,9 @@ from .attention import SelfAttention
 from .block import TransformerBlock
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
-from .gpt import GPT, GPTConfig
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
+from .models.gpt import GPT, GPTConfig
 from .norm import LayerNorm, ParallelLayerNorm
 from .placement import (
     Constant,

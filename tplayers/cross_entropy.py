@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
-from commengine.operators import all_reduce_
+from commengine.compiled_ops import all_reduce_
 
 
 def vocab_parallel_cross_entropy(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
-from commengine.operators import all_gather_into_, all_reduce_, reduce_scatter_into_
+from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import (

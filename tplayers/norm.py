@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
+from commengine.compiled_ops import all_gather_into_, all_reduce_
 from commengine.dtypes import HALF_TYPES
-from commengine.operators import all_gather_into_, all_reduce_
 
 from .placement import Constant, Placement, add_parameter, require_divisible
 from .regions import new_whole

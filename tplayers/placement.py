@@ -182,7 +182,7 @@ def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
     """Sum the gradients that `Placement.partial` calls partial over the tensor group ``comm``, in place.
 
     After the last backward of a step, before anything reads them. Every rank must call it, with gradients for the same
-    parameters. (`trainers.gradients` does it for its buckets.)
+    parameters. (`trainers.training.reduction` does it for its buckets.)
     """
     placed = placements(module)
     partial = [p.grad for name, p in module.named_parameters() if placed[name].partial and p.grad is not None]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
-from commengine.operators import all_gather_into_, all_reduce_, reduce_scatter_into_
+from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:

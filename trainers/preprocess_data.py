@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from trainers.data import stdlib_text, text_files
-from trainers.data.indexed import IndexedDatasetWriter, best_dtype, bin_path, idx_path
-from trainers.data.samples import EpochPermutation
-from trainers.data.text_files import Piece, TextFileError
-from trainers.data.tokenizer import SMALLEST_BPE, Tokenizer
-from trainers.options import OptionError, Parser
+from .data import stdlib_text, text_files
+from .data.indexed import IndexedDatasetWriter, best_dtype, bin_path, idx_path
+from .data.samples import EpochPermutation
+from .data.text_files import Piece, TextFileError
+from .data.tokenizer import SMALLEST_BPE, Tokenizer
+from .options import OptionError, Parser
 
 _JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 # Characters handed to the tokenizer's threads at a time; their encodings take some 20 bytes a character.

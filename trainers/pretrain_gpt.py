@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from commengine import Communicator, launch
+from commengine.rank_zero import on_rank_zero
 
 from .config import TrainConfig
-from .loop import train
-from .rank_zero import on_rank_zero
-from .startup import read_config, watched
+from .run.loop import train
+from .run.startup import read_config, watched
 
 
 def main(world: Communicator) -> None:

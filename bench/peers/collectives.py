@@ -1,9 +1,11 @@
-"""torch.distributed's collectives, one process beside each rank of bench.collectives (see bench/peer.py).
+"""torch.distributed's collectives, one process beside each rank of bench.collectives.
+
+See bench/transports/peer_process.py.
 
 Obeys lines of JSON on standard input, answers on standard output: bind, reset, run, wrong. Ends with its input.
 
 Where torch.distributed has an operation in place only, the copy of the input is part of the time out of place, as it is
-for the engine (bench/transports.py).
+for the engine (bench/transports/local.py).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.operations import DTYPES, Buffers, Call
-from bench.starting import AgreedStart, Clock
+from bench.timing.starting import AgreedStart, Clock
+from bench.transports.operations import DTYPES, Buffers, Call
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -74,7 +76,7 @@ def invocation(call: Call, send: torch.Tensor, recv: torch.Tensor, in_place: boo
 
 
 class DistExchange:
-    """See bench.starting.Exchange."""
+    """See bench.timing.starting.Exchange."""
 
     def __init__(self, device: torch.device) -> None:
         self._number = torch.zeros(1, dtype=torch.float64, device=device)
@@ -115,7 +117,7 @@ class Peer:
         return {}
 
     def run(self, in_place: bool, count: int, clock: dict[str, float] | None = None) -> dict[str, Any]:
-        """``count`` calls, begun at a barrier, or at agreed times of ``clock`` (bench.starting.Clock)."""
+        """``count`` calls, begun at a barrier, or at agreed times of ``clock`` (bench.timing.starting.Clock)."""
         if clock is not None and (self._start is None or self._start.clock != Clock(**clock)):
             self._start = AgreedStart(Clock(**clock), self._exchange)
         meet: Any = dist.barrier if clock is None else self._start

@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from bench.contests.task import Task
+from bench.contests.worker import serve
 from bench.peers.gpt import GPT, adamw, batch, build, make_step, parser, read_task
-from bench.task import Task
-from bench.worker import serve
 
 
 def shard(model: GPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:

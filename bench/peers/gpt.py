@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bench.task import Task
-from bench.worker import serve
+from bench.contests.task import Task
+from bench.contests.worker import serve
 
 
 class Attention(nn.Module):
@@ -201,7 +201,7 @@ def void(_: object) -> None:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options every peer has."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--task", type=Path, help="JSON file of a bench.task.Task; default: its default")
+    options.add_argument("--task", type=Path, help="JSON file of a bench.contests.task.Task; default: its default")
     return options
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-import mpirun
 from bench import all_reduce, fit
-from bench.measurements import read
+from bench.collective_study.measurements import read
+from tests.support import mpirun
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
 

@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
-import mpirun
-from bench.clocks import Offset, synchronise
+from bench.collective_study.points import overlap_percent
+from bench.collective_study.tables import readable, table
 from bench.collectives import Settings, parse_bytes, settings
-from bench.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Call
-from bench.points import overlap_percent
-from bench.tables import readable, table
+from bench.timing.clocks import Offset, synchronise
+from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Call
 from commengine import CollectiveError
+from tests.support import mpirun
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
 
@@ -31,7 +31,7 @@ def world(mpi_world):
 
 @pytest.fixture(scope="module", params=["engine", "mpi4py", "shared", "stream"])
 def transport(request, world):
-    from bench.transports import LOCAL
+    from bench.transports.local import LOCAL
 
     if request.param == "shared" and world.size == 1:
         with pytest.raises(CollectiveError, match="two ranks or more"):
@@ -72,9 +72,9 @@ def test_every_transport_computes_what_is_expected(world, transport, operation):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_broken_transport_shows(world):
-    from bench.points import Place, point
-    from bench.sampling import Stopping
-    from bench.transports import Engine
+    from bench.collective_study.points import Place, point
+    from bench.timing.sampling import Stopping
+    from bench.transports.local import Engine
 
     class Broken(Engine):
         """Forgets the first element of the last rank's part of a sum."""

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from bench import fit, piecewise
+from bench import fit
+from bench.collective_study import piecewise
 from commengine import cost
 
 SIZES = [2.0**k for k in range(3, 28)]

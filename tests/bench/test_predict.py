@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench import cluster, group_cost, kernels, model_cost, paper, plan, predict
-from bench.layout import MODELS, Layout
+from bench import predict
+from bench.clusters import cluster
+from bench.prediction import group_cost, kernels, model_cost, paper, plan
+from bench.prediction.layout import MODELS, Layout
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
 

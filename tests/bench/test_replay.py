@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-import mpirun
-from bench import recording
-from bench.recording import Group
+from bench.step_study import recording
+from bench.step_study.recording import Group
 from commengine import UsageError
+from tests.support import mpirun
 
 TINY = [
     "--mock-data", "--vocab-size", "100", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",

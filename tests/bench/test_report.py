@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-import mpirun
 from bench import fit, report
+from tests.support import mpirun
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

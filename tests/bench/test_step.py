@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-import mpirun
-from bench import recording, step, step_tables, volumes
-from bench.spans import Span
-from bench.traced import Event, Step, with_skew
+from bench import step
+from bench.step_study import recording, step_tables, volumes
+from bench.step_study.spans import Span
+from bench.step_study.traced import Event, Step, with_skew
 from commengine import CollectiveEvent, UsageError, cost
+from tests.support import mpirun
 
 TINY = [
     "--mock-data", "--vocab-size", "100", "--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -181,11 +182,11 @@ def labels_by_the_stack(model, seen):
 
 @pytest.mark.mpi(min_size=2)
 def test_each_collective_belongs_to_the_layer_that_ran_it(world):
-    from bench.traced import run
+    from bench.step_study.traced import run
     from commengine import Communicator
     from trainers import config as settings
-    from trainers.corpus import open_corpus
-    from trainers.gpt_trainer import GPTTrainer
+    from trainers.data.corpus import open_corpus
+    from trainers.training.trainer import GPTTrainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
@@ -262,7 +263,7 @@ def test_skew_ends_when_the_last_rank_begins():
 
 
 def test_exposed_is_what_the_caller_waited_for_while_it_ran():
-    from bench.traced import _event
+    from bench.step_study.traced import _event
 
     spans = [Span(0.0, 2.0, "layer 1", "backward"), Span(2.0, 9.0, "gradients", "")]
 
@@ -345,7 +346,7 @@ def test_a_recording_is_replaced_only_when_asked(tmp_path):
 def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
     from matplotlib.figure import Figure
 
-    from bench import timeline
+    from bench.step_study import timeline
 
     drawn = []
     with pytest.MonkeyPatch.context() as patch:

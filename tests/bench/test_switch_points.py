@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import mpirun
 from bench.switch_points import SIZES, parse, switch_point
-from commengine.switch_points import NEVER, Key, Point, SwitchPoints
+from commengine.host.switch_points import NEVER, Key, Point, SwitchPoints
+from tests.support import mpirun
 
 
 def test_choice_is_the_least_total():

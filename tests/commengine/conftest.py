@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import mpirun
+from tests.support import mpirun
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
-from commengine.host import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
+from commengine.host.transport import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 
-import mpirun
 from commengine import CollectiveError, GridLayout, ProcessGrid
 from commengine.grid import divisors
+from tests.support import mpirun
 
 
 def test_the_papers_figure_8():

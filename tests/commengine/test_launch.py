@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-import mpirun
 from commengine.errors import LaunchError
 from commengine.launch import check_world_size
+from tests.support import mpirun
 
 GONE_S = 30.0  # how long a job may live after one rank failed, its start included
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from commengine.watch import EXIT_CODE
+from commengine.timeout.watcher import EXIT_CODE
 
 #: what the ranks of a job run on, besides the world that launch gives them
 WATCHED = "timed = Communicator(world.mpi, timeout=2)\n"

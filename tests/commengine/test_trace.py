@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import commengine.running
+import commengine.calls.dispatch
 from commengine import CollectiveError, CollectiveEvent, Communicator, Trace, trace
 
 mpi = pytest.mark.mpi(min_size=1)
@@ -373,7 +373,7 @@ def test_no_event_is_made_when_nobody_traces(stream, monkeypatch):
     def begin(*args):
         raise AssertionError("made an event")
 
-    monkeypatch.setattr(commengine.running, "begin", begin)
+    monkeypatch.setattr(commengine.calls.dispatch, "begin", begin)
     comm = stream.comm
     for lane in (None, stream):
         assert len(list(everything(comm, lane))) == 12

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import mpirun
 from bench import fit
 from commengine.cost import FittedModel
-from lab.hosts import HERE, emulated_hosts, why_not
+from tests.support import mpirun
+from tests.support.lab.hosts import emulated_hosts, why_not
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no emulated hosts: {REASON}")
@@ -44,7 +44,7 @@ def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
     delay_us, rate_mbit = 2000, 500
     with emulated_hosts(2, delay_us, rate_mbit) as hosts:
         results = tmp_path / "results.json"
-        done = hosts.run(str(HERE / "ping_pong.py"), str(results), "12", timeout=60)
+        done = hosts.run(str(mpirun.JOBS / "ping_pong.py"), str(results), "12", timeout=60)
         assert done.returncode == 0, done
         assert sorted(hosts.processes()) == sorted(hosts.pids.values())
     assert gone(hosts.pids.values())
@@ -87,9 +87,9 @@ def test_two_levels(tmp_path):
     """
     path, nbytes = tmp_path / "bytes.json", 1 << 20
     with emulated_hosts(2, 100, 2000) as hosts:
-        done = hosts.run(str(HERE.parent / "commengine" / "two_levels.py"), "2", timeout=90, ranks_each=2)
+        done = hosts.run(str(mpirun.JOBS / "two_levels.py"), "2", timeout=90, ranks_each=2)
         assert done.returncode == 0 and done.stdout == "right\n", done
-        done = hosts.run(str(HERE / "wire_bytes.py"), str(path), str(nbytes), "3", timeout=60, ranks_each=2)
+        done = hosts.run(str(mpirun.JOBS / "wire_bytes.py"), str(path), str(nbytes), "3", timeout=60, ranks_each=2)
         assert done.returncode == 0, done
     found = json.loads(path.read_text())
     assert found["ranks_on_a_host"] == 2
@@ -120,12 +120,11 @@ def test_everything_ends_when_a_job_hangs():
 def test_everything_ends_with_whoever_started_it():
     """Also when that is killed, and cannot tear anything down."""
     program = (
-        "import sys, time; from lab.hosts import emulated_hosts\n"
+        "import sys, time; from tests.support.lab.hosts import emulated_hosts\n"
         "with emulated_hosts(3, 100, 1000) as hosts:\n"
         "    print(*hosts.pids.values(), flush=True); time.sleep(1000)\n"
     )
-    path = os.pathsep.join([str(mpirun.ROOT), str(HERE.parent)])
-    process = mpirun.start([sys.executable, "-c", program], env={"PYTHONPATH": path}, stdout=subprocess.PIPE)
+    process = mpirun.start([sys.executable, "-c", program], stdout=subprocess.PIPE)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 3 and not gone(pids, seconds=0.2)
     os.kill(process.pid, signal.SIGKILL)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-import mpirun
-
-HERE = Path(__file__).resolve().parent
+from tests.support import mpirun
 
 #: a model that takes milliseconds a step, on any number of ranks up to 4
 TINY = [
@@ -47,7 +45,7 @@ def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Out
     def pretrain(*runs: tuple[int, Sequence[str | Path]], timeout: float = 110) -> list[Outcome]:
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
         (folder / "runs.json").write_text(json.dumps([[n, [str(word) for word in words]] for n, words in runs]))
-        words = [str(HERE / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
+        words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
         done = mpirun.run(max(n for n, _ in runs), *words, timeout=timeout)
         assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"
         found: list[list[dict[str, Any]]] = json.loads((folder / "outcomes.json").read_text())
@@ -83,8 +81,8 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
 def trainer() -> Iterator[Callable[..., Any]]:
     """``trainer(world, **settings)``: a GPTTrainer of a tiny model on mock data; closed when the test ends."""
     from trainers.config import TrainConfig, validate
-    from trainers.corpus import open_corpus
-    from trainers.gpt_trainer import GPTTrainer
+    from trainers.data.corpus import open_corpus
+    from trainers.training.trainer import GPTTrainer
 
     made: list[Any] = []
 

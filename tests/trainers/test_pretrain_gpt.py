@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import mpirun
+from tests.support import mpirun
 from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 COMMAND = ["-m", "trainers.pretrain_gpt"]

@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from trainers.data.indexed import IndexedDataset
+from .indexed import IndexedDataset
 
 Sample = npt.NDArray[np.int64]
 

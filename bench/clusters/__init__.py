@@ -1,0 +1,1 @@
+"""Machines, described in YAML with sources."""

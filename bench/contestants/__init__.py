@@ -1,1 +1,0 @@
-"""Our side of the contests."""

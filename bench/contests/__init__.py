@@ -1,0 +1,1 @@
+"""Programs that do the same work and alternate within one run."""

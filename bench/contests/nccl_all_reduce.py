@@ -1,0 +1,31 @@
+"""All-reduces of a device tensor through a Communicator, one after another: a contestant of bench.gpu_overhead.
+
+mpiexec -n N python -m bench.contests.nccl_all_reduce --bytes N --calls N
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bench.contests.worker import serve
+from bench.peers.nccl_options import parser
+from commengine import Communicator, launch
+
+
+def main(world: Communicator) -> None:
+    """Set up, then obey the driver."""
+    arguments = parser(__doc__).parse_args()
+    tensor = torch.ones(arguments.bytes // 4, device=world.device)
+
+    def step() -> float:
+        for _ in range(arguments.calls):
+            world.all_reduce(tensor, "avg")
+        torch.cuda.synchronize(world.device)
+        return 0.0
+
+    step()
+    serve(step, world.rank)
+
+
+if __name__ == "__main__":
+    launch.run(main, device="cuda")

@@ -1,0 +1,276 @@
+"""The time and memory of a GPT's training step on a cluster, part by part.
+
+The layer is that of Megatron-LM: what is counted, kernel by kernel, is the eager code of 2019 (``unfused``:
+mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd) or of today (``fused``: one kernel each for attention, bias
++ GELU, and bias + dropout + residual). Collectives are rings, as NCCL's for long messages; tensor-parallel ones hide
+behind nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.clusters.cluster import Cluster, Device
+from bench.prediction.group_cost import data_communication, tensor_communication
+from bench.prediction.kernels import Parts, Work, gemm_seconds, memory_seconds
+from bench.prediction.layout import MODELS, Layout
+from commengine import cost
+from commengine.cost import TransformerShape
+
+# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023), less at usual
+# lengths.
+FUSED_ATTENTION = (0.6, 0.5)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step. seconds: by part, exposed ones only. hidden: of the gradients' reduction, under backward.
+
+    memory: bytes a device by part. flops: of all devices, recomputed ones included.
+    """
+
+    seconds: dict[str, float]
+    hidden: float
+    memory: dict[str, float]
+    flops: float
+    ranks: int
+
+    @property
+    def total(self) -> float:
+        """Seconds a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOP/s."""
+        return self.flops / self.total / self.ranks
+
+    @property
+    def communication(self) -> float:
+        """The share of the step in which a device waits for a collective."""
+        return (self.seconds["tensor_communication"] + self.seconds["data_communication"]) / self.total
+
+    @property
+    def memory_total(self) -> float:
+        """Bytes a device."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
+
+    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h /
+    t; or "scores", over a s / t a token. 0 backward: none.
+    """
+
+    over: str
+    forward: float
+    backward: float
+    width: float = 1
+    count: int = 1
+    layernorm: bool = False
+
+
+# Each line: read and written by the operations of the comment, in order.
+_UNFUSED = (
+    _Kernel("hidden", 4, 6, count=2, layernorm=True),
+    _Kernel("hidden", 5, 5, count=2),  # dropout
+    _Kernel("hidden", 6, 6, count=2),  # residual; backward, the two gradients that meet
+    _Kernel("hidden", 4, 2, count=2),  # bias after the row-parallel product; backward, its sum
+    _Kernel("split", 4, 2, width=3),  # bias of QKV
+    _Kernel("split", 4, 2, width=4),  # bias of h -> 4h
+    _Kernel("split", 4, 8, width=3),  # heads made contiguous for the batched product; backward, and joined again
+    _Kernel("split", 4, 4),  # context made contiguous
+    _Kernel("split", 4, 6, width=4),  # GELU, one kernel by torch.jit
+    _Kernel("scores", 4, 4),  # divided by sqrt(d)
+    _Kernel("scores", 4, 4),  # times the mask
+    _Kernel("scores", 4, 0),  # minus 10000 (1 - mask)
+    _Kernel("scores", 4, 6),  # softmax
+    _Kernel("scores", 5, 5),  # dropout
+)
+_FUSED = (
+    _Kernel("hidden", 4, 6, count=2, layernorm=True),
+    _Kernel("hidden", 7, 11, count=2),  # bias + dropout + residual; backward, dropout and the two gradients that meet
+    _Kernel("split", 4, 2, width=3),  # bias of QKV
+    _Kernel("split", 4, 6, width=4),  # bias + GELU
+    _Kernel("split", 0, 4, width=3),  # gradients of q, k, v joined
+)
+# Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
+# 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
+# for Adam 4, master weight and moments read and written 24, weight 2.
+_OPTIMIZER = {"unfused": 72.0, "fused": 30.0}
+_OPTIMIZER_WAITED = 10.0 + 4.0
+# Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8;
+# backward times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
+_CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
+
+
+def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> Step:
+    """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated where the cluster has a calibration.
+
+    Raises ValueError where the shape cannot be split so.
+    """
+    parts = parts or Parts()
+    return _predict(shape, layout, cluster, parts, slowdown(cluster, parts))
+
+
+def slowdown(cluster: Cluster, parts: Parts) -> float:
+    """How much slower than the cluster says kernels move memory, so that the calibrating step takes what was measured.
+
+    1 without a calibration. What GEMMs reach is measured and published, and so is what a plain copy reaches; what eager
+    kernels reach of it is not, so that is what one measured step decides. Raises ValueError where no rate can explain
+    it.
+    """
+    if not cluster.calibration:
+        return 1.0
+    given = cluster.calibration
+    if given.model not in MODELS:
+        raise ValueError(f"calibration.model={given.model!r}: one of {', '.join(MODELS)}")
+    layout = Layout(micro_batch=given.micro_batch, recompute=given.recompute)
+    low, high = (_predict(MODELS[given.model], layout, cluster, parts, factor) for factor in (1.0, 2.0))
+    measured = low.flops / given.flops
+    factor = 1 + (measured - low.total) / (high.total - low.total) if high.total > low.total else 0.0
+    if factor <= 0:
+        raise ValueError(f"calibration: {given.flops / 1e12:g} TFLOP/s cannot be met, whatever the rate of memory")
+    return factor
+
+
+def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, slow: float) -> Step:
+    shape.require_tensor_parallel(layout.tensor)
+    if layout.sequence_parallel and shape.seq % layout.tensor:
+        raise ValueError(
+            f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
+        )
+    device = cluster.device
+    forward, backward, again = _layer(shape, layout, device, parts)
+    ends = _ends(shape, layout, device, parts)
+    owned = cost.parameters(shape, layout.tensor)
+
+    seconds = dict.fromkeys(("gemm", "attention", "elementwise", "host", "recompute", "ends", "optimizer"), 0.0)
+    for work, passes in ((forward, shape.layers), (backward, shape.layers), (again, shape.layers), (ends, 1)):
+        for part, value in work.seconds(slow).items():
+            seconds["ends" if work is ends else "recompute" if work is again else part] += passes * value
+        seconds["host"] += passes * _waiting(work, device, parts, slow)
+    if parts.host:
+        pairs = 2 if layout.recompute == "none" else 6  # around dropout; a checkpoint, its replay and their dropout
+        seconds["host"] += shape.layers * pairs * device.random_state
+    seconds = {part: layout.micro_batches * value for part, value in seconds.items()}
+    under_backward = shape.layers * (backward.total(slow) + again.total(slow))  # of the last micro-batch
+
+    if parts.optimizer:
+        seconds["optimizer"] = _optimizer(owned, shape, layout, device, parts, slow)
+    seconds["tensor_communication"] = (
+        tensor_communication(shape, layout, cluster) if parts.tensor_communication else 0.0
+    )
+    exposed = hidden = 0.0
+    if parts.data_communication:
+        exposed, hidden = data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
+    seconds["data_communication"] = exposed
+
+    activations = cost.activation_bytes(
+        shape,
+        layout.micro_batch,
+        layout.tensor,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+        fused_attention=device.kernels == "fused",
+    )
+    memory = {
+        "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
+        "activations": activations,
+    }
+    # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
+    flops = cost.model_flops(shape, layout.batch, layout.recompute)
+    return Step(seconds, hidden, memory, flops, layout.ranks)
+
+
+def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> tuple[Work, Work, Work]:
+    """One layer's micro-batch: forward, backward, and what is computed again before backward."""
+    h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
+    tokens, head, batch = s * b, h // shape.heads, b * shape.heads // t
+    forward, backward, attention = Work(), Work(), Work()
+
+    def gemm(m: int, n: int, k: int, batch: int = 1) -> float:
+        return gemm_seconds(device, m, n, k, batch, by_shape=parts.gemm_shape)
+
+    for n, k in ((3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)):
+        forward.add("gemm", 1, multiply=gemm(tokens, n, k))
+        backward.add("gemm", 2, multiply=gemm(tokens, k, n) + gemm(k, n, tokens))
+
+    if device.kernels == "unfused":
+        attention.add("attention", 2, multiply=gemm(s, s, head, batch) + gemm(s, head, s, batch))
+        backward.add("attention", 4, multiply=gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch))
+    else:
+        flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
+        attention.add("attention", 1, multiply=flops / (device.peak_flops * FUSED_ATTENTION[0]))
+        backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]))
+
+    for kernel in _UNFUSED if device.kernels == "unfused" else _FUSED:
+        scores = kernel.over == "scores"
+        if not (parts.attention_traffic if scores else parts.elementwise):
+            continue
+        elements = kernel.count * tokens * _width(kernel, shape, layout) * device.element_bytes / 2
+        for work, each, way in ((attention if scores else forward, kernel.forward, 0), (backward, kernel.backward, 1)):
+            if each:
+                efficiency = device.layernorm_efficiency[way] if kernel.layernorm else None
+                took = memory_seconds(device, elements * each, efficiency)
+                work.add("attention" if scores else "elementwise", kernel.count, move=took)
+
+    again = Work()
+    if parts.recompute and layout.recompute != "none":
+        again.join(attention)
+        if layout.recompute == "full":
+            again.join(forward)
+    forward.join(attention)
+    return forward, backward, again
+
+
+def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
+    """Elements a token on one device."""
+    if kernel.over == "scores":
+        return shape.heads * shape.seq / layout.tensor
+    if kernel.over == "split":
+        return kernel.width * shape.hidden / layout.tensor
+    return shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> Work:
+    """Embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
+    work = Work()
+    tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
+    for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
+        work.add("logits", 1, multiply=gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape))
+    if parts.elementwise:
+        size = device.element_bytes / 2
+        for way, each in enumerate((4, 6)):
+            took = memory_seconds(device, size * each * tokens * h, device.layernorm_efficiency[way])
+            work.add("layernorm", 1, move=took)
+        # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the
+        # logits'.
+        work.add("embedding", 8, move=memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)))
+        moved = sum(_CROSS_ENTROPY[device.kernels]) * tokens * vocab
+        work.add("loss", 12 if device.kernels == "unfused" else 4, move=memory_seconds(device, moved))
+    return work
+
+
+def _waiting(work: Work, device: Device, parts: Parts, slow: float) -> float:
+    """Time between kernels, and waiting for the host where it issues them more slowly than they run."""
+    if not parts.host:
+        return 0.0
+    return max(work.kernels * device.launch, work.kernels * device.dispatch - work.total(slow))
+
+
+def _optimizer(
+    owned: float, shape: TransformerShape, layout: Layout, device: Device, parts: Parts, slow: float
+) -> float:
+    """The update of all parameters. Unfused: a loop over tensors, which the host may be slower to issue than to run."""
+    moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
+    moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
+    runs = slow * memory_seconds(device, moved)
+    if device.kernels == "fused" or not parts.host:
+        return runs
+    tensors = 12 * shape.layers + 4
+    # The overflow check and the norm bring a number to the host for each tensor: what they run and issue adds up.
+    waited = _OPTIMIZER_WAITED / _OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
+    return waited + max(runs * (1 - _OPTIMIZER_WAITED / _OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)

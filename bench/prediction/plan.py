@@ -1,0 +1,164 @@
+"""Of all ways to spread a model over N devices, the fastest predicted one that fits, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.clusters.cluster import Cluster
+from bench.prediction.layout import Layout
+from bench.prediction.model_cost import Step, predict
+from commengine.cost import TransformerShape
+
+# What the search varies and a caller may fix: fields of Layout, and the options that name them.
+SEARCHED = {
+    "tensor": "--tensor-model-parallel-size",
+    "micro_batch": "--micro-batch-size",
+    "recompute": "--recompute-granularity",
+    "sequence_parallel": "--sequence-parallel",
+    "zero1": "--use-distributed-optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, its predicted step, and what is against it ("" for the winner)."""
+
+    layout: Layout
+    step: Step
+    fits: bool
+    why: str = ""
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide it, ascending."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def layouts(shape: TransformerShape, gpus: int, batch: int) -> Iterator[Layout]:
+    """Every (tensor, data, micro-batch, recompute, sequence-parallel, ZeRO-1) whose sizes divide what they split.
+
+    Sequence parallelism only where tensor > 1 and ZeRO-1 only where data > 1: elsewhere they do nothing.
+    """
+    for tensor in divisors(gpus):
+        if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
+            continue
+        data = gpus // tensor
+        for micro_batch in divisors(batch // data):
+            for recompute in ("none", "selective", "full"):
+                for sequence in (False, True) if tensor > 1 and shape.seq % tensor == 0 else (False,):
+                    for zero1 in (False, True) if data > 1 else (False,):
+                        times = batch // data // micro_batch
+                        yield Layout(tensor, data, micro_batch, times, recompute, sequence, zero1)
+
+
+def plan(
+    shape: TransformerShape,
+    cluster: Cluster,
+    gpus: int,
+    batch: int,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    reserve: float = 2e9,
+) -> list[Candidate]:
+    """All candidates: those that fit, fastest first, then those that do not, least memory first.
+
+    fixed: values that are not searched, by the keys of SEARCHED. reserve: bytes a device keeps for CUDA's context,
+    NCCL's buffers and workspaces. Raises ValueError where nothing divides, or ``fixed`` leaves nothing.
+    """
+    room = cluster.device.memory_bytes - reserve
+    chosen = list(layouts(shape, gpus, batch))
+    if not chosen:
+        raise ValueError(
+            f"no way to split {shape.heads} heads, hidden size {shape.hidden}, vocabulary {shape.vocab} and a batch of "
+            f"{batch} over {gpus} devices: the tensor-parallel size must divide the first three and the number of "
+            "devices, and the data-parallel size the batch"
+        )
+    found = []
+    for layout in _narrowed(chosen, fixed or {}):
+        step = predict(shape, layout, cluster)
+        found.append(Candidate(layout, step, step.memory_total <= room))
+    fitting = sorted((one for one in found if one.fits), key=lambda one: one.step.total)
+    others = sorted((one for one in found if not one.fits), key=lambda one: one.step.memory_total)
+    split = {replace(one.layout, zero1=False) for one in fitting if one.layout.zero1}
+    result = [_with(one, "" if one is fitting[0] else _slower(one.step, fitting[0].step)) for one in fitting]
+    return result + [
+        _with(one, _too_large(one.step, room) + ("; fits with ZeRO-1" if one.layout in split else "")) for one in others
+    ]
+
+
+def _narrowed(chosen: list[Layout], fixed: Mapping[str, Any]) -> list[Layout]:
+    """Those with the fixed values. Raises ValueError that names the first option that leaves none, and what would."""
+    said = ""
+    for field, value in fixed.items():
+        kept = [one for one in chosen if getattr(one, field) == value]
+        option = _spelled(field, value)
+        if not kept:
+            there = sorted({getattr(one, field) for one in chosen})
+            valid = " or ".join(_spelled(field, one) for one in there) if isinstance(value, bool) else there
+            raise ValueError(f"{option}: no layout that divides has it{said and f' with{said}'}; valid: {valid}")
+        chosen, said = kept, f"{said} {option}"
+    return chosen
+
+
+def _spelled(field: str, value: Any) -> str:
+    option = SEARCHED[field]
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    return f"{option} {value}"
+
+
+def _with(candidate: Candidate, why: str) -> Candidate:
+    return Candidate(candidate.layout, candidate.step, candidate.fits, why)
+
+
+def _slower(step: Step, best: Step) -> str:
+    """By how much, and which part of the step grew most."""
+    more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
+    part = max(more, key=lambda name: more[name])
+    return (
+        f"{100 * (step.total / best.total - 1):.1f}% slower, most by {part.replace('_', ' ')} "
+        f"(+{1e3 * more[part]:.0f} ms a step)"
+    )
+
+
+def _too_large(step: Step, room: float) -> str:
+    largest = max(step.memory, key=lambda name: step.memory[name])
+    return (
+        f"does not fit: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}, most of it {largest} "
+        f"({step.memory[largest] / 1e9:.1f})"
+    )
+
+
+def table(candidates: list[Candidate], top: int) -> Iterator[str]:
+    """Markdown: the winner and the ``top`` best of the rest; of those that do not fit, at least the three closest."""
+    fitting = [one for one in candidates if one.fits]
+    others = [one for one in candidates if not one.fits]
+    shown = fitting[:top] + others[: max(3, top - len(fitting))]
+    columns = (
+        "tensor",
+        "data",
+        "micro-batch",
+        "recompute",
+        "sequence parallel",
+        "ZeRO-1",
+        "s a step",
+        "TFLOP/s",
+        "waiting",
+    )
+    yield f"| {' | '.join(columns)} | memory, GB | why not |"
+    yield "|---:|---:|---:|---|---|---|---:|---:|---:|---:|---|"
+    for one in shown:
+        layout, step = one.layout, one.step
+        split = f"{layout.tensor} | {layout.data} | {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
+        sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
+        yield (
+            f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {step.flops_per_device / 1e12:.1f} "
+            f"| {100 * step.communication:.0f}% | {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
+        )
+    yield ""
+    yield (
+        f"{len(candidates)} layouts divide, {len(fitting)} fit, {len(shown)} are shown. ZeRO-1 is "
+        "--use-distributed-optimizer."
+    )

@@ -1,0 +1,135 @@
+"""Which part of a training step the caller is in, and since when: embedding, layers, output layer, loss, the rest.
+
+The caller is always in one part: a boundary ends a span and begins the next, so that spans neither overlap nor leave
+gaps, and a collective belongs to the span in which it was enqueued. Backward runs the parts from last to first: the
+gradient of the tensor between two of them is complete when the later one is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainers.training.trainer import GPTTrainer
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the caller's time, in seconds of ``time.perf_counter``.
+
+    part: "embedding", "layer 0", ..., "output layer" (with the final norm), "loss", in a phase "forward", "recompute"
+    or "backward"; or, without a phase, "labels", "gradients" (zeroing, reduction), "loss and norm", "optimizer".
+    """
+
+    start: float
+    end: float
+    part: str
+    phase: str
+
+
+class Spans:
+    """The spans so far. Not for several threads at once: backward runs while the caller waits for it."""
+
+    def __init__(self) -> None:
+        self.part, self.phase = "labels", ""
+        self._done: list[Span] = []
+        self._since = time.perf_counter()
+
+    def enter(self, part: str, phase: str = "") -> None:
+        """From now on the caller is in another part."""
+        now = time.perf_counter()
+        self._done.append(Span(self._since, now, self.part, self.phase))
+        self.part, self.phase, self._since = part, phase, now
+
+    def take(self) -> list[Span]:
+        """All spans until now, and start anew with those of the next step."""
+        self.enter("labels")
+        found, self._done = [span for span in self._done if span.end > span.start], []
+        return found
+
+
+@contextmanager
+def followed(trainer: GPTTrainer) -> Iterator[Spans]:
+    """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled: a graph runs no hooks."""
+    spans, model = Spans(), trainer.model
+    parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
+    with ExitStack() as stack:
+
+        def between(part: str, tensor: Tensor) -> None:
+            """Forward, ``part`` begins with ``tensor``; backward, the one before it does with the tensor's gradient."""
+            spans.enter(part, "forward")
+            if tensor.requires_grad:
+                before = parts[parts.index(part) - 1]
+                tensor.register_hook(lambda _: spans.enter(before, "backward"))  # type: ignore[no-untyped-call]
+
+        def hook(handle: Any) -> None:
+            stack.callback(handle.remove)
+
+        hook(model.register_forward_pre_hook(lambda *_: spans.enter("embedding", "forward")))
+        hook(model.register_forward_hook(lambda _, __, losses: _on_gradient(losses, spans, "loss")))
+        for number, layer in enumerate(model.layers):
+            part = f"layer {number}"
+            hook(layer.register_forward_pre_hook(lambda _, args, part=part: between(part, args[0])))
+            for handle in _recomputation(layer, spans, part):
+                hook(handle)
+        hook(model.final_norm.register_forward_pre_hook(lambda _, args: between("output layer", args[0])))
+        _around(stack, model.embedding, "logits", after=lambda logits: between("loss", logits))
+        _around(stack, trainer.gradients, "zero", _entering(spans, "gradients"), _entering(spans, "labels"))
+        _around(stack, trainer.gradients, "finish", _entering(spans, "gradients"), _entering(spans, "loss and norm"))
+        _around(stack, trainer.optimizer, "step", _entering(spans, "optimizer"))
+        _around(stack, trainer.optimizer, "wait_for_parameters", _entering(spans, "optimizer"))
+        yield spans
+
+
+def _recomputation(layer: nn.Module, spans: Spans, part: str) -> Iterator[Any]:
+    """Hooks for a layer that runs again inside the backward, from its first module to its last.
+
+    The end comes as an exception where nothing more is needed.
+    """
+
+    def begin(*_: Any) -> None:
+        if spans.phase == "backward":
+            spans.enter(part, "recompute")
+
+    def end(*_: Any) -> None:
+        if spans.phase == "recompute":
+            spans.enter(part, "backward")
+
+    yield layer.get_submodule("attention_norm").register_forward_pre_hook(begin)
+    yield layer.get_submodule("mlp").register_forward_hook(end, always_call=True)
+
+
+def _on_gradient(tensor: Tensor, spans: Spans, part: str) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda _: spans.enter(part, "backward"))  # type: ignore[no-untyped-call]
+
+
+def _entering(spans: Spans, part: str) -> Callable[[Any], None]:
+    return lambda _: spans.enter(part)
+
+
+def _around(
+    stack: ExitStack,
+    owner: Any,
+    name: str,
+    before: Callable[[Any], None] | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> None:
+    """Until ``stack`` ends, call ``before(None)`` and ``after(result)`` around the method ``name`` of this object."""
+    method = getattr(owner, name)
+
+    def called(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(None)
+        result = method(*args, **options)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(owner, name, called)
+    stack.callback(delattr, owner, name)

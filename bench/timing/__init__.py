@@ -1,0 +1,1 @@
+"""How a call is timed: how often, on which clock, and how the ranks begin together."""

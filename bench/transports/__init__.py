@@ -1,0 +1,1 @@
+"""The collectives that are measured, and the ways to run them."""

@@ -1,0 +1,155 @@
+"""Our end of bench/peers/collectives.py: each rank has one process of the peer, a child on the same cores.
+
+While one of the two works, the other is blocked in a read, so they alternate call by call as contestants in one process
+do. Lines of JSON go both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.timing.sampling import Times
+from bench.timing.starting import AgreedStart, Clock
+from bench.transports.local import Bound, Transport
+from bench.transports.operations import Call
+from commengine import CollectiveError, Communicator
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_SECONDS = 180.0
+#: what MPI and its launchers told this process is not for the child, which is no rank of theirs
+LAUNCHERS = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_LOCAL", "MPIR_", "HYDI_")
+#: the names of --transports, and torch.distributed's backend for each
+PEERS = {"gloo": "gloo", "torch-nccl": "nccl"}
+
+
+class PeerError(Exception):
+    """The peer cannot do it, or is gone."""
+
+
+class PeerProcess:
+    """One process of the peer."""
+
+    def __init__(self, backend: str, rank: int, size: int, address: tuple[str, int], capacity: int) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+        group = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        # CPython starts it by vfork and exec: nothing of MPI's memory is copied, or registered twice.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.peers.collectives", backend, str(capacity)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**clean, **group, "PYTHONPATH": path},
+        )  # fmt: skip
+
+    def answer(self) -> dict[str, Any]:
+        """The next line. Raises PeerError for an error, an end, or silence."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(ANSWER_SECONDS):
+                raise PeerError(f"no answer in {ANSWER_SECONDS:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise PeerError(f"its process ended: {' '.join(self._log.read()[-1500:].split())}")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise PeerError(found["error"])
+        return found
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PeerError(str(error)) from error
+        return self.answer()
+
+    def close(self) -> None:
+        """End it, kindly and then not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # the end of its commands
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+
+class PeerCall(Bound):
+    """A call that the peer makes."""
+
+    def __init__(self, process: PeerProcess, in_place: bool, clock: Clock | None) -> None:
+        self._process, self._in_place = process, in_place
+        self._clock = {} if clock is None else {"clock": asdict(clock)}
+
+    def reset(self) -> None:
+        self._process.ask(do="reset", in_place=self._in_place)
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        answer = self._process.ask(do="run", count=count, in_place=self._in_place, **self._clock)
+        # The child reads the same clock of the same machine as we do: no offset between the two.
+        return np.array(answer["starts"]), np.array(answer["seconds"])
+
+    def wrong(self) -> int:
+        return int(self._process.ask(do="wrong")["wrong"])
+
+
+class Peer(Transport):
+    """torch.distributed in processes of its own, one beside each rank of the group."""
+
+    def __init__(self, name: str, group: Communicator, capacity: int) -> None:
+        self.name = name
+        self._group = group
+        self.meet = group.mpi.Barrier
+        if PEERS[name] == "nccl" and not torch.cuda.is_available():
+            raise CollectiveError("needs a CUDA device, and torch sees none")
+        self._process = PeerProcess(PEERS[name], group.rank, group.size, _meeting_point(group), capacity)
+        try:
+            self._process.answer()
+        except PeerError as error:
+            self._process.close()
+            raise CollectiveError(str(error)) from error
+
+    def bind(self, call: Call, in_place: bool) -> Bound:
+        about: dict[str, Any] = {
+            "operation": call.operation,
+            "dtype": str(call.dtype).removeprefix("torch."),
+            "redop": call.redop,
+        }
+        about |= {"root": call.root, "ranks": call.ranks, "count": call.count, "in_place": in_place}
+        try:
+            self._process.ask(do="bind", **about)
+        except PeerError as error:
+            raise CollectiveError(str(error)) from error
+        return PeerCall(self._process, in_place, self.meet.clock if isinstance(self.meet, AgreedStart) else None)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def _meeting_point(group: Communicator) -> tuple[str, int]:
+    """Where the group's first rank listens: a name that the others can reach, and a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        mine = (socket.gethostname(), int(probe.getsockname()[1]))
+        hosts = group.mpi.allgather(mine)
+    return ("127.0.0.1", hosts[0][1]) if len({name for name, _ in hosts}) == 1 else hosts[0]

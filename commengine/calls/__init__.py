@@ -1,0 +1,1 @@
+"""How a call of a Communicator becomes a transport's: checked, agreed on, traced, watched, run or enqueued."""

@@ -1,0 +1,1 @@
+"""Device tensors: by NCCL through CuPy's binding on CUDA streams, or by MPI with the host between."""

@@ -1,0 +1,147 @@
+"""What carries a communicator's device tensors: NCCL on CUDA streams, or MPI with the host between."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commengine.dtypes import NCCL_REDUCTIONS
+from commengine.errors import CollectiveError
+from commengine.host.transport import HostTransport
+from commengine.stream import Stream, Work
+
+from .choice import TRANSPORTS, DeviceLike, choose_device
+from .clock import DeviceClock, DeviceTimes
+from .nccl import DeviceTransport, Runtime
+from .staged import DeviceAddressTransport, Hosted, StagedTransport, mpi_takes_device_addresses
+from .stream import DeviceStream, DeviceWork
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from commengine.timeout.watcher import Entry
+    from commengine.trace import CollectiveEvent
+
+
+class NcclBackend:
+    """Device tensors by NCCL: collectives are enqueued on CUDA streams, and the host goes on."""
+
+    def __init__(self, transport: DeviceTransport, clock: DeviceClock | None = None) -> None:
+        self.transport: Any = transport
+        self.device = transport.device
+        self.clock = clock or DeviceClock(transport.runtime.cuda, transport.device)
+
+    def refusal(self, dtype: torch.dtype, op: str) -> str | None:
+        """Why NCCL cannot reduce what the host can."""
+        if (dtype, op) in NCCL_REDUCTIONS:
+            return None
+        return f"NCCL has no {dtype} to reduce: convert it to torch.int32, or reduce it on the host"
+
+    def enqueue(
+        self,
+        launch: Callable[[], None],
+        tensors: tuple[Any, ...],
+        stream: Stream | None,
+        record: CollectiveEvent | None,
+        entries: Sequence[Entry],
+    ) -> Work | None:
+        """Call ``launch``, which enqueues on ``stream`` (None: the current one), and time and watch what it enqueued.
+
+        The Work is None where there is no stream: what comes later on the current one waits by itself.
+        """
+        if record is not None:
+            record.times = DeviceTimes(self.clock)
+        for entry in entries:
+            entry.start()
+        try:
+            if stream is not None:
+                work = stream.enqueue(launch, tensors, record)
+                event = work.event if isinstance(work, DeviceWork) else None
+            else:
+                work, event = None, self._enqueue_here(launch, record, bool(entries))
+        except BaseException:
+            for entry in entries:
+                entry.end()
+            raise
+        for entry in entries:
+            entry.done = functools.partial(_is_over, event)
+        return work
+
+    def _enqueue_here(self, launch: Callable[[], None], record: CollectiveEvent | None, watched: bool) -> Any:
+        current = self.transport.runtime.cuda.current_stream(self.device)
+        if record is not None and record.times is not None:
+            record.times.start(current)
+        launch()
+        if record is not None and record.times is not None:
+            record.times.end(current)
+        return current.record_event() if watched else None
+
+    def split(self, part: MPI.Intracomm | None, color: int | None, key: int) -> NcclBackend | None:
+        """For the rank's part of the group; None where it has none. Collective over the group."""
+        made = self.transport.split(part, color, key)
+        return None if made is None else NcclBackend(made, self.clock)
+
+    def new_stream(self, comm: MPI.Intracomm, name: str, index: int, priority: int) -> DeviceStream:
+        """A CUDA stream with an NCCL communicator of its own, over the ranks of ``comm``. Collective."""
+        cuda_stream = self.transport.runtime.cuda.Stream(self.device, priority)
+        return DeviceStream(name, index, self.transport.split(comm, 0, comm.rank, cuda_stream), cuda_stream)
+
+    def close(self) -> None:
+        """Collective."""
+        self.transport.close()
+
+
+class HostedBackend:
+    """Device tensors by MPI: ``kind`` is ``"mpi"`` (it takes device addresses) or ``"staged"`` (pinned memory)."""
+
+    def __init__(self, kind: str, runtime: Runtime, device: torch.device, host: HostTransport) -> None:
+        self.kind, self.device = kind, device
+        self._runtime = runtime
+        inner: Any = StagedTransport(runtime, host) if kind == "staged" else DeviceAddressTransport(runtime, host)
+        self.transport: Any = Hosted(inner, runtime, device)
+
+    def refusal(self, dtype: torch.dtype, op: str) -> None:
+        """Nothing: the host reduces it."""
+
+    def over(self, host: HostTransport) -> HostedBackend:
+        """The same by another host transport."""
+        return HostedBackend(self.kind, self._runtime, self.device, host)
+
+    def close(self) -> None:
+        """Nothing: the host transport's owner closes it."""
+
+
+def _is_over(event: Any) -> bool:
+    """Whether nothing more is to be expected of ``event``; also when the device has failed, which its user is told."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return True
+
+
+Backend = NcclBackend | HostedBackend
+
+
+def open_backend(
+    comm: MPI.Intracomm, host: HostTransport, device: DeviceLike, transport: str, cuda_aware_mpi: bool | None
+) -> Backend | None:
+    """What carries device tensors between the ranks of ``comm``; None where the device is the CPU. Collective.
+
+    Raises CollectiveError, on every rank alike, where a rank cannot have what is asked for.
+    """
+    if transport not in TRANSPORTS:
+        raise CollectiveError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
+    chosen, runtime = choose_device(comm, device, transport)
+    if runtime is None:
+        return None
+    if transport == "nccl":
+        return NcclBackend(DeviceTransport.open(runtime, comm, chosen))
+    if transport == "mpi" and not (mpi_takes_device_addresses() if cuda_aware_mpi is None else cuda_aware_mpi):
+        raise CollectiveError(
+            "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support); "
+            "cuda_aware_mpi=True says it does, transport='staged' works with any MPI"
+        )
+    return HostedBackend(transport, runtime, chosen, host)

@@ -1,0 +1,149 @@
+"""DeviceStream, DeviceWork: a CUDA stream with the verbs of `Stream`. Nothing here blocks the host but `synchronize`.
+
+A collective enqueued here starts after what the caller's stream (torch's current one) holds at that moment, and
+``work.wait()`` lets the caller's stream go on only when it is done. Until then the Work holds the tensors: their
+memory cannot be given to somebody else while NCCL uses it, so no ``record_stream`` is needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from commengine.stream import Event, GroupedWork, Stream, Work
+
+if TYPE_CHECKING:
+    from commengine.trace import CollectiveEvent
+
+    from .nccl import DeviceTransport
+
+
+class DeviceWork(Work):
+    """A point in a device stream, and what is in flight before it.
+
+    callers: the streams that the tensors come from: they too go on only when the point is reached, for what is freed
+    after `wait` is given out again there.
+    """
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        event: Any,
+        callers: Sequence[Any],
+        tensors: tuple[Any, ...] = (),
+        records: Sequence[CollectiveEvent] = (),
+        before: Sequence[DeviceWork] = (),
+    ) -> None:
+        self._transport = transport
+        self.event = event
+        self._callers = callers
+        self._tensors = tensors
+        self._records = records
+        self._before = before
+        self._error = None
+
+    def done(self) -> bool:
+        """Whether the point was reached. Never blocks."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Let torch's current stream go on only when the point is reached; the host goes on. May be called again."""
+        cuda, device = self._transport.runtime.cuda, self._transport.device
+        current = cuda.current_stream(device)
+        timed = [record.times for record in self._records if record.times is not None]
+        for times in timed:
+            times.wait_starts(current)
+        current.wait_event(self.event)
+        for times in timed:
+            times.wait_ends(current)
+        for caller in self._callers:
+            if caller != current:
+                caller.wait_event(self.event)
+        self._release()
+
+    def _release(self) -> None:
+        self._tensors, self._records = (), ()
+        for work in self._before:
+            work._release()
+        self._before = ()
+
+    def _block(self) -> None:
+        self.event.synchronize()
+
+
+class DeviceStream(Stream):
+    """An ordered queue of device collectives: a CUDA stream, with an NCCL communicator of its own.
+
+    Made by `Communicator.new_stream`, closed with its communicator. transport: runs the collectives; what it enqueues
+    goes to ``cuda_stream``.
+    """
+
+    threaded = False
+    untold_failure = None
+
+    def __init__(self, name: str, index: int, transport: DeviceTransport, cuda_stream: Any) -> None:
+        self.name = name
+        self.index = index
+        self.transport: Any = transport
+        self.device_transport: Any = transport
+        self.cuda_stream = cuda_stream
+        self._cuda = transport.runtime.cuda
+        self._in_flight: deque[DeviceWork] = deque()
+
+    def enqueue(
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
+    ) -> DeviceWork:
+        """Run ``call()``, which enqueues on ``cuda_stream``, after what the stream and the caller's stream hold.
+
+        ``tensors`` live until the Work is waited for, or is dropped and done. What NCCL refuses is raised here.
+        """
+        self._forget_done()
+        caller = self._cuda.current_stream(self.transport.device)
+        self.cuda_stream.wait_stream(caller)
+        times = None if record is None else record.times
+        if times is not None:
+            times.start(self.cuda_stream)
+        call()
+        if times is not None:
+            times.end(self.cuda_stream)
+        work = DeviceWork(
+            self.transport, self.cuda_stream.record_event(), (caller,), tensors, () if record is None else (record,)
+        )
+        self._in_flight.append(work)
+        return work
+
+    def record(self) -> DeviceWork:
+        """An event that is done when all that is enqueued now is done."""
+        self._forget_done()
+        before = tuple(self._in_flight)
+        callers = list(dict.fromkeys(caller for work in before for caller in work._callers))
+        records = [record for work in before for record in work._records]
+        return DeviceWork(self.transport, self.cuda_stream.record_event(), callers, (), records, before)
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is enqueued from now on start only when ``event`` is done; the host waits for a host stream's."""
+        if isinstance(event, GroupedWork):
+            event = event.group
+        if isinstance(event, DeviceWork):
+            self.cuda_stream.wait_event(event.event)
+        else:
+            event._follow()
+
+    def synchronize(self) -> None:
+        """Block the host until the stream is empty."""
+        self.cuda_stream.synchronize()
+        self._forget_done()
+
+    def close(self) -> None:
+        """Finish what is enqueued, then end the NCCL communicator. Collective."""
+        self.transport.close()
+        self._in_flight.clear()
+
+    def free(self) -> None:
+        """Nothing: `close` has."""
+
+    def _forget_done(self) -> None:
+        """Let go of the tensors of what nobody waited for, once the device is done with them."""
+        while self._in_flight and (not self._in_flight[0]._tensors or self._in_flight[0].done()):
+            self._in_flight.popleft()

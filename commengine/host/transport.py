@@ -1,0 +1,283 @@
+"""MPI, for host tensors: each operation of a Communicator, run to its end on the calling thread.
+
+Nothing here checks its arguments: `Communicator` has. Buffers go to mpi4py as addresses (0.25 us instead of the
+0.95 us of a NumPy view or the 5.4 us of DLPack; ``findings.md`` of the project's founding).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commengine.dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
+from commengine.mpi import load_mpi
+from commengine.shared_memory.flags import spin
+from commengine.shared_memory.windows import SharedTensors
+
+from .routes import MemoryPaths
+from .switch_points import NEVER, SwitchPoints
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+#: what is reduced in rank order is all-gathered and reduced everywhere up to this many bytes: one round trip, not two
+SMALL_BYTES = 16 * 1024
+
+#: reductions of more bytes than LONG_BYTES go in pieces. An MPI's temporary copy of such a one no longer fits the
+#: caches, and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md)
+LONG_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
+
+#: how often a polling thread yields its core before it starts to sleep between polls
+YIELDS_BEFORE_SLEEP = 2000
+SLEEP_SECONDS = 50e-6
+
+
+class TransferError(Exception):
+    """A message had another length than the receiver expected; the Communicator makes a CollectiveError of it."""
+
+
+class PollingComm:
+    """The blocking calls of an MPI communicator, each made of its non-blocking form and a poll that yields.
+
+    For a stream's worker thread: a blocking MPI call spins on the core that compute needs. look: called now and then
+    while waiting.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, look: Callable[[], None] | None = None) -> None:
+        self.comm = comm
+        self.look = look
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        start = getattr(self.comm, "I" + name.lower())
+
+        def call(*args: Any) -> None:
+            self.wait(start(*args).Test)
+
+        setattr(self, name, call)
+        return call
+
+    def waitall(self, requests: list[MPI.Request], statuses: list[MPI.Status]) -> None:
+        """Wait for all of them."""
+        testall = load_mpi().Request.Testall
+        self.wait(lambda: testall(requests, statuses))
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Poll until ``done``."""
+        for _ in range(YIELDS_BEFORE_SLEEP):
+            if done():
+                return
+            os.sched_yield()
+        while not done():
+            time.sleep(SLEEP_SECONDS)
+            if self.look is not None:
+                self.look()
+
+
+class HostTransport:
+    """Collectives on contiguous host tensors over one MPI communicator, which it does not own.
+
+    comm: an MPI intracommunicator that nothing else communicates on.
+    polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
+    shared: the tensors in windows; with it large collectives go through memory, from ``points`` on (see
+        `commengine.host.routes`). deterministic: reduce every dtype in rank order.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        polling: bool = False,
+        look: Callable[[], None] | None = None,
+        shared: SharedTensors | None = None,
+        points: SwitchPoints | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        mpi = load_mpi()
+        self.rank = comm.rank
+        self.size = comm.size
+        self._comm = comm
+        self._calls: Any = comm
+        self._waitall: Callable[..., Any] = mpi.Request.Waitall
+        if polling or look is not None:
+            self._calls = PollingComm(comm, look)
+            self._waitall = self._calls.waitall
+        self._large = NEVER  # bytes from which on the paths are asked
+        self._paths: Any = None
+        if shared is not None and comm.size > 1:
+            points = SwitchPoints.load() if points is None else points
+            self._large = points.least
+            self._paths = MemoryPaths(
+                comm,
+                shared,
+                points,
+                wait=self._calls.wait if isinstance(self._calls, PollingComm) else spin,
+                transport=lambda across: HostTransport(across, polling=polling, look=look),
+                deterministic=deterministic,
+            )
+        self._in_order = DTYPES if deterministic else OUR_TYPES
+        self._types = MpiTypes(mpi)
+        self._address = mpi.memory.fromaddress
+        self._status = mpi.Status
+        self._in_place = mpi.IN_PLACE
+
+    def _moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:
+        """The tensor as a buffer of opaque elements."""
+        return self._address(tensor.data_ptr(), tensor.nbytes), self._types.move[tensor.dtype]
+
+    def open_paths(self) -> None:
+        """Be ready for large collectives: a worker thread must not make a window. Collective."""
+        if self._paths is not None:
+            self._paths.open()
+
+    def close(self) -> None:
+        """Free what it made, the communicator being the caller's. Collective."""
+        if self._paths is not None:
+            self._paths.close()
+
+    # Reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        nbytes = tensor.nbytes
+        if nbytes >= self._large and self._paths.all_reduce(tensor, op):
+            return
+        dtype = tensor.dtype
+        if dtype in self._in_order:
+            self._all_reduce_in_order(tensor, op)
+            return
+        datatype, mpi_op = self._types.reduce[dtype, op]
+        if nbytes <= LONG_BYTES:
+            self._calls.Allreduce(self._in_place, (self._address(tensor.data_ptr(), nbytes), datatype), mpi_op)
+        else:
+            for piece in self._pieces(tensor):
+                self._calls.Allreduce(self._in_place, (piece, datatype), mpi_op)
+        if op == "avg":
+            _divide(tensor, self.size)
+
+    def _pieces(self, tensor: Tensor) -> Iterator[Any]:
+        """The memory of a reduction, as MPI is to have it; one piece where there is none."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        step = PIECE_BYTES if nbytes > LONG_BYTES else nbytes or 1
+        for start in range(0, nbytes or 1, step):
+            yield self._address(address + start, min(step, nbytes - start))
+
+    def reduce(self, tensor: Tensor, root: int, op: str) -> None:
+        if tensor.dtype in self._in_order:
+            chunk, counts, starts = self._reduce_chunks(tensor, op)
+            buffer = self._moved(tensor)
+            received = (buffer[0], counts, starts, buffer[1]) if self.rank == root else None
+            self._calls.Gatherv(self._moved(chunk), received, root)
+            return
+        datatype, mpi_op = self._types.reduce[tensor.dtype, op]
+        for piece in self._pieces(tensor):
+            data = (piece, datatype)
+            if self.rank == root:
+                self._calls.Reduce(self._in_place, data, mpi_op, root)
+            else:
+                self._calls.Reduce(data, None, mpi_op, root)
+        if op == "avg" and self.rank == root:
+            _divide(tensor, self.size)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
+        if input.nbytes >= self._large and self._paths.reduce_scatter(output, input, op):
+            return
+        if input.dtype in self._in_order:
+            parts = torch.empty_like(input)
+            self._calls.Alltoall(self._moved(input), self._moved(parts))
+            reduce_in_order(parts.view(self.size, *output.shape), op, output)
+            return
+        datatype, mpi_op = self._types.reduce[input.dtype, op]
+        source = (self._address(input.data_ptr(), input.nbytes), datatype)
+        target = (self._address(output.data_ptr(), output.nbytes), datatype)
+        self._calls.Reduce_scatter_block(source, target, mpi_op)
+        if op == "avg":
+            _divide(output, self.size)
+
+    def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
+        if self.size == 1:
+            return
+        if tensor.nbytes <= SMALL_BYTES:
+            parts = tensor.new_empty((self.size, *tensor.shape))
+            self._calls.Allgather(self._moved(tensor), self._moved(parts))
+            reduce_in_order(parts, op, tensor)
+            return
+        chunk, counts, starts = self._reduce_chunks(tensor, op)
+        buffer = self._moved(tensor)
+        self._calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
+
+    def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
+        """Each rank reduces one chunk of the flat tensor: (this rank's chunk, all counts, all starts)."""
+        base, extra = divmod(tensor.numel(), self.size)
+        counts = [base + (rank < extra) for rank in range(self.size)]
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        mine = counts[self.rank]
+        parts = tensor.new_empty((self.size, mine))
+        sent, received = self._moved(tensor), self._moved(parts)
+        places = [mine * rank for rank in range(self.size)]
+        self._calls.Alltoallv(
+            (sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1])
+        )
+        return reduce_in_order(parts, op, parts.new_empty(mine)), counts, starts
+
+    # Movement -------------------------------------------------------------------------------------------------
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        if output.nbytes >= self._large and self._paths.all_gather(output, input):
+            return
+        in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
+        self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        if tensor.nbytes >= self._large and self._paths.broadcast(tensor, root):
+            return
+        self._calls.Bcast(self._moved(tensor), root)
+
+    def gather(self, output: Tensor | None, input: Tensor, root: int) -> None:
+        self._calls.Gather(self._moved(input), None if output is None else self._moved(output), root)
+
+    def scatter(self, output: Tensor, input: Tensor | None, root: int) -> None:
+        self._calls.Scatter(None if input is None else self._moved(input), self._moved(output), root)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        self._calls.Alltoall(self._moved(input), self._moved(output))
+
+    def barrier(self) -> None:
+        self._calls.Barrier()
+
+    # Point to point -------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._calls.Send(self._moved(tensor), dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self.exchange([("recv", tensor, src)])
+
+    def sendrecv(self, sent: Tensor, dst: int, received: Tensor, src: int) -> None:
+        self.exchange([("send", sent, dst), ("recv", received, src)])
+
+    def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
+        """Post all sends and receives, ``(verb, tensor, peer)``, at once and wait for all: no order deadlocks."""
+        requests, statuses = [], []
+        for verb, tensor, peer in sorted(transfers, key=lambda transfer: transfer[0]):  # receives first
+            start = self._comm.Irecv if verb == "recv" else self._comm.Isend
+            requests.append(start(self._moved(tensor), peer))
+            statuses.append(self._status())
+        self._waitall(requests, statuses)
+        received = [transfer for transfer in transfers if transfer[0] == "recv"]
+        for (_, tensor, peer), status in zip(received, statuses, strict=False):
+            count = status.Get_count(self._types.move[tensor.dtype])
+            if count != tensor.numel():
+                raise TransferError(
+                    f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
+                )
+
+
+def _divide(tensor: Tensor, divisor: int) -> None:
+    # MPI, which writes to an address, does not ask autograd and the thread's modes; nor must what torch does here.
+    with torch.inference_mode():
+        tensor.div_(divisor)

@@ -1,0 +1,71 @@
+"""What one rank does for all, or all do alike: its result, or its error, on every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from . import Communicator, UsageError
+
+T = TypeVar("T")
+
+
+def broadcast_json(world: Communicator, value: Any) -> Any:
+    """Rank 0's ``value``, which JSON can hold, on every rank. Collective."""
+    encoded = json.dumps(value).encode() if world.rank == 0 else b""
+    return json.loads(_broadcast_bytes(world, encoded, 0))
+
+
+def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
+    length = torch.tensor([len(mine)])
+    world.broadcast(length, root)
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if world.rank == root and mine:
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    world.broadcast(data, root)
+    return bytes(data.numpy())
+
+
+def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
+    """Run ``work()`` on rank 0 and give its JSON result to all. Collective.
+
+    What rank 0 raises as `UsageError`, ValueError or OSError becomes one `UsageError` on every rank; a SystemExit
+    (--help) ends all ranks with its code.
+    """
+    outcome: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            outcome = {"result": work()}
+        except (UsageError, ValueError, OSError) as error:
+            outcome = {"error": str(error)}
+        except SystemExit as stop:
+            outcome = {"exit": stop.code if isinstance(stop.code, int) else 0}
+    outcome = broadcast_json(world, outcome)
+    if "error" in outcome:
+        raise UsageError(outcome["error"])
+    if "exit" in outcome:
+        sys.exit(outcome["exit"])
+    return outcome["result"]
+
+
+def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
+    """Run ``work()`` on every rank. Collective.
+
+    If it raises `UsageError`, ValueError or OSError anywhere, all ranks raise `UsageError`, with the words of the
+    first rank that failed. ``work`` must not communicate.
+    """
+    problem = ""
+    try:
+        result = work()
+    except (UsageError, ValueError, OSError) as error:
+        problem = str(error) or repr(error)
+    ranks = torch.tensor([world.rank if problem else world.size])
+    world.all_reduce(ranks, "min")
+    first = int(ranks)
+    if first < world.size:
+        raise UsageError(_broadcast_bytes(world, problem.encode(), first).decode())
+    return result

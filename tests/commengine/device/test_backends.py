@@ -1,0 +1,428 @@
+"""Device tensors through a Communicator, by each transport; the device and NCCL are stand-ins over host memory."""
+
+import contextlib
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+
+from commengine import CollectiveError, CollectiveMismatch, trace
+from commengine.device.stream import DeviceStream
+from tests.commengine import test_collectives
+from tests.commengine.test_collectives import given
+from tests.support.device.device_stand_in import communicator_stand_in, on_device
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+
+@pytest.fixture(scope="module")
+def patches():
+    with pytest.MonkeyPatch.context() as patches:
+        yield patches
+
+
+@contextlib.contextmanager
+def opened(patches, mpi_comm, *args, **options):
+    comm, cuda = communicator_stand_in(patches, mpi_comm, *args, **options)
+    comm.cuda = cuda
+    with comm:
+        yield comm
+
+
+@pytest.fixture(scope="module")
+def comm(patches, mpi_world):
+    with opened(patches, mpi_world) as comm:
+        yield comm
+
+
+@pytest.fixture(scope="module", params=["nccl stream", "mpi", "staged stream"])
+def run(request, patches, mpi_world):
+    """``run("all_reduce", ...)``: the operation on device tensors, done on return."""
+    with opened(patches, mpi_world, request.param.split()[0]) as comm:
+        lane = comm.new_stream() if request.param.endswith("stream") else None
+
+        def run(operation, *args):
+            args = [on_device(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            if "reduce" in operation and args[0].dtype == torch.int16 and comm._backend.refusal(torch.int16, "sum"):
+                with pytest.raises(CollectiveError, match=r"NCCL has no torch.int16 to reduce: convert it"):
+                    getattr(comm, operation)(*args, stream=lane)
+                pytest.skip("NCCL has no 16-bit integers")
+            getattr(comm, operation)(*args, stream=lane).wait()
+            comm.cuda.current_stream().synchronize()
+
+        yield run
+
+
+OPERATIONS = (
+    "all_gather", "all_gather_in_place", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
+    "scatter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_are_those_of_the_host(run, mpi_world, operation, dtype):
+    """The tests of the host's operations, with the `run` of this file."""
+    getattr(test_collectives, f"test_{operation}")(run, mpi_world, dtype)
+
+
+# Streams: the stand-in runs everything as late as it may, so a missing wait is a wrong result every time. ---------
+
+
+def test_stream_waits_for_the_producer_and_the_consumer_for_the_stream(comm):
+    stream = comm.new_stream()
+    assert isinstance(stream, DeviceStream) and stream.cuda_stream.priority == -1
+    tensor, result = on_device(torch.full((6,), float("nan"))), torch.empty(6)
+    comm.cuda.kernel(lambda: tensor.fill_(comm.rank + 1))
+    work = comm.all_reduce(tensor, stream=stream)
+    assert not work.done() and tensor.isnan().all()  # the host did not wait
+    work.wait()
+    assert not work.done()  # nor here
+    comm.cuda.kernel(lambda: result.copy_(tensor))
+    comm.cuda.kernel(lambda: tensor.fill_(float("nan")))  # freed and given to somebody else
+    comm.cuda.current_stream().synchronize()
+    assert (result == sum(range(1, comm.size + 1))).all() and work.done()
+
+
+def test_without_a_wait_the_consumer_would_see_garbage(comm):
+    """That the stand-in tells the difference."""
+    stream = comm.new_stream()
+    tensor, result = on_device(torch.full((6,), float("nan"))), torch.empty(6)
+    comm.cuda.kernel(lambda: tensor.fill_(1.0))
+    work = comm.all_reduce(tensor, stream=stream)
+    comm.cuda.kernel(lambda: result.copy_(tensor))
+    comm.cuda.current_stream().synchronize()
+    assert (result == 1).all() or comm.size == 1
+    work.wait()
+    comm.cuda.synchronize()
+
+
+def test_work_holds_its_tensors_until_it_is_waited_for(comm):
+    stream, memory = comm.new_stream(), torch.ones(4)  # which the stand-in needs, a GPU's allocator does not
+    tensor = on_device(memory)
+    alive = weakref.ref(tensor)
+    work = comm.all_reduce(tensor, stream=stream)
+    del tensor
+    assert alive() is not None
+    work.wait()
+    assert alive() is None
+    comm.cuda.synchronize()
+
+
+def test_a_dropped_work_leaves_the_tensors_to_the_stream(comm):
+    stream, memory = comm.new_stream(), torch.ones(4)  # which the stand-in needs, a GPU's allocator does not
+    tensor = on_device(memory)
+    alive = weakref.ref(tensor)
+    comm.all_reduce(tensor, stream=stream)
+    del tensor
+    assert alive() is not None
+    comm.barrier(stream=stream)
+    assert alive() is not None  # still in flight
+    stream.synchronize()
+    assert alive() is None
+
+
+def test_memory_goes_back_to_the_stream_it_came_from(comm):
+    """A wait on another stream than the tensors' own: their own must wait too before their memory is used again."""
+    stream, cuda = comm.new_stream(), comm.cuda
+    tensor, home, elsewhere = on_device(torch.ones(4)), cuda.Stream(), cuda.Stream()
+    result = tensor.as_subclass(torch.Tensor)
+    with cuda.stream(home):
+        work = comm.all_reduce(tensor, stream=stream)
+    with cuda.stream(elsewhere):
+        work.wait()
+    with cuda.stream(home):
+        cuda.kernel(lambda: result.fill_(-1.0))
+    home.synchronize()
+    elsewhere.synchronize()
+    stream.synchronize()
+    assert (result == -1).all()
+
+
+def test_event_of_a_stream_stands_for_all_before_it(comm):
+    stream = comm.new_stream()
+    tensors = [on_device(torch.full((3,), float(number))) for number in range(5)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    for tensor in tensors:
+        comm.all_reduce(tensor, stream=stream)
+    results = [tensor.as_subclass(torch.Tensor) for tensor in tensors]
+    del tensor, tensors
+    event = stream.record()
+    assert all(ref() is not None for ref in alive)
+    event.wait()
+    assert not any(ref() is not None for ref in alive)
+    comm.cuda.current_stream().synchronize()
+    assert event.done()
+    assert [result[0].item() for result in results] == [number * comm.size for number in range(5)]
+
+
+def test_one_stream_waits_for_another_device_or_host(comm):
+    first, second, host = comm.new_stream(), comm.new_stream(priority=0), comm.new_stream(device="cpu")
+    assert second.cuda_stream.priority == 0 and not isinstance(host, DeviceStream)
+    tensor, own = on_device(torch.ones(2)), torch.ones(2)
+    comm.all_reduce(tensor, stream=first)
+    second.wait_event(first.record())
+    comm.all_reduce(tensor, stream=second)
+    comm.all_reduce(own, stream=host)
+    second.wait_event(host.record())
+    assert (own == comm.size).all()
+    host.wait_event(second.record())
+    host.synchronize()
+    assert (tensor == comm.size**2).all()
+
+
+def test_two_communicators_in_flight(comm):
+    """A tensor group's collective on the current stream beside a data group's on another, as in a backward pass."""
+    stream = comm.new_stream()
+    with comm.split(0) as other:
+        here, there = on_device(torch.ones(3)), on_device(torch.ones(3))
+        work = comm.all_reduce(there, stream=stream)
+        other.all_reduce(here)
+        work.wait()
+        comm.cuda.current_stream().synchronize()
+        assert (here == comm.size).all() and (there == comm.size).all()
+
+
+# Places -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_tensor_goes_its_way(comm):
+    host, device = torch.ones(3), on_device(torch.ones(3))
+    comm.all_reduce(host)
+    comm.all_reduce(device)
+    assert (host == comm.size).all()  # done on return
+    comm.cuda.synchronize()
+    assert (device == comm.size).all() and comm.device == torch.device("cuda", 0)
+    comm.barrier()
+
+
+def test_wrong_places_are_refused(comm):
+    stream, host = comm.new_stream(), comm.new_stream(device="cpu")
+    other = on_device(torch.ones(2))
+    type(other).device, kept = torch.device("cuda", 1), type(other).device
+    try:
+        with pytest.raises(CollectiveError, match="lies on cuda:1, the communicator's device is cuda:0"):
+            comm.all_reduce(other)
+    finally:
+        type(other).device = kept
+    for lane, tensor, message in (
+        (stream, torch.ones(2), r"is a device stream, the tensor lies on cpu"),
+        (host, on_device(torch.ones(2)), r"is a host stream, the tensor lies on cuda:0"),
+    ):
+        with pytest.raises(CollectiveError, match=message):
+            comm.all_reduce(tensor, stream=lane)
+    with pytest.raises(CollectiveError, match="the tensors lie on cpu and cuda:0"):
+        comm.all_gather(torch.ones(2 * comm.size), on_device(torch.ones(2)))
+    with pytest.raises(CollectiveError, match="device='gpu' is not 'cuda' or 'cpu'"):
+        comm.new_stream(device="gpu")
+
+
+# Groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_coalesce_is_one_launch(comm, streamed):
+    stream = comm.new_stream() if streamed else None
+    lane = stream.cuda_stream if streamed else comm.cuda.current_stream()
+    ring, counted = on_device(torch.zeros(3)), on_device(torch.ones(5))
+    mine, gathered = on_device(torch.full((2,), float(comm.rank))), on_device(torch.zeros(2 * comm.size))
+    sent, host = on_device(torch.full((3,), float(comm.rank))), torch.ones(2)
+    calls = comm._backend.transport.runtime.nccl.calls
+    calls.clear()
+    with comm.coalesce(stream=stream):
+        comm.sendrecv(sent, (comm.rank + 1) % comm.size, ring, (comm.rank - 1) % comm.size)
+        work = comm.all_reduce(counted)
+        comm.all_gather(gathered, mine)
+        if not streamed:
+            comm.all_reduce(host)
+        assert not calls and not lane.queue
+        with pytest.raises(CollectiveError, match="has not ended"):
+            work.wait()
+    assert calls.count("groupStart") >= 1 and calls[0] == "groupStart" and calls[-1] == "groupEnd"
+    work.wait()
+    comm.cuda.synchronize()
+    assert (ring == (comm.rank - 1) % comm.size).all() and (counted == comm.size).all()
+    assert torch.equal(gathered.as_subclass(torch.Tensor), torch.arange(comm.size).repeat_interleave(2).float())
+    assert streamed or (host == comm.size).all()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("transport", ["mpi", "staged", "nccl"])
+def test_coalesce_takes_host_and_device_tensors_each_its_own_way(patches, mpi_world, transport, streamed):
+    """Whichever of them comes first: what is sent from the device is what its stream makes of it before."""
+    with opened(patches, mpi_world, transport) as comm:
+        stream = comm.new_stream() if streamed and transport != "nccl" else None  # NCCL's streams are of one kind
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for host_first in (True, False):
+            wrong = float("nan")
+            sent, received = on_device(torch.full((40,), wrong)), on_device(torch.full((40,), wrong))
+            reduced, total = on_device(torch.full((3,), wrong)), torch.ones(3)
+            mine, theirs = torch.full((5,), 10.0 + comm.rank), torch.zeros(5)
+            comm.cuda.kernel(lambda sent=sent, reduced=reduced: (sent.fill_(comm.rank), reduced.fill_(1.0)))
+            calls = [
+                lambda mine=mine, theirs=theirs: comm.sendrecv(mine, right, theirs, left),
+                lambda total=total: comm.all_reduce(total),
+                lambda sent=sent: comm.send(sent, right),
+                lambda received=received: comm.recv(received, left),
+                lambda reduced=reduced: comm.all_reduce(reduced),
+            ]
+            with comm.coalesce(stream=stream):
+                for call in calls if host_first else reversed(calls):
+                    call()
+            if stream is not None:
+                stream.record().wait()
+            comm.cuda.synchronize()
+            assert (received == left).all() and (theirs == 10 + left).all()
+            assert (reduced == comm.size).all() and (total == comm.size).all()
+
+
+def test_coalesced_calls_that_depend_on_each_other_are_refused(comm):
+    whole, other, third = (on_device(torch.ones(count)) for count in (8 * comm.size, 8, 8 * comm.size))
+
+    def group(first, second):
+        with comm.coalesce():
+            first()
+            second()
+
+    reduced, gathered = lambda: comm.all_reduce(other), lambda: comm.all_gather(whole, other)
+    with pytest.raises(CollectiveError, match="all_reduce and all_reduce of one block touch the same memory"):
+        group(lambda: comm.all_reduce(whole), lambda: comm.all_reduce(whole[4:8]))
+    with pytest.raises(CollectiveError, match="of one block touch the same memory"):
+        group(reduced, gathered)
+    with pytest.raises(CollectiveError, match="of one block touch the same memory"):
+        group(gathered, lambda: comm.all_reduce(whole))
+    group(gathered, lambda: comm.gather(third if comm.rank == 0 else None, other))  # both only read it
+    comm.cuda.synchronize()
+
+
+# checked, trace, close ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+def test_checked_tells_a_device_tensor_from_a_host_tensor(patches, mpi_world):
+    with opened(patches, mpi_world, checked=True) as comm:
+        tensor = on_device(torch.ones(3))
+        comm.all_reduce(tensor)
+        with pytest.raises(CollectiveMismatch, match=re.escape("all_reduce(float32 cuda [3], op=sum)")):
+            comm.all_reduce(tensor if comm.rank == 0 else torch.ones(3))
+        comm.cuda.synchronize()
+
+
+def test_trace_has_the_devices_times(comm):
+    stream, cuda = comm.new_stream(), comm.cuda
+    one, two = on_device(torch.ones(2)), on_device(torch.ones(4))
+    with trace(comm) as log:
+        comm.all_reduce(one)
+        work = comm.all_reduce(two, stream=stream)
+        for _ in range(5):
+            cuda.kernel(lambda: None)  # compute, a millisecond each
+        stream.cuda_stream.synchronize()
+        work.wait()
+        assert log._events[1].end == 0.0  # nothing was waited for so far
+        first, second = log.events
+    assert (first.bytes, first.stream, second.bytes, second.stream) == (8, None, 16, stream.name)
+    assert first.enqueue <= second.enqueue
+    assert second.start < second.end <= second.wait_start <= second.wait_end
+    assert first.hidden_seconds == 0 and second.hidden_seconds == pytest.approx(second.seconds)
+    assert first.seconds == pytest.approx(1e-3, abs=2e-3) and first.seconds > 0
+    assert "all_reduce" in log.summary()
+
+
+def test_watcher_asks_the_device(patches, mpi_world):
+    """What is enqueued is not done: the watcher polls it, and asks NCCL what went wrong meanwhile."""
+    with opened(patches, mpi_world, timeout=100.0) as comm:
+        stream = comm.new_stream()
+        watch = comm._watched.watch
+        one, two = on_device(torch.ones(2)), on_device(torch.ones(2))
+        comm.all_reduce(one)
+        work = comm.all_reduce(two, stream=stream)
+        here, there = list(watch.entries)[-2:]
+        assert (here.operation, here.lane, there.lane) == ("all_reduce", "", "stream 1")
+        assert here.started and there.started and not here.done() and not there.done()
+        work.wait()
+        comm.cuda.synchronize()
+        assert here.done() and there.done()
+        nccl = comm._backend.transport.runtime.nccl
+        alarms = comm._watched.alarms
+        assert len(alarms) == 2 and alarms[1]() is None
+        nccl.fail["allReduce"] = 5
+        with pytest.raises(CollectiveError, match="INVALID_USAGE"):
+            comm.all_reduce(one)
+        assert watch.entries[-1].ended and id(watch.entries[-1]) not in watch.running
+
+
+def test_a_closed_communicator_has_no_alarms(patches, mpi_world):
+    """However many are split and closed: the watcher asks those that are open, and keeps no other alive."""
+    with opened(patches, mpi_world, timeout=100.0) as comm:
+        watch, parts = comm._watched.watch, [comm.split(0, name=f"part {number}") for number in range(3)]
+        kept = [weakref.ref(part._backend.transport) for part in parts]
+        parts[0].new_stream()
+        asked = []
+        for part in parts:
+            part._watched.alarms.append(lambda name=part.name: asked.append(name))
+        parts[0].close()
+        parts[2].close()
+        watch._stop()  # the thread, whose looks are at its own times
+        asked.clear()
+        watch._look()
+        assert asked == ["part 1"]
+        parts[1].close()
+        del parts, part
+        gc.collect()
+        assert [one() for one in kept] == [None] * 3
+
+
+def test_times_of_a_launch_are_counted_once(comm):
+    tensors = [on_device(torch.ones(2)) for _ in range(3)]
+    with trace(comm) as log:
+        with comm.coalesce():
+            for tensor in tensors:
+                comm.all_reduce(tensor)
+        (total,) = log.totals()
+    assert (total.count, total.bytes) == (3, 24)
+    assert [event.seconds > 0 for event in log.events] == [True, False, False]
+
+
+def test_a_failing_call_is_a_collective_error_that_names_it(comm):
+    comm._backend.transport.runtime.nccl.fail["allReduce"] = 5
+    with pytest.raises(CollectiveError, match=r"all_reduce: NCCL: NCCL_ERROR_INVALID_USAGE"):
+        comm.all_reduce(on_device(torch.ones(1)))
+
+
+def test_close_ends_every_nccl_communicator(patches, mpi_world):
+    with opened(patches, mpi_world) as comm:
+        comm.new_stream()
+        nccl, tensor = comm._backend.transport.runtime.nccl, on_device(torch.ones(1))
+        comm.all_reduce(tensor)
+    assert [made.end for made in nccl.comms] == ["destroy", "destroy"]
+    with pytest.raises(CollectiveError, match="the communicator is closed"):
+        comm.all_reduce(tensor)
+
+
+def test_staged_messages_of_another_length_are_noticed(patches, mpi_world):
+    with opened(patches, mpi_world, "staged") as comm:
+        peer = comm.rank
+        received = on_device(torch.zeros(5))
+        comm.sendrecv(on_device(torch.arange(5.0)), peer, received, peer)
+        assert received.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(CollectiveError, match=r"recv of 5 elements .* got a message of 3"):
+            comm.sendrecv(on_device(torch.ones(3)), peer, received, peer)
+        with comm.coalesce():
+            comm.all_reduce(received)
+            comm.all_reduce(received)  # in order, as on the host
+        assert received.tolist() == [number * comm.size**2 for number in range(5)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 160, 1000])
+def test_staged_pieces_are_the_hosts_result(patches, mpi_world, count):
+    """Pieces of 16 floats: none is left out, none is overwritten while it is still copied."""
+    with opened(patches, mpi_world, "staged") as comm:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            parts = [given(dtype, (count,), rank) for rank in range(comm.size)]
+            device, host = on_device(parts[comm.rank].clone()), parts[comm.rank].clone()
+            comm.cuda.kernel(lambda device=device: device.neg_())
+            comm.all_reduce(device)
+            comm.all_reduce(host.neg_())
+            assert torch.equal(device.as_subclass(torch.Tensor), host)

@@ -1,0 +1,183 @@
+"""Which device a rank gets, and every reason why it cannot: found on all ranks before anything hangs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from commengine import CollectiveError, Communicator
+from commengine.device.choice import (
+    choose_device,
+    device_problem,
+    loaded_nccl,
+    may_share,
+    parse_device,
+    runtime_problem,
+    sharing_problem,
+)
+from commengine.device.nccl import load_runtime
+from commengine.device.staged import mpi_takes_device_addresses
+from tests.support.device.nccl_stand_in import runtime_stand_in
+
+CUDA = torch.device("cuda")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("device", "parsed"),
+    [
+        ("cpu", "cpu"),
+        (torch.device("cpu"), "cpu"),
+        (torch.device("cpu", 0), "cpu"),
+        ("cuda", "cuda"),
+        ("cuda:3", "cuda:3"),
+        (3, "cuda:3"),
+        (torch.device("cuda", 1), "cuda:1"),
+    ],
+    ids=str,
+)
+def test_devices_in_every_spelling(device, parsed):
+    assert str(parse_device(device)) == parsed
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:x", torch.device("meta"), 1.5, -1])
+def test_no_device(device):
+    with pytest.raises(CollectiveError, match=r"device=.* must be 'cpu', 'cuda', 'cuda:N'"):
+        parse_device(device)
+
+
+def test_none_is_what_there_is():
+    assert parse_device(None, runtime_stand_in(devices=2).cuda).type == "cuda"
+    assert parse_device(None, runtime_stand_in(devices=0).cuda).type == "cpu"
+
+
+def test_problems_of_the_device():
+    two = runtime_stand_in(devices=2).cuda
+    assert device_problem(CUDA, two, "12.8") is None
+    assert device_problem(torch.device("cuda:1"), two, "12.8") is None
+    assert "'cuda:0' to 'cuda:1'" in device_problem(torch.device("cuda:2"), two, "12.8")
+    assert "built without CUDA" in device_problem(CUDA, two, "")
+    assert "finds no CUDA device" in device_problem(CUDA, runtime_stand_in(devices=0).cuda, "12.8")
+
+
+def test_problems_of_the_binding():
+    runtime = runtime_stand_in()
+    assert runtime_problem(runtime, "12.4", []) is None
+    said = runtime_problem(runtime, "13.0", [])
+    assert "torch is built for CUDA 13 and CuPy for CUDA 12" in said and "commengine[gpu-cuda13]" in said
+    assert "two NCCL libraries are loaded, /a and /b" in runtime_problem(runtime, "12.4", ["/a", "/b"])
+    assert "NCCL 2.9.6 is too old: 2.10.0" in runtime_problem(runtime_stand_in(version=20906), "12.4", [])
+
+
+def test_loaded_libraries_are_told_apart_by_their_files(tmp_path):
+    real = tmp_path / "libnccl.so.2"
+    real.touch()
+    link = tmp_path / "other" / "libnccl.so.2"
+    link.parent.mkdir()
+    link.symlink_to(real)
+    line = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 123                      "
+    maps = "".join(f"{line}{path}\n" for path in (real, real, link, "/usr/lib/libnccl-net.so", "/usr/lib/libm.so.6"))
+    assert loaded_nccl(maps) == [str(real)]
+    assert loaded_nccl(maps + f"{line}/opt/libnccl.so.2.21.5\n") == sorted([str(real), "/opt/libnccl.so.2.21.5"])
+    assert loaded_nccl(f"{line}[heap]\n") == []
+
+
+def test_sharing_a_device():
+    assert sharing_problem(["a", "b"], 2) is None
+    said = sharing_problem(["a", "a", "b", "b"], 2)
+    assert "4 ranks of this node use 2 CUDA devices" in said and "NCCL_MULTI_RANK_GPU_ENABLE=1" in said
+    asked = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert may_share(runtime_stand_in(version=23000), asked)
+    assert not may_share(runtime_stand_in(version=22907), asked) and not may_share(runtime_stand_in(), {})
+
+
+HIDDEN = "import sys; sys.modules[{name!r}] = None; from commengine.device.nccl import load_runtime; load_runtime()"
+
+
+def test_missing_cupy_names_the_extras():
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN.format(name="cupy")], capture_output=True, text=True, check=False, timeout=60
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("commengine.errors.CollectiveError: CuPy cannot be imported")
+    assert "pip install 'commengine[gpu]' (CUDA 12) or 'commengine[gpu-cuda13]' (CUDA 13)" in last
+
+
+def test_missing_libnccl_names_the_extras(monkeypatch):
+    pytest.importorskip("cupy")
+    from cupy.cuda import nccl
+
+    monkeypatch.setattr(nccl, "available", False)
+    with pytest.raises(CollectiveError, match=r"finds no libnccl.so.2: pip install 'commengine\[gpu\]'"):
+        load_runtime()
+
+
+def test_no_mpi_loaded_takes_no_device_addresses():
+    assert not mpi_takes_device_addresses("")
+
+
+# Together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=1)
+def test_ranks_of_a_node_take_devices_in_turn(mpi_world, monkeypatch):
+    monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
+    monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+
+    def choose(devices, device="cuda", transport="nccl", version=23203):
+        runtime = runtime_stand_in(devices=devices, version=version)
+        return choose_device(mpi_world, device, transport, cuda=runtime.cuda, load=lambda: runtime)[0]
+
+    assert choose(4) == torch.device("cuda", mpi_world.rank)
+    assert choose(1, transport="staged") == torch.device("cuda", 0)  # MPI does not mind
+    if mpi_world.size == 1:
+        assert choose(4, "cuda:3") == torch.device("cuda", 3)
+        return
+    for few, device in ((1, "cuda"), (4, "cuda:0")):
+        with pytest.raises(CollectiveError, match=f"{mpi_world.size} ranks of this node use 1 CUDA device "):
+            choose(few, device)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert choose(2) == torch.device("cuda", mpi_world.rank % 2)
+    with pytest.raises(CollectiveError, match="needs one for each rank"):
+        choose(1, version=22907)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_problem_of_one_rank_is_every_ranks_error(mpi_world):
+    last = mpi_world.rank == mpi_world.size - 1
+
+    def load():
+        if last:
+            raise CollectiveError("no libnccl")
+        return runtime_stand_in()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commengine.device.choice.device_problem", lambda *_: None)
+        patch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
+        with pytest.raises(CollectiveError) as error:
+            choose_device(mpi_world, "cuda", cuda=runtime_stand_in().cuda, load=load)
+    assert str(error.value) == f"rank {mpi_world.size - 1}: device='cuda': no libnccl"
+    with pytest.raises(CollectiveError, match=r"rank 0: device='cpu' is the CPU here: choose one; ranks? 1.*a CUDA"):
+        choose_device(mpi_world, "cuda" if mpi_world.rank else "cpu")
+
+
+@NO_GPU
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("transport", ["nccl", "staged", "mpi"])
+def test_without_a_gpu_the_error_says_so(mpi_world, transport):
+    with pytest.raises(CollectiveError, match=r"^device='cuda(:0)?': (this torch|torch finds no CUDA device)"):
+        Communicator(mpi_world, device="cuda" if transport == "nccl" else 0, transport=transport)
+    with pytest.raises(CollectiveError, match="transport='gloo' is not one of nccl, mpi, staged"):
+        Communicator(mpi_world, transport="gloo")
+    with Communicator(mpi_world, device=torch.device("cpu")) as comm:
+        assert comm.device == torch.device("cpu")
+
+
+@pytest.mark.mpi(min_size=1)
+def test_this_mpi_is_asked_for_device_addresses(mpi_world):
+    """No MPI wheel is built with CUDA."""
+    assert mpi_takes_device_addresses() in (False, True)
+    if not torch.cuda.is_available():
+        assert not mpi_takes_device_addresses()

@@ -1,0 +1,50 @@
+"""The table of switch points: which row is taken, and its file."""
+
+import pytest
+import torch
+
+from commengine.host.switch_points import KINDS, NEVER, REDUCING, Key, Point, SwitchPoints
+
+TABLE = SwitchPoints({
+    Key("all_reduce", "full", 2): Point(window=100, bounce=1000),
+    Key("all_reduce", "full", 8): Point(window=200, two_level=300),
+    Key("all_reduce", "half", 2): Point(bounce=50),
+    Key("broadcast", "full", 2): Point(window=400),
+})  # fmt: skip
+
+
+def test_row_of_a_call():
+    """By operation, kind and ranks: the row of the most ranks that are not more; none for fewer than any row's."""
+    assert TABLE.point("all_reduce", torch.float32, 4) == (100, 1000, NEVER)
+    assert TABLE.point("all_reduce", torch.int64, 12) == (200, NEVER, 300)
+    assert TABLE.point("all_reduce", torch.bfloat16, 2) == (NEVER, 50, NEVER)
+    assert TABLE.point("broadcast", torch.bfloat16, 2) == (400, NEVER, NEVER)
+    assert TABLE.point("reduce_scatter", torch.float32, 2) == (NEVER, NEVER, NEVER)
+    assert TABLE.least == 50
+    assert SwitchPoints({}).least == NEVER
+
+
+def test_measured_table():
+    """A row of two ranks for each operation and kind; between nodes reductions alone have two levels."""
+    measured = SwitchPoints.load()
+    two = {key[:2]: point for key, point in measured.rows.items() if key.ranks == 2}
+    reducing = {(operation, kind) for operation in REDUCING for kind in KINDS}
+    assert set(two) == reducing | {("all_gather", "full"), ("broadcast", "full")}
+    assert all(two[row].bounce < NEVER for row in reducing)
+    assert all(key[:2] in reducing for key, point in measured.rows.items() if min(point[1:]) < NEVER)
+
+
+def test_file(tmp_path):
+    path = tmp_path / "points.json"
+    TABLE.save(path)
+    assert SwitchPoints.load(path) == TABLE
+    assert SwitchPoints.load(path).digest == TABLE.digest != SwitchPoints.load().digest
+    for text in ("", "{}", '{"switch_points": {"all_reduce": 1}}',
+                 '{"switch_points": [{"operation": "all_reduce"}]}',
+                 '{"switch_points": [{"operation": "all_reduce", "kind": "full", "ranks": 2, "bounced": 1}]}',
+                 '{"switch_points": [{"operation": "send", "kind": "full", "ranks": 2}]}'):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"points\.json has no switch points"):
+            SwitchPoints.load(path)
+    with pytest.raises(ValueError, match="No such file"):
+        SwitchPoints.load(tmp_path / "none")

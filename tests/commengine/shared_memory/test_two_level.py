@@ -1,0 +1,31 @@
+"""Groups that span nodes: MPICH can be told that the ranks of one machine are on several."""
+
+import subprocess
+
+import pytest
+
+from tests.support import mpirun
+
+PROGRAM = str(mpirun.JOBS / "two_levels.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mpich():
+    version = subprocess.run([mpirun.mpiexec(), "--version"], capture_output=True, text=True, timeout=20, check=False)
+    if "hydra" not in version.stdout.lower():
+        pytest.skip("only MPICH can be told where nodes end")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variable", "per_node"),
+    [
+        pytest.param(4, "MPIR_CVAR_NUM_CLIQUES=2", 2, id="two-nodes"),
+        pytest.param(4, "MPIR_CVAR_ODD_EVEN_CLIQUES=1", 2, id="two-nodes-interleaved"),
+        pytest.param(3, "MPIR_CVAR_NUM_CLIQUES=2", 0, id="uneven-nodes"),
+    ],
+)
+def test_reductions_over_nodes(ranks, variable, per_node):
+    """Right in two levels; with another number of ranks on one node, by MPI alone and as right."""
+    name, value = variable.split("=")
+    done = mpirun.run(ranks, PROGRAM, str(per_node), timeout=100, env={name: value})
+    assert done.returncode == 0 and done.stdout == "right\n", done

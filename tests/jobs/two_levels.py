@@ -1,0 +1,79 @@
+"""A job whose ranks are on several nodes, or are told so: ``two_levels.py RANKS_PER_NODE``, on every rank.
+
+Reductions in two levels against the only right result, of private tensors and of those that a node shares.
+"""
+
+import itertools
+import sys
+
+import torch
+
+from commengine import Communicator, launch
+from commengine.dtypes import DTYPES
+from commengine.shared_memory import slots as bounce
+from commengine.shared_memory.two_level import TwoLevel
+from tests.support.exact import ALWAYS, expected, ops_of, values
+
+
+def check_values(world: Communicator, numel: int) -> None:
+    """Every dtype and reduction, where the tensor may lie, on the caller's thread and on a stream."""
+    stream = world.new_stream()
+    for dtype, shared in itertools.product(sorted(DTYPES, key=str), (False, True)):
+        tensor = world.empty((numel,), dtype) if shared else torch.empty(numel, dtype=dtype)
+        output = torch.empty(numel // world.size, dtype=dtype)
+        for op, lane in zip(ops_of(dtype), itertools.cycle((None, stream)), strict=False):
+            right = expected(dtype, numel, world.size, op)
+            tensor.copy_(values(dtype, numel, world.rank))
+            world.reduce_scatter(output, tensor, op, stream=lane).wait()
+            assert torch.equal(output, right.view(world.size, -1)[world.rank]), (dtype, shared, op)
+            assert torch.equal(tensor, values(dtype, numel, world.rank)), (dtype, shared, op)
+            world.all_reduce(tensor, op, stream=lane).wait()
+            assert torch.equal(tensor, right), (dtype, shared, op)
+            odd = values(dtype, numel - 3, world.rank)
+            world.all_reduce(odd, op, stream=lane).wait()
+            assert torch.equal(odd, expected(dtype, numel - 3, world.size, op)), (dtype, op)
+
+
+def check_rounding(world: Communicator, nodes: list[list[int]], numel: int) -> None:
+    """Halves are summed over each node, then over the nodes, in float32, and rounded once."""
+    for dtype in (torch.bfloat16, torch.float16):
+        parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world.size)]
+        sums = [sum(parts[rank].float() for rank in ranks) for ranks in nodes]
+        tensor = parts[world.rank].clone()
+        world.all_reduce(tensor)
+        assert torch.equal(tensor, sum(sums).to(dtype)), dtype
+        with Communicator(world.mpi, deterministic=True, switch_points=ALWAYS) as in_order:
+            tensor = parts[world.rank].clone()
+            in_order.all_reduce(tensor)
+        assert torch.equal(tensor, sum(part.float() for part in parts).to(dtype)), dtype
+
+
+def main(launched: Communicator) -> None:
+    per_node = int(sys.argv[1])
+    bounce.SLOT_BYTES = 8192
+    used: list[str] = []
+    for name in ("all_reduce", "reduce_scatter"):
+        method = getattr(TwoLevel, name)
+        setattr(TwoLevel, name, lambda self, *args, m=method, n=name: (used.append(n), m(self, *args)))
+    with Communicator(launched.mpi, switch_points=ALWAYS) as world:
+        numel = 2400 * world.size
+        check_values(world, numel)
+        output = torch.empty(numel)
+        world.all_gather(output, torch.full((2400,), float(world.rank)))
+        assert torch.equal(output[::2400], torch.arange(world.size).float())
+        world.broadcast(output.fill_(world.rank), world.size - 1)
+        assert output.eq(world.size - 1).all()
+        node = world._shared.node
+        if per_node:
+            assert node is not None and node.size == per_node and world.size > per_node
+            assert len(world._shared.segments) == len(DTYPES)
+            assert set(used) == {"all_reduce", "reduce_scatter"}
+            check_rounding(world, node.table, 10_001)
+        else:
+            assert node is None and not used and not world._shared.segments
+        if world.rank == 0:
+            print("right", flush=True)
+
+
+if __name__ == "__main__":
+    launch.run(main)

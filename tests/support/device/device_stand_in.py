@@ -1,0 +1,51 @@
+"""A Communicator whose GPU is host memory: tensors that say they lie on cuda:0, NCCL and streams that are stand-ins."""
+
+import contextlib
+
+import torch
+
+from commengine import Communicator, communicator
+from commengine.device.backends import HostedBackend, NcclBackend
+from commengine.device.nccl import DeviceTransport
+from commengine.device.staged import Hosted, StagedTransport
+from tests.support.device.nccl_stand_in import runtime_stand_in
+
+CUDA = torch.device("cuda", 0)
+
+
+class CudaTensor(torch.Tensor):
+    """Host memory that says it is a device's."""
+
+    is_cpu = False
+    is_cuda = True
+    device = CUDA
+
+
+def on_device(tensor):
+    """The same memory, as a device tensor; None stays None."""
+    return None if tensor is None else tensor.as_subclass(CudaTensor)
+
+
+def communicator_stand_in(monkeypatch, mpi_comm, transport="nccl", cupy=14, chunk=64, **options):
+    """A Communicator on stand-ins, and its `CudaStandIn`. chunk: bytes of a piece that is staged."""
+    runtime = runtime_stand_in(cupy)
+
+    def opened(comm, host, device, transport, aware):
+        if transport == "nccl":
+            return NcclBackend(DeviceTransport.open(runtime, comm, CUDA))
+        return Unpinned(transport, runtime, CUDA, host)
+
+    class Unpinned(HostedBackend):
+        def __init__(self, kind, runtime, device, host):
+            super().__init__(kind, runtime, device, host)
+            if kind == "staged":
+                self.transport = Hosted(StagedTransport(runtime, host, pinned=False, chunk=chunk), runtime, device)
+
+        def over(self, host):
+            return Unpinned(self.kind, self._runtime, self.device, host)
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(monkeypatch.context())
+        patch.setattr(communicator, "open_backend", opened)
+        comm = Communicator(mpi_comm, device="cpu", transport=transport, **options)
+    return comm, runtime.cuda

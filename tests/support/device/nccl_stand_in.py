@@ -1,0 +1,319 @@
+"""``cupy.cuda.nccl`` without a GPU: it takes addresses of host memory and moves the bytes between ranks, over MPI.
+
+Every call is held against the signatures of the real binding. As NCCL does, it enqueues on a stream, runs nothing of
+a group before the group ends, and then in an order of its own; a communicator is made by whoever knows the unique id,
+and is not closed or split while calls are outstanding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from commengine.device.nccl import Runtime
+from tests.support.device.cuda_stand_in import CudaStandIn
+from tests.support.device.nccl_signatures import CONSTANTS, SIGNATURES
+
+TYPES = {
+    CONSTANTS["NCCL_INT8"]: torch.int8,
+    CONSTANTS["NCCL_UINT8"]: torch.uint8,
+    CONSTANTS["NCCL_INT32"]: torch.int32,
+    CONSTANTS["NCCL_INT64"]: torch.int64,
+    CONSTANTS["NCCL_FLOAT16"]: torch.float16,
+    CONSTANTS["NCCL_FLOAT32"]: torch.float32,
+    CONSTANTS["NCCL_FLOAT64"]: torch.float64,
+    CONSTANTS["NCCL_BFLOAT16"]: torch.bfloat16,
+}
+OPS = {CONSTANTS[f"NCCL_{name.upper()}"]: name for name in ("sum", "prod", "max", "min", "avg")}
+
+
+class NcclError(RuntimeError):
+    """As CuPy's: its table ends at 6."""
+
+    def __init__(self, status: int) -> None:
+        table = {
+            1: "UNHANDLED_CUDA",
+            2: "SYSTEM",
+            3: "INTERNAL",
+            4: "INVALID_ARGUMENT",
+            5: "INVALID_USAGE",
+            6: "REMOTE",
+        }
+        super().__init__(f"NCCL_ERROR_{table[status]}")
+
+
+def checked(signature: str, arguments: tuple[Any, ...]) -> None:
+    """Assert that a call's arguments are what ``signature`` takes."""
+    wanted = [part.split() for part in re.search(r"\((.*)\)", signature)[1].split(", ") if part not in ("", "self")]
+    optional = [part for part in wanted if "=" in part[-1]]
+    assert len(wanted) - len(optional) <= len(arguments) <= len(wanted), f"{signature}: {arguments}"
+    for (kind, name), value in zip(wanted, arguments, strict=False):
+        if kind in ("bytes", "tuple"):
+            if type(value).__name__ != kind:  # what Cython raises
+                raise TypeError(f"Argument {name!r} has incorrect type (expected {kind}, got {type(value).__name__})")
+            assert len(value) == 128
+            assert kind == "bytes" or all(-128 <= byte <= 127 for byte in value)
+        elif kind in ("int", "size_t", "intptr_t"):
+            assert type(value) is int, f"{signature}: {name}={value!r}"
+            assert -(2**31) <= value < 2**31 if kind == "int" else 0 <= value < 2**63, f"{signature}: {name}={value}"
+
+
+def memory(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The memory at ``address``, not a copy."""
+    assert address > 0 and nbytes > 0
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
+
+
+class NcclStandIn:
+    """The module. cupy: which major version of CuPy it is. cuda: whose streams it enqueues on."""
+
+    available = True
+
+    def __init__(self, cuda: CudaStandIn, cupy: int = 14, version: int = 23203) -> None:
+        self.cuda, self.cupy, self.version = cuda, cupy, version
+        self.calls: list[str] = []  # names, in the order of the calls
+        self.fail: dict[str, int] = {}  # name -> the status that its next call returns
+        self.group: list[tuple[Any, Callable[[], None], str, Any]] = []
+        self.depth = 0
+        self.comms: list[Any] = []
+        self.NcclCommunicator = functools.partial(self._new, None)
+
+    def entered(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.calls.append(name.rpartition(".")[2])
+        checked(SIGNATURES[self.cupy][name], arguments)
+        if (status := self.fail.pop(name.rpartition(".")[2], 0)) != 0:
+            raise NcclError(status)
+
+    def get_version(self) -> int:
+        return self.version
+
+    def get_unique_id(self) -> Any:
+        self.entered("get_unique_id", ())
+        unique = os.urandom(128)
+        return unique if self.cupy >= 14 else tuple(byte - 256 if byte > 127 else byte for byte in unique)
+
+    def groupStart(self) -> None:
+        self.entered("groupStart", ())
+        self.depth += 1
+
+    def groupEnd(self) -> None:
+        self.depth -= 1
+        group = []
+        if self.depth == 0:
+            group, self.group = self.group, []
+        self.entered("groupEnd", ())
+        for stream in dict.fromkeys(stream for stream, *_ in group):
+            mine = [entry for entry in group if entry[0] is stream]
+            stream.put(lambda mine=mine: self._run_group(mine))
+
+    def enqueue(self, stream: int, work: Callable[[], None], name: str = "", transfer: Any = None) -> None:
+        entry = (self.cuda.streams[stream], work, name, transfer)
+        if self.depth:
+            self.group.append(entry)
+        else:
+            entry[0].put(lambda: self._run_group([entry]))
+
+    def _run_group(self, group: list[Any]) -> None:
+        requests = []
+        for verb in ("recv", "send"):
+            requests += [transfer() for *_, name, transfer in group if name == verb]
+        MPI.Request.Waitall(requests)
+        for _, work, _, transfer in reversed(group):  # not the caller's order: nobody may rely on it
+            if transfer is None:
+                work()
+        for _, work, _, transfer in group:
+            if transfer is not None:
+                work()
+
+    def _new(self, comm: Any, *arguments: Any) -> Any:
+        if comm is None:
+            self.entered("NcclCommunicator", arguments)
+            comm = rendezvous(*arguments)
+        made = NcclCommunicatorStandIn(self, comm)
+        self.comms.append(made)
+        return made
+
+
+def rendezvous(size: int, unique: Any, rank: int) -> MPI.Intracomm:
+    """Find the others who know ``unique``, and nobody else."""
+    name = bytes(byte & 0xFF for byte in unique)
+    folder = Path(tempfile.gettempdir(), f"nccl-stand-in-{name[:16].hex()}")
+    folder.mkdir(exist_ok=True)
+    mine = folder / f"{rank}.new"
+    mine.write_text(str(MPI.COMM_WORLD.rank))
+    mine.rename(folder / str(rank))
+    deadline = time.monotonic() + 20
+    while not all((folder / str(peer)).exists() for peer in range(size)):
+        assert time.monotonic() < deadline, "not every rank came"
+        time.sleep(1e-4)
+    members = [int((folder / str(peer)).read_text()) for peer in range(size)]
+    group = MPI.COMM_WORLD.Get_group().Incl(members)
+    comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name) % 30000)
+    comm.Barrier()
+    (folder / str(rank)).unlink()
+    comm.Barrier()
+    if rank == 0:
+        folder.rmdir()
+    return comm
+
+
+class NcclCommunicatorStandIn:
+    """An NCCL communicator of this rank."""
+
+    def __init__(self, nccl: NcclStandIn, comm: MPI.Intracomm) -> None:
+        self.nccl, self.mpi = nccl, comm
+        self.device = nccl.cuda.current_device
+        self.outstanding = 0
+        self.end = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "commSplit" and self.nccl.cupy < 14:
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def _enter(self, name: str, *arguments: Any) -> None:
+        self.nccl.entered(f"NcclCommunicator.{name}", arguments)
+        assert not self.end, f"{name} after {self.end}"
+
+    def _put(self, stream: int, work: Callable[[], None], name: str = "", transfer: Any = None) -> None:
+        self.outstanding += 1
+
+        def run() -> None:
+            self.outstanding -= 1
+            work()
+
+        self.nccl.enqueue(stream, run, name, transfer)
+
+    def size(self) -> int:
+        return self.mpi.size
+
+    def rank_id(self) -> int:
+        return self.mpi.rank
+
+    def check_async_error(self) -> None:
+        self._enter("check_async_error")
+
+    def commSplit(self, color: int, key: int) -> Any:
+        self._enter("commSplit", color, key)
+        assert not self.outstanding, "split while calls are outstanding"
+        part = self.mpi.Split(MPI.UNDEFINED if color == -1 else color, key)
+        return None if part == MPI.COMM_NULL else self.nccl._new(part)
+
+    def destroy(self) -> None:
+        self._enter("destroy")
+        assert not self.outstanding, "destroyed while calls are outstanding"
+        self.end = "destroy"
+        self.mpi.Free()  # as with NCCL: every rank, or none returns
+
+    def abort(self) -> None:
+        self._enter("abort")
+        self.end = "abort"
+
+    # Collectives ----------------------------------------------------------------------------------------------
+
+    def _everybody(self, address: int, nbytes: int) -> torch.Tensor:
+        parts = torch.empty((self.mpi.size, nbytes), dtype=torch.uint8)
+        self.mpi.Allgather(memory(address, nbytes).numpy(), parts.numpy())
+        return parts
+
+    def _reduced(self, address: int, count: int, datatype: int, op: int) -> torch.Tensor:
+        dtype = TYPES[datatype]
+        parts = self._everybody(address, count * dtype.itemsize).view(dtype)
+        wide = parts.double() if dtype.is_floating_point else parts.long()
+        name = OPS[op]
+        assert name != "avg" or dtype.is_floating_point
+        total = getattr(wide, {"avg": "mean", "max": "amax", "min": "amin"}.get(name, name))(0)
+        return total.to(dtype)
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
+        self._enter("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
+        dtype = TYPES[datatype]
+
+        def work() -> None:
+            memory(recvbuf, count * dtype.itemsize, dtype).copy_(self._reduced(sendbuf, count, datatype, op))
+
+        self._put(stream, work)
+
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        self._enter("reduce", sendbuf, recvbuf, count, datatype, op, root, stream)
+        dtype = TYPES[datatype]
+        assert bool(recvbuf) == (self.mpi.rank == root), "NCCL may write there"
+
+        def work() -> None:
+            total = self._reduced(sendbuf, count, datatype, op)
+            if recvbuf:
+                memory(recvbuf, count * dtype.itemsize, dtype).copy_(total)
+
+        self._put(stream, work)
+
+    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
+        self._enter("reduceScatter", sendbuf, recvbuf, recvcount, datatype, op, stream)
+        dtype = TYPES[datatype]
+
+        def work() -> None:
+            total = self._reduced(sendbuf, recvcount * self.mpi.size, datatype, op)
+            mine = total[recvcount * self.mpi.rank :][:recvcount]
+            memory(recvbuf, recvcount * dtype.itemsize, dtype).copy_(mine)
+
+        self._put(stream, work)
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
+        self._enter("allGather", sendbuf, recvbuf, count, datatype, stream)
+        nbytes = count * TYPES[datatype].itemsize
+
+        def work() -> None:
+            memory(recvbuf, nbytes * self.mpi.size).copy_(self._everybody(sendbuf, nbytes).flatten())
+
+        self._put(stream, work)
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        self._enter("broadcast", sendbuff, recvbuff, count, datatype, root, stream)
+        nbytes = count * TYPES[datatype].itemsize
+
+        def work() -> None:
+            if self.mpi.rank == root and sendbuff != recvbuff:
+                memory(recvbuff, nbytes).copy_(memory(sendbuff, nbytes))
+            self.mpi.Bcast(memory(recvbuff, nbytes).numpy(), root)
+
+        self._put(stream, work)
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._enter("send", sendbuf, count, datatype, peer, stream)
+        nbytes = count * TYPES[datatype].itemsize
+        self._put(stream, _nothing, "send", lambda: self.mpi.Issend(memory(sendbuf, nbytes).numpy(), peer))
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._enter("recv", recvbuf, count, datatype, peer, stream)
+        nbytes = count * TYPES[datatype].itemsize
+        self._put(stream, _nothing, "recv", lambda: self.mpi.Irecv(memory(recvbuf, nbytes).numpy(), peer))
+
+
+def _nothing() -> None:
+    pass
+
+
+class RuntimeStandIn(Runtime):
+    """A `Runtime` whose device memory is the host's."""
+
+    def byte(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target, source = target.detach(), source.detach()
+        self.cuda.kernel(lambda: target.copy_(source))
+
+
+def runtime_stand_in(cupy: int = 14, devices: int = 1, version: int = 23203) -> RuntimeStandIn:
+    cuda = CudaStandIn(devices)
+    return RuntimeStandIn(NcclStandIn(cuda, cupy, version), cuda, 12090)

@@ -1,0 +1,34 @@
+"""Inputs whose every reduction is exact, and the results; and tables by which small ones go every way."""
+
+import torch
+
+from commengine.dtypes import FLOATING_TYPES
+from commengine.host.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
+
+#: through memory from the first byte on, and never
+ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+NEVER = SwitchPoints({})
+
+OPS = ("sum", "prod", "min", "max", "avg")
+
+
+def ops_of(dtype):
+    """The reductions of a dtype."""
+    return OPS if dtype in FLOATING_TYPES else OPS[:4]
+
+
+def values(dtype, numel, rank):
+    """Small whole numbers, different on every rank: every sum and product of them is exact."""
+    found = (torch.arange(numel) * (rank + 3)) % 5 - (0 if dtype in (torch.uint8, torch.bool) else 2)
+    return found.to(dtype)
+
+
+def expected(dtype, numel, size, op):
+    """What all ranks get from reducing their `values`."""
+    parts = torch.stack([values(dtype, numel, rank) for rank in range(size)])
+    if dtype == torch.bool:
+        return parts.any(0) if op in ("sum", "max") else parts.all(0)
+    wide = parts.double() if dtype.is_floating_point else parts
+    if op == "avg":
+        return wide.mean(0).to(dtype)
+    return {"sum": wide.sum, "prod": wide.prod, "max": wide.amax, "min": wide.amin}[op](0).to(dtype)

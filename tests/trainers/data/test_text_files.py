@@ -1,0 +1,102 @@
+"""Documents from files, and cuts in them that no tokenizer of ours can see."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from trainers.data.text_files import Piece, TextFileError, cut, read_json_lines, read_paragraphs, read_text, whole
+from trainers.data.tokenizer import Tokenizer
+
+
+def texts(pieces: list[Piece]) -> list[str]:
+    return [piece.text for piece in whole(pieces)]
+
+
+@pytest.mark.parametrize("text", ["x", "a\r\nb\rc\n\n", "é漢🙂 " * 20000])
+def test_text_keeps_every_character(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    pieces = list(read_text(tmp_path / "a.txt"))
+    assert texts(pieces) == [text]
+    assert sum(piece.size for piece in pieces) == len(text.encode())
+
+
+def test_empty_text_is_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    assert list(read_text(tmp_path / "a.txt")) == []
+
+
+def test_byte_order_mark_goes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"text": "x"}', encoding="utf-8-sig")
+    assert texts(list(read_text(tmp_path / "a.txt"))) == ['{"text": "x"}']
+    assert texts(list(read_json_lines(tmp_path / "a.txt", "text"))) == ["x"]
+
+
+def test_paragraphs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n \n one\nline\n\t\r\ntwo\r\n\n\n three")
+    assert texts(list(read_paragraphs(tmp_path / "a.txt"))) == [" one\nline", "two", " three"]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = [{"text": "one\n\ntwo"}, {"id": "3", "text": ""}, {"text": "é🙂"}]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert texts(list(read_json_lines(tmp_path / "a.jsonl", "text"))) == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        (b'{"text": ', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'["text"]', "want a JSON object, got list"),
+        (b'{"body": "x", "id": 1}', "no key 'text'; the keys are 'body', 'id'"),
+        (b"{}", "the keys are none"),
+        (b'{"text": null}', "NoneType, not text"),
+        (b'{"text": "\\ud800"}', "not valid Unicode"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_bad_json_line(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
+    with pytest.raises(TextFileError, match=rf"a\.jsonl: line 3: .*{message}"):
+        list(read_json_lines(tmp_path / "a.jsonl", "text"))
+
+
+def test_text_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(TextFileError, match=r"a\.txt: not UTF-8"):
+        list(read_text(tmp_path / "a.txt"))
+    with pytest.raises(TextFileError, match=r"a\.txt: line 1: not UTF-8"):
+        list(read_paragraphs(tmp_path / "a.txt"))
+
+
+def in_blocks(text: str, size: int) -> list[Piece]:
+    return [
+        Piece(text[i : i + size], i + size >= len(text), len(text[i : i + size].encode()))
+        for i in range(0, len(text), size)
+    ]
+
+
+def test_cut_changes_neither_text_nor_tokens() -> None:
+    tokenizer = Tokenizer.train_bpe(["  a\n\n aa 1\t\t'aa", "\n \n \n\n--  --\r\n\r\n"] * 3, 300)
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices("aZ 1'.\n\t\r\u00a0\x1c\u2003é漢-\x85s", k=rng.randint(1, 60)))
+        pieces = list(cut(in_blocks(text, rng.randint(1, 10)), rng.randint(1, 12)))
+        assert texts(pieces) == [text]
+        assert sum(piece.size for piece in pieces) == len(text.encode())
+        parts = tokenizer.encode_batch([piece.text for piece in pieces])
+        assert [token for part in parts for token in part] == tokenizer.encode(text), pieces
+
+
+def test_cut_keeps_documents_apart() -> None:
+    documents = ["a b c d e f", "", "g", "h i j k l m n"]
+    pieces = list(cut([Piece(text, True, 1) for text in documents], 4))
+    assert texts(pieces) == documents
+    assert max(len(piece.text) for piece in pieces) <= 4
+
+
+def test_text_without_whitespace_stays_whole() -> None:
+    pieces = list(cut(in_blocks("x" * 100_000 + " y" * 10, 7), 100))
+    assert [len(piece.text) for piece in pieces] == [100_000, 20]

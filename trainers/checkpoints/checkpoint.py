@@ -1,0 +1,201 @@
+"""Saving and resuming: a folder per checkpoint, complete or absent, and a pointer to the newest.
+
+    SAVE/iter_0000100/model.safetensors        global parameters under global names
+                      optimizer.safetensors    AdamW's moments, and fp32 masters of half parameters, likewise
+                      state.json               iteration, updates, loss scaler, settings, placements
+    SAVE/latest                                the name of the newest folder, written last
+
+Everything else that a run needs (order of samples, dropout, learning rate) is a function of the iteration, so a
+resumed run continues bit for bit. The tensors are global: nothing in them tells how many ranks wrote them, or whether
+their optimizer was sharded. A run may go on in another precision, from the masters where there are any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+
+from commengine import ProcessGrid, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from tplayers import Placement, placements
+from trainers.training.buckets import MOMENTS
+from trainers.training.optimizer import Optimizer
+
+from . import parallel_safetensors
+
+FORMAT = 2
+
+#: 1: without half precision, so without masters, loss scaler, and steps that were skipped
+READABLE = (1, 2)
+
+#: settings that must be those of the checkpoint: the model, and what decides which samples come next
+FIXED_SETTINGS = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
+    "global_batch_size", "seed", "seq_length", "split", "mock_data",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. updates: the steps that were not skipped. loss_scaler: its state, of an fp16 run."""
+
+    iteration: int
+    updates: int
+    loss_scaler: dict[str, Any] | None = None
+    masters: bool = False
+
+
+def save(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    grid: ProcessGrid,
+) -> None:
+    """Write the state after ``progress.iteration`` steps. Collective over the grid's world."""
+    name = f"iter_{progress.iteration:07d}"
+    beside = folder / f"{name}.tmp"
+    on_rank_zero(grid.world, lambda: _make_empty(beside))
+    optimizer.wait_for_parameters()
+    placed = placements(model)
+    if grid.data.rank == 0:  # one tensor group holds everything, but for what the data group has sharded
+        weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
+        parallel_safetensors.write(beside / "model.safetensors", weights, model.named_parameters(), grid.tensor)
+        state = optimizer.described()
+        parallel_safetensors.write(beside / "optimizer.safetensors", state, optimizer.tensors(), grid.tensor)
+    else:
+        for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
+            pass
+    grid.world.barrier()
+
+    def publish() -> None:
+        described = {key: _describe(placement) for key, placement in placed.items()}
+        written = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
+        _write_synced(beside / "state.json", json.dumps(written, indent=1))
+        final, old = folder / name, folder / f"{name}.old"
+        _sync_folder(beside)
+        if final.exists():  # of an earlier run into the same folder: whole until the new one is there
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        beside.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+        _write_synced(folder / "latest.tmp", name + "\n")
+        (folder / "latest.tmp").rename(folder / "latest")
+        _sync_folder(folder)
+
+    on_rank_zero(grid.world, publish)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint of ``folder``, or None. Raises UsageError where the pointer leads nowhere."""
+    pointer = folder / "latest"
+    if not pointer.exists():
+        if whole := sorted(path.parent.name for path in folder.glob("iter_*/state.json")):
+            raise UsageError(
+                f"--load {folder}: there is no {pointer}, which names the newest checkpoint, but there are "
+                f"{', '.join(whole[-3:])}; give one of them to --load"
+            )
+        return None
+    found = folder / pointer.read_text().strip()
+    aside = found.with_name(f"{found.name}.old")  # while another of the same name takes its place
+    if not found.exists() and (aside / "state.json").is_file():
+        return aside
+    if not (found / "state.json").is_file():
+        raise UsageError(f"--load {folder}: {pointer} names {found.name}, which is not a complete checkpoint")
+    return found
+
+
+def find(folder: Path) -> Path | None:
+    """The checkpoint that ``folder`` is, or else the newest complete one in it, or None."""
+    return folder if (folder / "state.json").is_file() else latest(folder)
+
+
+def read_state(found: Path, settings: Mapping[str, Any]) -> Progress:
+    """How far the checkpoint's run was. Raises UsageError where it is of another model or format."""
+    try:
+        state = json.loads((found / "state.json").read_text())
+        iteration, saved = int(state["iteration"]), state["settings"]
+        progress = Progress(
+            iteration, int(state.get("updates", iteration)), state.get("loss_scaler"), bool(state.get("masters"))
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
+    if state.get("format") not in READABLE:
+        raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {READABLE}")
+    for name in FIXED_SETTINGS:
+        theirs = saved.get(name)
+        if theirs != settings[name]:
+            flag = f"--{name.replace('_', '-')} {settings[name]}"
+            raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
+    positions, theirs = (s.get("max_position_embeddings") or s.get("seq_length") for s in (settings, saved))
+    if positions != theirs:
+        flag = f"--max-position-embeddings {positions} (default --seq-length)"
+        raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
+    return progress
+
+
+def load(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, grid: ProcessGrid) -> None:
+    """Fill model and optimizer with the state that ``progress`` is of. Every rank reads its own parts.
+
+    Collective over the grid's world. Raises UsageError, on all ranks, where a file is damaged or of another model.
+    """
+    on_every_rank(grid.world, lambda: _read(found, progress, model, optimizer))
+
+
+def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+    placed = placements(model)
+    # Masters are the parameters too, before they were rounded.
+    kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
+    if not progress.masters:
+        _fill(optimizer, found / "model.safetensors", {("master", name): name for name in placed}, placed)
+    state = {(kind, name): f"{kind}.{name}" for kind in kinds for name in placed}
+    _fill(optimizer, found / "optimizer.safetensors", state, placed)
+    optimizer.set_updates(progress.updates)
+
+
+def _fill(
+    optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placed: Mapping[str, Placement]
+) -> None:
+    """Fill each (kind of state, parameter) from the tensor of the file that ``names`` says."""
+    targets = {key: target for target, key in names.items()}
+    parts = {key: placed[name] for key, (_, name) in targets.items()}
+    try:
+        for key, values in parallel_safetensors.read(path, parts):
+            optimizer.fill(*targets[key], values)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UsageError(f"--load: {path} cannot be read: {error}") from error
+
+
+def _describe(placement: Placement) -> dict[str, Any]:
+    return {"shape": placement.shape, "view": placement.view, "dim": placement.dim, "count": placement.count}
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put renames inside ``folder`` on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,84 @@
+"""Whose run a ``--save`` folder holds: a new run neither mixes with an older one nor replaces it unasked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from commengine import UsageError
+from trainers.config import TrainConfig
+
+from . import checkpoint
+
+#: what a run leaves in its folder beside checkpoints; TensorBoard's files stay, for a new run's hide them
+FILES = ("latest", "latest.tmp", "metrics.jsonl", "report.json", "report.txt", "loss.png")
+CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
+
+
+def checkpoint_to_load(config: TrainConfig) -> Path | None:
+    """The checkpoint that ``--load`` names, or None: without ``--load``, or where it is ``--save`` and has none yet.
+
+    That is how a batch job which may be started again begins. Raises UsageError where another folder has none.
+    """
+    if config.load is None:
+        return None
+    folder = Path(config.load)
+    found = checkpoint.find(folder)
+    if found is None and not _same(config.load, config.save):
+        raise UsageError(
+            f"--load {folder}: {'holds no checkpoint' if folder.is_dir() else 'no such folder'}; valid: the --save "
+            "folder of a run, or one of the iter_* folders in it. To start anew where there is no checkpoint yet, "
+            "give --save the same folder"
+        )
+    return found
+
+
+def require_free(config: TrainConfig) -> None:
+    """Raise UsageError, changing nothing, where ``--load`` names no checkpoint or ``--save`` holds another run."""
+    found = checkpoint_to_load(config)
+    if config.save is None or config.overwrite:
+        return
+    folder = Path(config.save)
+    if _same(config.load, config.save):  # what is newer than the pointer, a crash left there
+        return
+    if _goes_on(config, found):
+        assert found is not None
+        complete = sorted(path.parent.name for path in folder.glob("iter_*/state.json"))
+        if newer := [name for name in complete if name > found.name]:
+            raise UsageError(
+                f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
+                "replace; give another --save, or --overwrite"
+            )
+        return
+    if left := [path.name for path in _left(folder)]:
+        names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        raise UsageError(
+            f"--save {folder}: holds a run already ({names}); go on with it by --load {folder}, give another --save, "
+            "or start anew in its place with --overwrite"
+        )
+
+
+def clear(config: TrainConfig) -> None:
+    """With ``--overwrite``, remove what an older run left in ``--save``, and nothing else; not of one that goes on."""
+    if config.save is None or not config.overwrite or _goes_on(config, checkpoint_to_load(config)):
+        return
+    for path in _left(Path(config.save)):  # the pointer first: it never leads nowhere
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _left(folder: Path) -> list[Path]:
+    files = [folder / name for name in FILES if (folder / name).is_file()]
+    return files + sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+
+
+def _goes_on(config: TrainConfig, found: Path | None) -> bool:
+    """Whether ``found`` is a checkpoint of the run in ``--save``."""
+    return found is not None and config.save is not None and _same(str(found.absolute().parent), config.save)
+
+
+def _same(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()

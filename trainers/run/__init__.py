@@ -1,0 +1,1 @@
+"""The run around the steps: evaluation, metrics, report."""

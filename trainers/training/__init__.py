@@ -1,0 +1,1 @@
+"""The training step: forward, backward, reduction, clipping, update."""
