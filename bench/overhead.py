@@ -145,7 +145,7 @@ def parse() -> dict[str, Any]:
     )
     options.add_argument("--output", metavar="FILE", help="write the table as markdown")
     options.add_argument("--json", metavar="FILE", help="write every number")
-    found = vars(options.parse_args())
+    found: dict[str, Any] = vars(options.parse_args())
     if found["rounds"] < 2 or not 0 < found["seconds"] < float("inf"):
         raise ValueError(f"--rounds {found['rounds']} and --seconds {found['seconds']}: at least 2, and above 0")
     check_writable(output=found["output"], json=found["json"])

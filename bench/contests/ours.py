@@ -69,7 +69,7 @@ def main(world: Communicator) -> None:
         gradients.finish()
         clip(gradients.segments, gradient_norm(gradients.segments, grid.tensor), task.clip_grad)
         optimizer.step()
-        return loss.item() * grid.data.size  # the mean over this rank's samples
+        return float(loss) * grid.data.size  # the mean over this rank's samples
 
     layout = f"tensor {grid.tensor.size} x data {grid.data.size}"
     serve(step, world.rank, f"{layout}, overlap {'on' if arguments.overlap_grad_reduce else 'off'}")
