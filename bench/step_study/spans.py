@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainers.training.trainer import GPTTrainer
+from trainers.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Spans:
 
 
 @contextmanager
-def followed(trainer: GPTTrainer) -> Iterator[Spans]:
+def followed(trainer: Trainer) -> Iterator[Spans]:
     """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled: a graph runs no hooks."""
     spans, model = Spans(), trainer.model
     parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
