@@ -25,8 +25,8 @@ from bench.step_study.recorder import open_trainer
 from bench.timing.slow_link import slow_down
 from commengine import Communicator, UsageError, trace
 from commengine.rank_zero import on_rank_zero
-from trainers.config import TrainConfig
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.training.trainer import Trainer
 
 COMMAND = "bench.overlap"
 
@@ -37,7 +37,7 @@ class Runner:
 
     overlap: bool
     rate: float | None
-    trainer: GPTTrainer
+    trainer: Trainer
     seconds: list[float] = dataclasses.field(default_factory=list)
     hidden: list[float] = dataclasses.field(default_factory=list)
 
@@ -80,7 +80,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     chosen = on_rank_zero(world, lambda: parse(argv))
     if world.size == 1:
         raise UsageError("gradients are reduced between two ranks or more: start it with mpiexec -n 2")
-    config = TrainConfig(
+    config = GPTTrainConfig(
         num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192, mock_data=True,
         micro_batch_size=chosen["micro_batch_size"], hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
     )  # fmt: skip

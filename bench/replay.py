@@ -32,7 +32,7 @@ from bench.step_study import recorder, recording
 from bench.step_study.recording import RecordedCall, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.config import TrainConfig
+from trainers.tasks.gpt import GPTTrainConfig
 
 COMMAND = "bench.replay"
 
@@ -62,7 +62,7 @@ def record(world: Communicator, folder: Path, rest: list[str], warmup: int, *, o
         recorder.make_folder(folder, "TRACE", overwrite=overwrite)
         return config.to_json()
 
-    config = TrainConfig(**on_rank_zero(world, read))
+    config = GPTTrainConfig(**on_rank_zero(world, read))
     log = recorder.record(world, config, folder, warmup)
     if world.rank == 0:
         print(f"recorded {len(log.events)} collectives a rank on {world.size} ranks in {folder}\n\n{log.summary()}")

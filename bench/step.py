@@ -27,8 +27,8 @@ from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
-from trainers.config import TrainConfig
 from trainers.run.startup import watched
+from trainers.tasks.gpt import GPTTrainConfig
 
 COMMAND = "bench.step"
 FORMAT = 1
@@ -69,7 +69,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. The exit status."""
     surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     options = on_rank_zero(world, lambda: read(argv, world.size))
-    config = TrainConfig(**options["config"])
+    config = GPTTrainConfig(**options["config"])
     with watched(config, world) as comm:
         trainer = recorder.open_trainer(config, comm)
         total = options["warmup"] + options["steps"]
@@ -91,7 +91,7 @@ def median_step(steps: Sequence[TracedStep]) -> int:
 
 def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
     """Print, and write the files. Whether a formula and the trace differ."""
-    config, ranks = TrainConfig(**options["config"]), traced.steps
+    config, ranks = GPTTrainConfig(**options["config"]), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
     compared = compare(config, ranks)
@@ -134,7 +134,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
     return bool(wrong)
 
 
-def describe(config: TrainConfig, ranks: int) -> str:
+def describe(config: GPTTrainConfig, ranks: int) -> str:
     """The model and how it is spread, in a line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
     options = {
@@ -149,7 +149,9 @@ def describe(config: TrainConfig, ranks: int) -> str:
     ])  # fmt: skip
 
 
-def compare(config: TrainConfig, ranks: Sequence[Sequence[TracedStep]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def compare(
+    config: GPTTrainConfig, ranks: Sequence[Sequence[TracedStep]]
+) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """(Rank, step, formula beside trace) of every rank and step."""
     found = []
     for rank, steps in enumerate(ranks):

@@ -9,18 +9,18 @@ from pathlib import Path
 from bench.step_study.traced_step import trace_steps
 from commengine import Communicator, Trace, UsageError
 from commengine.rank_zero import on_every_rank
-from trainers.config import TrainConfig
 from trainers.data.corpus import open_corpus
 from trainers.run.startup import read_config
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.training.trainer import Trainer
 
 
-def read_traceable(rest: Sequence[str], command: str, ranks: int) -> TrainConfig:
+def read_traceable(rest: Sequence[str], command: str, ranks: int) -> GPTTrainConfig:
     """The settings of pretrain_gpt's options, if `trace_steps` can trace such steps. Rank 0 alone calls it.
 
     Raises UsageError or ValueError that names the option at fault.
     """
-    config = read_config(rest, command, ranks)
+    config = read_config(GPTTrainConfig, rest, command, ranks)
     if config.compile:
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
@@ -28,9 +28,9 @@ def read_traceable(rest: Sequence[str], command: str, ranks: int) -> TrainConfig
     return config
 
 
-def open_trainer(config: TrainConfig, comm: Communicator) -> GPTTrainer:
+def open_trainer(config: GPTTrainConfig, comm: Communicator) -> Trainer:
     """The trainer of a study's steps. Collective over ``comm``; the caller closes it."""
-    return GPTTrainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
+    return gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
 
 
 def make_folder(folder: Path, option: str, *, overwrite: bool) -> None:
@@ -59,7 +59,7 @@ def save(world: Communicator, folder: Path, trace: Trace) -> None:
     on_every_rank(world, lambda: trace.save(folder / f"rank-{world.rank}.jsonl"))
 
 
-def record(world: Communicator, config: TrainConfig, folder: Path, warmup: int) -> Trace:
+def record(world: Communicator, config: GPTTrainConfig, folder: Path, warmup: int) -> Trace:
     """Trace one step after ``warmup`` others, and save it in a folder that `make_folder` made. Collective."""
     trainer = open_trainer(config, world)
     (trace,) = trace_steps(trainer, warmup, 1, lambda: None).recordings
