@@ -26,7 +26,7 @@ from bench.collective_study.tables import write_csv
 from bench.command.machine import environment, heading
 from bench.command.options import check_writable
 from bench.step_study import step_tables, timeline, volumes
-from bench.step_study.traced import Step, Steps, run
+from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator, UsageError, launch
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.config import TrainConfig
@@ -110,7 +110,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         total = options["warmup"] + options["steps"]
         quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
         with tqdm(total=total, disable=quiet, file=sys.stderr, desc="steps", leave=False) as bar:
-            traced = run(trainer, options["warmup"], options["steps"], bar.update)
+            traced = trace_steps(trainer, options["warmup"], options["steps"], bar.update)
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
             path = Path(options["save"], f"rank-{world.rank}.jsonl")
@@ -120,13 +120,13 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     return int(different)
 
 
-def median_step(steps: Sequence[Step]) -> int:
+def median_step(steps: Sequence[TracedStep]) -> int:
     """The number of the step whose time is the (lower) median."""
     middle = statistics.median_low([step.seconds for step in steps])
     return next(number for number, step in enumerate(steps) if step.seconds == middle)
 
 
-def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Steps, shown: int) -> bool:
+def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
     """Print, and write the files. Whether a formula and the trace differ."""
     config, ranks = TrainConfig(**options["config"]), traced.steps
     rows = step_tables.collective_rows(ranks)
@@ -186,7 +186,7 @@ def describe(config: TrainConfig, ranks: int) -> str:
     ])  # fmt: skip
 
 
-def compare(config: TrainConfig, ranks: Sequence[Sequence[Step]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def compare(config: TrainConfig, ranks: Sequence[Sequence[TracedStep]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """(Rank, step, formula beside trace) of every rank and step."""
     found = []
     for rank, steps in enumerate(ranks):

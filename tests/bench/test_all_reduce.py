@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import all_reduce, fit
-from bench.collective_study.measurements import read
+from bench.collective_study.results import read
 from tests.support import mpirun
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
