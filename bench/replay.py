@@ -29,10 +29,9 @@ from bench.step_study import recording
 from bench.step_study.recording import RecordedCall, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.config import TrainConfig
 from trainers.data.corpus import open_corpus
 from trainers.run.startup import read_config
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
 
 def _refuse(message: str) -> NoReturn:
@@ -61,14 +60,14 @@ def record(world: Communicator, folder: Path, rest: list[str], warmup: int) -> N
     """Trace one training step on every rank, and save it. Collective."""
 
     def read() -> dict[str, Any]:
-        config = read_config(rest, "python -m bench.replay --record", world.size)
+        config = read_config(GPTTrainConfig, rest, "python -m bench.replay --record", world.size)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank-*.jsonl"):
             old.unlink()
         return config.to_json()
 
-    config = TrainConfig(**on_rank_zero(world, read))
-    trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
+    config = GPTTrainConfig(**on_rank_zero(world, read))
+    trainer = gpt_trainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     for _ in range(warmup):
         trainer.step()
     trainer.optimizer.wait_for_parameters()

@@ -21,7 +21,7 @@ import torch
 from bench.step_study.spans import Span, followed
 from bench.timing.clocks import Offset, compared
 from commengine import CollectiveEvent, Trace, trace
-from trainers.training.trainer import GPTTrainer
+from trainers.training.trainer import Trainer
 
 MODEL_PHASES = ("forward", "recompute", "backward")
 
@@ -91,7 +91,7 @@ class TracedSteps:
     recordings: list[Trace]
 
 
-def trace_steps(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
+def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
     """Trace ``steps`` steps after ``warmup`` others; ``done()`` after each. Collective; rank 0 gets all the steps."""
     grid = trainer.grid
     for _ in range(warmup):

@@ -184,14 +184,14 @@ def labels_by_the_stack(model, seen):
 def test_each_collective_belongs_to_the_layer_that_ran_it(world):
     from bench.step_study.traced_step import trace_steps
     from commengine import Communicator
-    from trainers import config as settings
+    from trainers import options as settings
     from trainers.data.corpus import open_corpus
-    from trainers.training.trainer import GPTTrainer
+    from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
-    config = settings.parse(options, "test")
-    trainer = GPTTrainer(config, world, open_corpus(config))
+    config = settings.parse(GPTTrainConfig, options, "test")
+    trainer = gpt_trainer(config, world, open_corpus(config))
     layers, embedding = list(trainer.model.layers), trainer.model.embedding
     named = [(name, parameter.numel()) for name, parameter in trainer.model.named_parameters()]
     assert cost.parameter_sizes(volumes.shape_of(config), 2) == named
