@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 PRECISIONS = {
