@@ -17,6 +17,7 @@ README = (mpirun.ROOT / "README.md").read_text()
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, grid, calls", [(4, "tensor=2, data=1", "1"), (2, "tensor=1, data=1", None)])
 def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, calls):
     (tmp_path / "example.py").write_text(EXAMPLE)
@@ -27,6 +28,7 @@ def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, 
     assert [row.split()[2:4] for row in rows] == ([] if calls is None else [["all_reduce", calls]])
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     made = "                mlp = "
     assert EXAMPLE.count(made) == 1

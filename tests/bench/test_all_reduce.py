@@ -15,6 +15,7 @@ def bench(ranks, *options):
     return mpirun.run(ranks, "-m", "bench.all_reduce", *map(str, options), timeout=100)
 
 
+@pytest.mark.slow
 def test_every_contestant_is_measured_and_checked(tmp_path):
     files = {name: tmp_path / f"r.{end}" for name, end in (("json", "json"), ("output", "md"), ("plot", "png"))}
     done = bench(
@@ -83,6 +84,7 @@ def test_bad_options_are_named(argv, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_rank_is_one_clear_error():
     done = bench(1)
     assert done.returncode == 2

@@ -44,6 +44,7 @@ def transport(request, world):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_transport_computes_what_is_expected(world, transport, operation):
     for name in ("float32", "bfloat16"):
@@ -213,6 +214,7 @@ def bench(ranks, *options):
     return mpirun.run(ranks, "-m", "bench.collectives", *map(str, options), timeout=100)
 
 
+@pytest.mark.slow
 def test_bad_input_ends_every_rank_with_one_line():
     done = bench(2, "--root", 5)
     assert done.returncode == 2
@@ -250,6 +252,7 @@ def measured(result):
     return {(row["operation"], row["transport"], row["in_place"], row["bytes"]) for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_all_operations_and_transports_on_two_ranks(tmp_path):
     files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "md")}
     done = bench(
@@ -290,6 +293,7 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
 HALVES = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # (n - 1) / n with 2 ranks
 
 
+@pytest.mark.slow
 def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
     done = bench(
         4, "--min-bytes", 64, "--max-bytes", 64, "--time-limit", 0.002, "--warmup", 1, "--operations", "all_reduce",

@@ -103,6 +103,7 @@ def check_chrome(entries, ranks):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 @pytest.mark.parametrize(
     "options",
     [
@@ -362,6 +363,7 @@ def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
     assert legends and all(legend.y1 <= title.y0 + 4 for legend in legends)  # the frame's padding is blank
 
 
+@pytest.mark.slow
 def test_bad_input_ends_every_rank_with_one_line():
     done = mpirun.run(2, "-m", "bench.step", *TINY, "--steps", "none")
     assert done.returncode == 2 and done.stdout == ""

@@ -15,6 +15,8 @@ import pytest
 from tests.support import mpirun
 from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
 
+pytestmark = pytest.mark.slow
+
 COMMAND = ["-m", "trainers.pretrain_gpt"]
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from trainers.checkpoints import run_state
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 PRECISIONS = {

@@ -10,7 +10,7 @@ from trainers.data.samples import ZipfSamples
 from trainers.run.evaluation import evaluate
 from trainers.tasks.gpt import NextToken, TokenBatches
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 CONFIG = GPTConfig(1, 16, 4, 50, 8, init_method_std=0.5, make_vocab_size_divisible_by=64)  # dropout 0.1
 WORDS = {"vocab_size": 50, "unusable": ""}

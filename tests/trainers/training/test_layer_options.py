@@ -30,6 +30,7 @@ CONFIG = GPTTrainConfig(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.slow
 def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     """With the backend that runs eager's operations; inductor's own kernels: tests/tplayers/models/test_compile.py."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -15,7 +15,7 @@ from trainers.training.buckets import Kind, Segment
 from trainers.training.clipping import clip, gradient_norm
 from trainers.training.reduction import GradientBuckets
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 WIDTH, SIZES = 6, [1, 42, 10_000]
 
