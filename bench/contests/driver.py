@@ -70,6 +70,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _read(reader: Any) -> Any:
+    """The next line of a rank as JSON; its text where it is none, and "" at the end of the connection."""
+    line = reader.readline()
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line.rstrip("\n")
+
+
+def _is_answer(answer: Any, steps: int) -> bool:
+    """Whether this is what `bench.contests.serving.timed` makes of ``steps`` steps."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("peak_rss_bytes"), int):
+        return False
+    lists = [answer.get(name) for name in ("seconds", "loss")]
+    return all(isinstance(one, list) and len(one) == steps for one in lists)
+
+
 class Running:
     """A started contestant: its processes, one connection per rank, and everything they have reported."""
 
@@ -131,9 +148,9 @@ class Running:
                     continue
                 self._connections.append(connection)
                 reader = connection.makefile("r", encoding="utf-8")
-                hello = json.loads(reader.readline() or "{}")
-                if "rank" not in hello or hello["rank"] in by_rank:
-                    raise self._failure(f"unexpected greeting {hello}")
+                hello = _read(reader)
+                if not isinstance(hello, dict) or not {"rank", "pid"} <= set(hello) or hello["rank"] in by_rank:
+                    raise self._failure(f"unexpected greeting {hello!r}")
                 by_rank[hello["rank"]] = (connection, reader, hello)
         ordered = [by_rank[rank] for rank in sorted(by_rank)]
         self._connections = [connection for connection, _, _ in ordered]
@@ -155,15 +172,15 @@ class Running:
         for connection in self._connections:
             connection.settimeout(STEP_TIMEOUT_S * steps)
             connection.sendall(f"run {steps}\n".encode())
-        answers = self._answers(STEP_TIMEOUT_S * steps)
+        answers = self._answers(steps, STEP_TIMEOUT_S * steps)
         losses = zip(*(answer["loss"] for answer in answers), strict=True)
         self.losses += [statistics.fmean(loss) for loss in losses]
         self.peak_rss_bytes = sum(answer["peak_rss_bytes"] for answer in answers)
         slowest: float = max(sum(answer["seconds"]) for answer in answers)
         return slowest / steps
 
-    def _answers(self, timeout: float) -> list[dict[str, Any]]:
-        """One answer from every rank, in rank order. The first rank to fail is the one that is reported."""
+    def _answers(self, steps: int, timeout: float) -> list[dict[str, Any]]:
+        """The answer of every rank after ``steps`` steps, in rank order. The first failure is reported."""
         answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, connection in enumerate(self._connections):
@@ -175,9 +192,13 @@ class Running:
                     raise self._failure(f"no answer from {len(self._connections) - len(answers)} ranks")
                 for key, _ in ready:
                     rank = key.data
-                    answer = json.loads(self._readers[rank].readline() or '{"error": "connection closed"}')
-                    if "error" in answer:
+                    answer = _read(self._readers[rank])
+                    if answer == "":
+                        raise self._failure(f"rank {rank}: connection closed")
+                    if isinstance(answer, dict) and "error" in answer:
                         raise self._failure(f"rank {rank}: {answer['error']}")
+                    if not _is_answer(answer, steps):
+                        raise self._failure(f"rank {rank}: unexpected answer {answer!r}")
                     answers[rank] = answer
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in sorted(answers)]

@@ -13,8 +13,8 @@ import numpy as np
 class StepTask:
     """One GPT training step, described completely. fp32, no dropout, learned positions, tied embedding.
 
-    Pre-LN blocks with a final LN (eps 1e-5), biases everywhere but in the head, GELU(tanh); AdamW with
-    torch's default betas and eps, weight decay on every parameter; the loss is the mean over all tokens.
+    Pre-LN blocks with a final LN (eps 1e-5), biases everywhere but in the head, GELU(tanh); AdamW with torch's default
+    betas and eps, weight decay on all parameters but biases and norms; the loss is the mean over all tokens.
     """
 
     vocab_size: int = 8192

@@ -96,12 +96,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build(task, packed=False)
     shard(model, mesh, arguments.loss_parallel)
-    # The fused kernel takes a list of either tensors or DTensors, so there is one group of each.
-    groups: list[dict[str, list[nn.Parameter]]] = [
-        {"params": [p for p in model.parameters() if isinstance(p, DTensor) is distributed]}
-        for distributed in (True, False)
-    ]
-    optimizer = adamw(task, groups)
+    optimizer = adamw(task, model.parameters())
     inputs, targets = batch(task)
     clip = make_sharded_clip(task, model)
     note = "q, k, v converted once"

@@ -160,9 +160,19 @@ def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def adamw(task: StepTask, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
-    """The optimizer of all peers."""
-    return torch.optim.AdamW(groups, lr=task.lr, weight_decay=task.weight_decay, fused=True)
+def adamw(task: StepTask, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of all peers. Biases and norms, the parameters of one dimension, do not decay.
+
+    The fused kernel takes a list of either tensors or DTensors, so each of the two has groups of its own.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dim() > 1, type(parameter.data) is Tensor), []).append(parameter)
+    decay = {True: task.weight_decay, False: 0.0}
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay[matrices]} for (matrices, _), group in groups.items()],
+        lr=task.lr, fused=True,
+    )  # fmt: skip
 
 
 def make_step(
