@@ -1,4 +1,4 @@
-# make train | test | lint | docs | clean. Each creates .venv with what it needs, once.
+# make train | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
@@ -29,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train test lint format docs install clean
+.PHONY: train test test-quick test-long lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -48,8 +48,15 @@ $(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB)
 
+# At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python tests/run --quick $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python tests/run --long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

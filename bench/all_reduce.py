@@ -36,9 +36,9 @@ from bench.collectives import FORMAT, free_memory, listed, parse_bytes
 from bench.command.machine import environment, heading
 from bench.command.options import check_writable
 from bench.timing.sampling import Times, median_interval
-from bench.transports.local import Bound, Shared, Transport
-from bench.transports.mpi_reductions import Memory, contestants
-from bench.transports.operations import DTYPES, Call
+from bench.transports.all_reduce_only import Memory, open_transports
+from bench.transports.in_process import Bound, Shared, Transport
+from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator, UsageError, launch
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
@@ -83,7 +83,12 @@ def slowest(group: Communicator, bound: Bound, count: int) -> Times:
 
 
 def measure(
-    group: Communicator, call: Call, transports: Sequence[Transport], rounds: int, turn_seconds: float, seed: int
+    group: Communicator,
+    call: CollectiveCall,
+    transports: Sequence[Transport],
+    rounds: int,
+    turn_seconds: float,
+    seed: int,
 ) -> dict[str, Cell]:
     """All that can make ``call``, by name. Collective."""
     cells = {
@@ -113,7 +118,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def rows_of(call: Call, cells: dict[str, Cell]) -> list[dict[str, Any]]:
+def rows_of(call: CollectiveCall, cells: dict[str, Cell]) -> list[dict[str, Any]]:
     """As bench.collectives writes its rows; also ``turns`` [low, median, high] in seconds, and ``speedup`` of `shared`.
 
     ``speedup`` [low, median, high] is the contestant's time over that in the window, of the same round.
@@ -261,11 +266,11 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     if world.size == 1:
         raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
     calls = [
-        Call.of("all_reduce", DTYPES[dtype], "sum", 0, world.size, size)
+        CollectiveCall.of("all_reduce", DTYPES[dtype], "sum", 0, world.size, size)
         for dtype in chosen["dtypes"]
         for size in chosen["sizes"]
     ]
-    transports, missing = contestants(world, max(call.nbytes for call in calls))
+    transports, missing = open_transports(world, max(call.nbytes for call in calls))
     rows = []
     quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
     for number, call in enumerate(tqdm(calls, disable=quiet, file=sys.stderr)):

@@ -33,16 +33,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.collective_study.points import Place, point
+from bench.collective_study.measuring import GroupSetup, measure_call
 from bench.collective_study.tables import table, write_csv, write_plot
 from bench.command.machine import environment
 from bench.command.options import check_writable
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Stopping
 from bench.timing.starting import spans_nodes
-from bench.transports.local import LOCAL, Transport
-from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, Call
-from bench.transports.peer_process import PEERS, Peer
+from bench.transports.in_process import LOCAL, Transport
+from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, CollectiveCall
+from bench.transports.peer_process import PEERS, PeerTransport
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
 from commengine.dtypes import reduction_error
 from commengine.mpi import load_mpi
@@ -77,12 +77,15 @@ class Settings:
     csv: str | None
     plot: str | None
 
-    def series(self, ranks: int) -> Iterator[list[Call]]:
+    def series(self, ranks: int) -> Iterator[list[CollectiveCall]]:
         """For each operation, dtype and reduction the calls of all sizes, ascending, none twice."""
         for operation in self.operations:
             for dtype in self.dtypes if operation != "barrier" else self.dtypes[:1]:
                 for redop in self.redop if operation in REDUCING else ["none"]:
-                    calls = [Call.of(operation, DTYPES[dtype], redop, self.root, ranks, size) for size in self.sizes]
+                    calls = [
+                        CollectiveCall.of(operation, DTYPES[dtype], redop, self.root, ranks, size)
+                        for size in self.sizes
+                    ]
                     yield list({call.nbytes: call for call in calls}.values())
 
 
@@ -235,13 +238,15 @@ def free_memory(world: Communicator) -> dict[str, int]:
     return dict(zip(("available", "shared"), each, strict=True))
 
 
-def open_transports(place: Place, names: Sequence[str], capacity: int) -> tuple[list[Transport], list[dict[str, str]]]:
+def open_transports(
+    place: GroupSetup, names: Sequence[str], capacity: int
+) -> tuple[list[Transport], list[dict[str, str]]]:
     """Those that work here, on every rank, and why the others do not. Collective over the world."""
     opened, skipped = [], []
     for name in names:
 
         def make(name: str = name) -> Transport:
-            return Peer(name, place.group, capacity) if name in PEERS else LOCAL[name](place.group, capacity)
+            return PeerTransport(name, place.group, capacity) if name in PEERS else LOCAL[name](place.group, capacity)
 
         try:
             opened.append(place.agreed(make))
@@ -269,7 +274,7 @@ def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> di
 
 
 def measure(
-    place: Place, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
+    place: GroupSetup, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """All rows (on rank 0), and what was skipped and why. Collective over the world."""
     rows: list[dict[str, Any]] = []
@@ -279,7 +284,7 @@ def measure(
         found = []
         for index, call in enumerate(calls):
             bar.set_description(f"{call.operation} {call.nbytes} B")
-            came = point(place, call, transports, chosen.variants, chosen.seed + index)
+            came = measure_call(place, call, transports, chosen.variants, chosen.seed + index)
             found += came.rows
             skipped += came.skipped
             bar.update()
@@ -299,7 +304,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         grid = stack.enter_context(ProcessGrid(world, chosen.tensor_model_parallel_size))
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
         by_clock = chosen.start == "clock" or (chosen.start == "auto" and spans_nodes(world.mpi))
-        place = Place(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock)
+        place = GroupSetup(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock)
         calls = [call for series in chosen.series(group.size) for call in series]
         transports, unopened = open_transports(place, chosen.transports, max(call.nbytes for call in calls))
         for transport in transports:

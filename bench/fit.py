@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.collective_study import piecewise
-from bench.collective_study.measurements import KEY, STATISTICS, Series, read
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
+from bench.collective_study.results import KEY, STATISTICS, Series, read
 from bench.collective_study.tables import LINES, readable
 from bench.command.machine import environment
 from bench.command.options import new_parser

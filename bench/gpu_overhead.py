@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from bench.command.machine import environment, heading
-from bench.contests.contest import Contestant, Spread, ratio, rounds, started
+from bench.contests.driver import Contestant, Spread, ratio, rounds, started
 
 SIZES = {8: 500, 64 << 10: 500, 1 << 20: 200, 16 << 20: 50, 256 << 20: 10}  # bytes: calls per step
 
@@ -21,8 +21,8 @@ SIZES = {8: 500, 64 << 10: 500, 1 << 20: 200, 16 << 20: 50, 256 << 20: 10}  # by
 def contest(ranks: int, nbytes: int, calls: int, count: int) -> dict[str, list[float]]:
     """Seconds per call of both, in every round."""
     told = ["--bytes", str(nbytes), "--calls", str(calls)]
-    ours = Contestant("commengine", ranks, ["-m", "bench.contests.nccl_all_reduce", *told], mpi=True)
-    theirs = Contestant("torch", ranks, ["-m", "bench.peers.nccl_all_reduce", *told])
+    ours = Contestant("commengine", ranks, ["-m", "bench.contests.engine_all_reduce", *told], mpi=True)
+    theirs = Contestant("torch", ranks, ["-m", "bench.peers.all_reduce", *told])
     with started([ours, theirs]) as running:
         seconds = rounds(running, count, 1)
     return {name: [each / calls for each in times] for name, times in seconds.items()}

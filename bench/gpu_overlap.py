@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.command.machine import environment, heading
-from bench.contests.contest import Spread, ratio
+from bench.contests.driver import Spread, ratio
 from commengine import Communicator, launch, trace
 from commengine.stream import Stream, Work
 

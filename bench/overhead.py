@@ -44,7 +44,7 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
     from mpi4py import MPI
 
     with Communicator(MPI.COMM_SELF) as single:
-        calls = contestants(single, tensor)
+        calls = ways_of(single, tensor)
         swept = torch.zeros_like(tensor)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
@@ -56,7 +56,7 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
     return [ours - theirs for ours, theirs in zip(times["commengine"], times["mpi4py"], strict=True)]
 
 
-def contestants(
+def ways_of(
     world: Communicator, tensor: torch.Tensor, windows: Communicator | None = None, window: torch.Tensor | None = None
 ) -> dict[str, Callable[[], object]]:
     """The same all-reduce, by the engine and by mpi4py, and by the engine on ``window``."""
@@ -80,7 +80,7 @@ def measure(
     """
     tensor = torch.zeros(size // 4)
     window = windows.empty((size // 4,)).zero_() if size < least else None
-    calls = contestants(world, tensor, windows, window)
+    calls = ways_of(world, tensor, windows, window)
     first = max(1e6 * mean_seconds(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
     if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
@@ -145,7 +145,7 @@ def parse() -> dict[str, Any]:
     )
     options.add_argument("--output", metavar="FILE", help="write the table as markdown")
     options.add_argument("--json", metavar="FILE", help="write every number")
-    found = vars(options.parse_args())
+    found: dict[str, Any] = vars(options.parse_args())
     if found["rounds"] < 2 or not 0 < found["seconds"] < float("inf"):
         raise ValueError(f"--rounds {found['rounds']} and --seconds {found['seconds']}: at least 2, and above 0")
     check_writable(output=found["output"], json=found["json"])

@@ -20,9 +20,9 @@ from pathlib import Path
 from bench.command.machine import environment, heading
 from bench.timing.slow_link import slow_down
 from commengine import Communicator, launch, trace
-from trainers.config import TrainConfig
 from trainers.data.corpus import open_corpus
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.training.trainer import Trainer
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class Runner:
 
     overlap: bool
     rate: float | None
-    trainer: GPTTrainer
+    trainer: Trainer
     seconds: list[float] = dataclasses.field(default_factory=list)
     hidden: list[float] = dataclasses.field(default_factory=list)
 
@@ -58,7 +58,7 @@ def main(world: Communicator) -> None:
     options.add_argument("--json", type=Path, help="write every number")
     arguments = options.parse_args()
     result = environment("bench.overlap") | {"ranks": world.size}
-    config = TrainConfig(
+    config = GPTTrainConfig(
         num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192, mock_data=True,
         micro_batch_size=arguments.micro_batch_size, hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def main(world: Communicator) -> None:
     for rate in (None, arguments.rate):
         for overlap in (False, True):
             chosen = dataclasses.replace(config, overlap_grad_reduce=overlap)
-            trainer = GPTTrainer(chosen, world, open_corpus(chosen))
+            trainer = gpt_trainer(chosen, world, open_corpus(chosen))
             if rate is not None:
                 slow_down(trainer.grid.data, rate)
             runners.append(Runner(overlap, rate, trainer))

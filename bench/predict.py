@@ -25,7 +25,7 @@ from bench.command.options import check_writable, new_parser
 from bench.prediction import paper, plan
 from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
-from bench.prediction.model_cost import Step, predict, slowdown
+from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 
@@ -189,7 +189,7 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
     return lines, _numbers(step) | {"scaling_efficiency": efficiency}
 
 
-def _numbers(step: Step) -> dict[str, Any]:
+def _numbers(step: PredictedStep) -> dict[str, Any]:
     return {
         "step_s": step.total, "flops_per_device": step.flops_per_device, "communication_share": step.communication,
         "seconds": step.seconds, "hidden_s": step.hidden, "memory_bytes": step.memory,

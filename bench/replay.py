@@ -26,13 +26,12 @@ import torch
 from bench.command.machine import environment, heading
 from bench.command.options import check_writable, new_parser
 from bench.step_study import recording
-from bench.step_study.recording import Call, Recording
+from bench.step_study.recording import RecordedCall, Recording
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.config import TrainConfig
 from trainers.data.corpus import open_corpus
 from trainers.run.startup import read_config
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
 
 def _refuse(message: str) -> NoReturn:
@@ -61,14 +60,14 @@ def record(world: Communicator, folder: Path, rest: list[str], warmup: int) -> N
     """Trace one training step on every rank, and save it. Collective."""
 
     def read() -> dict[str, Any]:
-        config = read_config(rest, "python -m bench.replay --record", world.size)
+        config = read_config(GPTTrainConfig, rest, "python -m bench.replay --record", world.size)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank-*.jsonl"):
             old.unlink()
         return config.to_json()
 
-    config = TrainConfig(**on_rank_zero(world, read))
-    trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
+    config = GPTTrainConfig(**on_rank_zero(world, read))
+    trainer = gpt_trainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
     for _ in range(warmup):
         trainer.step()
     trainer.optimizer.wait_for_parameters()
@@ -141,7 +140,7 @@ class Replay:
         work: Work = getattr(comm, name)(*args, **about)
         return work
 
-    def _prepared(self, call: Call) -> tuple[str, Communicator, tuple[Any, ...], dict[str, Any]]:
+    def _prepared(self, call: RecordedCall) -> tuple[str, Communicator, tuple[Any, ...], dict[str, Any]]:
         """Method name, communicator and arguments of a call."""
         comm = self.comms[call.group]
         assert comm is not None  # a rank traces only groups that it is in
@@ -171,7 +170,7 @@ class Replay:
         whole = self._buffer(call, "whole", (rows[0] * size, *rows[1:])) if comm.rank == call.root else None
         return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
 
-    def _buffer(self, call: Call, use: str, shape: tuple[int, ...], in_window: bool = False) -> torch.Tensor:
+    def _buffer(self, call: RecordedCall, use: str, shape: tuple[int, ...], in_window: bool = False) -> torch.Tensor:
         """One tensor for all calls alike: those of one stream never run at once. Collective where it is in a window."""
         key = (call.group, call.stream, use, shape, call.dtype, in_window)
         if key not in self._buffers:
@@ -181,7 +180,9 @@ class Replay:
         return self._buffers[key]
 
 
-def check(calls: Sequence[Call], events: Sequence[CollectiveEvent], comms: Sequence[Communicator | None]) -> None:
+def check(
+    calls: Sequence[RecordedCall], events: Sequence[CollectiveEvent], comms: Sequence[Communicator | None]
+) -> None:
     """Raise UsageError unless the replay did what was recorded, call for call."""
     recorded = [
         (call.operation, call.redop, call.root, call.dtype, call.shape, call.bytes, comms[call.group], call.stream > 0)

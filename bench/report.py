@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import fit
-from bench.collective_study.measurements import read
+from bench.collective_study.results import read
 from bench.collective_study.tables import draw
 from bench.command.options import new_parser
 from commengine import UsageError

@@ -26,14 +26,13 @@ from bench.collective_study.tables import write_csv
 from bench.command.machine import environment, heading
 from bench.command.options import check_writable
 from bench.step_study import step_tables, timeline, volumes
-from bench.step_study.traced import Step, Steps, run
+from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator, UsageError, launch
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.config import TrainConfig
 from trainers.data.corpus import open_corpus
 from trainers.options import OptionError
 from trainers.run.startup import read_config, watched
-from trainers.training.trainer import GPTTrainer
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
 FORMAT = 1
 
@@ -73,7 +72,7 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
     if given.timeline and Path(given.timeline).suffix not in timeline.SUFFIXES:
         raise ValueError(f"--timeline {given.timeline}: the name ends in .png, .svg or .pdf")
-    config = read_config(rest, "python -m bench.step", world_size)
+    config = read_config(GPTTrainConfig, rest, "python -m bench.step", world_size)
     if config.compile:
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
@@ -104,13 +103,13 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. The exit status."""
     surroundings = environment("bench.step")  # now: the load average is to be that of others
     options = on_rank_zero(world, lambda: read(argv, world.size))
-    config = TrainConfig(**options["config"])
+    config = GPTTrainConfig(**options["config"])
     with watched(config, world) as comm:
-        trainer = GPTTrainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
+        trainer = gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
         total = options["warmup"] + options["steps"]
         quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
         with tqdm(total=total, disable=quiet, file=sys.stderr, desc="steps", leave=False) as bar:
-            traced = run(trainer, options["warmup"], options["steps"], bar.update)
+            traced = trace_steps(trainer, options["warmup"], options["steps"], bar.update)
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
             path = Path(options["save"], f"rank-{world.rank}.jsonl")
@@ -120,15 +119,15 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     return int(different)
 
 
-def median_step(steps: Sequence[Step]) -> int:
+def median_step(steps: Sequence[TracedStep]) -> int:
     """The number of the step whose time is the (lower) median."""
     middle = statistics.median_low([step.seconds for step in steps])
     return next(number for number, step in enumerate(steps) if step.seconds == middle)
 
 
-def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Steps, shown: int) -> bool:
+def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
     """Print, and write the files. Whether a formula and the trace differ."""
-    config, ranks = TrainConfig(**options["config"]), traced.steps
+    config, ranks = GPTTrainConfig(**options["config"]), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
     compared = compare(config, ranks)
@@ -171,7 +170,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Step
     return bool(wrong)
 
 
-def describe(config: TrainConfig, ranks: int) -> str:
+def describe(config: GPTTrainConfig, ranks: int) -> str:
     """The model and how it is spread, in a line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
     options = {
@@ -186,7 +185,9 @@ def describe(config: TrainConfig, ranks: int) -> str:
     ])  # fmt: skip
 
 
-def compare(config: TrainConfig, ranks: Sequence[Sequence[Step]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def compare(
+    config: GPTTrainConfig, ranks: Sequence[Sequence[TracedStep]]
+) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """(Rank, step, formula beside trace) of every rank and step."""
     found = []
     for rank, steps in enumerate(ranks):

@@ -3,8 +3,8 @@
     python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
     python -m bench.step_contest --only ddp --only dtensor        # some of them; --list names all
 
-All contestants train the same GPT on the same tokens from the same weights (bench/contests/task.py), alternate within
-one run (bench/contests/contest.py), and must report the same losses. Ends with status 1 if they do not.
+All contestants train the same GPT on the same tokens from the same weights (bench/contests/training_task.py). They
+alternate within one run (bench/contests/driver.py) and must report the same losses; if they do not, the status is 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import configargparse
 from safetensors.torch import save_file
 
 from bench.command.machine import environment, heading
-from bench.contests.contest import Contestant, Running, Spread, ratio, rounds, started
-from bench.contests.task import Task
+from bench.contests.driver import Contestant, Running, Spread, ratio, rounds, started
+from bench.contests.training_task import TrainingTask
 from bench.peers.gpt import reference_state
 
 COMPARED_STEPS = 4  # the losses of these first steps must agree: before training, and after 1, 2 and 3 steps
@@ -47,7 +47,7 @@ def contestants(task_file: str) -> list[Contestant]:
         argv = ("-m", module, "--task", task_file, *options)
         return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **ALLOCATOR}, mpi)
 
-    ours = "bench.contests.ours"
+    ours = "bench.contests.training_step"
     return [
         one("ours-tp2", 2, ours, "--tensor-model-parallel-size", "2", mpi=True),
         one("ours-dp2", 2, ours, "--tensor-model-parallel-size", "1", mpi=True),
@@ -76,7 +76,9 @@ def disagreement(running: Sequence[Running]) -> float:
     return largest
 
 
-def report(task: Task, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str) -> dict[str, Any]:
+def report(
+    task: TrainingTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
+) -> dict[str, Any]:
     """Everything measured, as it goes into --json, without environment()."""
     rows: list[dict[str, Any]] = []
     tokens = task.global_batch_size * task.seq_length
@@ -146,7 +148,7 @@ def markdown(result: dict[str, Any], count: int, steps: int) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The command line, and its parser for errors that are found later."""
-    default = Task()
+    default = TrainingTask()
     options = configargparse.ArgumentParser(
         prog="python -m bench.step_contest",
         description=__doc__,
@@ -203,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
         everyone = choose(arguments, options, contestants(task_file))
-        sizes = {name: getattr(arguments, name) for name in asdict(Task()) if name != "weights"}
-        task = Task(**sizes, weights=weights)
+        sizes = {name: getattr(arguments, name) for name in asdict(TrainingTask()) if name != "weights"}
+        task = TrainingTask(**sizes, weights=weights)
         save_file(reference_state(task), weights)
         task.save(task_file)
         with started(everyone) as running:

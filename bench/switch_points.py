@@ -142,7 +142,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="MPI is left for less time than 1 / this of its (default: %(default)s)")  # fmt: skip
     add("--json", metavar="FILE", help="write or complete the file that SwitchPoints.load reads")
     add("--output", metavar="FILE", help="write the tables as markdown")
-    found = vars(options.parse_args(argv))
+    found: dict[str, Any] = vars(options.parse_args(argv))
     for name in ("seconds", "margin"):
         if not 0 < found[name] < math.inf:
             raise ValueError(f"--{name} {found[name]}: a number above 0")

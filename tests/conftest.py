@@ -1,6 +1,7 @@
-"""Fixtures for all tests, and what makes ``mpiexec -n N python -m pytest --with-mpi`` safe (see lockstep.py).
+"""Fixtures for all tests, and the plugins that a run of tests/run needs.
 
-mpi4py is imported only under --with-mpi: importing it starts MPI.
+Only runs with ``--with-mpi`` import mpi4py, because importing it starts MPI. tests/support/lockstep.py keeps the ranks
+of such a run in step.
 """
 
 import os
@@ -8,14 +9,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import mpirun, sizes
+
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        sizes.OPTION,
+        action="store_true",
+        dest="where_size_matters",
+        help="with --with-mpi: leave out tests that need not run on this number of ranks (tests/support/sizes.py)",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own reporter
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("-m"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests of host tensors want no device that there may be
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests of host tensors use no device, even if there is one
     rank = 0
     if config.getoption("--with-mpi"):
         from mpi4py import MPI
@@ -24,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         rank = MPI.COMM_WORLD.rank
         config.pluginmanager.register(Lockstep(config), "lockstep")
-    tally = os.environ.pop("TESTS_TALLY", None)  # taken away, so that a test's own pytest does not write there
+    tally = os.environ.pop("TESTS_TALLY", None)  # removed, so that a pytest inside a test does not write there
     if tally and rank == 0:
         from tests.support.tally import Tally
 
@@ -34,8 +46,24 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     for plugin in session.config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi's: 40 lines about mpi4py after each run
+        if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi's, which prints 40 lines about mpi4py after each run
             plugin._is_testing_mpi = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("where_size_matters"):
+        from mpi4py import MPI
+
+        wanted = [not item.get_closest_marker("mpi") or sizes.selected(item, MPI.COMM_WORLD.size) for item in items]
+        config.hook.pytest_deselected(
+            items=[item for item, is_wanted in zip(items, wanted, strict=True) if not is_wanted]
+        )
+        items[:] = [item for item, is_wanted in zip(items, wanted, strict=True) if is_wanted]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mpirun.no_command_in = None if item.get_closest_marker("slow") else item.nodeid
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The test harness itself: a failure on one rank ends a run, in time, with that rank's words."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import mpirun
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
 
@@ -159,6 +162,38 @@ def test_rank_that_dies_ends_the_run(job):
     assert seconds < 30
 
 
+@pytest.mark.parametrize("n, passed", [(1, "every"), (2, "every two_or_more usual"), (4, "every four two_or_more")])
+def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
+    text = (
+        "def test_usual(mpi_world):\n    pass\n\n"
+        "@pytest.mark.every_size\ndef test_every(mpi_world):\n    pass\n\n"
+        "@pytest.mark.every_size\n@pytest.mark.mpi(min_size=2)\ndef test_two_or_more(mpi_world):\n    pass\n\n"
+        "@pytest.mark.mpi(min_size=4)\ndef test_four(mpi_world):\n    pass\n"
+    )
+    done, _ = job(text, n, "-v", "--where-size-matters")
+    assert done.returncode == 0, done
+    assert sorted(re.findall(r"test_it.py::test_(\w+) PASSED", done.stdout)) == passed.split()
+    assert "SKIPPED" not in done.stdout
+
+
+def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
+    done, _ = job("@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n", 2, "--where-size-matters")
+    assert done.returncode != 0
+    assert "test_it.py::test_it needs 5 ranks" in done.stdout + done.stderr
+
+
+def test_a_test_that_starts_a_command_must_be_marked_slow(job):
+    text = (
+        "from tests.support import mpirun\n\n"
+        "def test_quick(mpi_world):\n"
+        "    with pytest.raises(RuntimeError, match='test_it.py::test_quick starts a command: mark it slow'):\n"
+        "        mpirun.command(['true'], timeout=10)\n\n"
+        "@pytest.mark.slow\ndef test_slow(mpi_world):\n    assert not mpirun.command(['true'], timeout=10).returncode\n"
+    )
+    done, _ = job(text, 1)
+    assert "2 passed" in done.stdout, done
+
+
 def test_timeout_leaves_no_process_behind(tmp_path: Path):
     (tmp_path / "sleeper.py").write_text(
         "import os, sys, time\nfrom mpi4py import MPI\n"
@@ -192,3 +227,33 @@ def test_tests_run_says_what_is_wrong_with_its_words():
         done = mpirun.command(argv, timeout=60, env={"RANKS": ranks})
         assert done.returncode == code and says in done.stdout + done.stderr, done
         assert "Traceback" not in done.stderr
+
+
+def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
+    """A caller's -m narrows the selection of the run, and does not replace it."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest, time\n\n"
+        "def test_other():\n    pass\n\n"
+        "@pytest.mark.gpu\ndef test_good():\n    time.sleep(0.2)\n\n"
+        "@pytest.mark.gpu\ndef test_bad():\n    assert False\n\n"
+        "@pytest.mark.gpu\ndef test_skipped():\n    pytest.skip('not here')\n\n"
+        "@pytest.mark.gpu\n@pytest.mark.long\ndef test_long():\n    assert False\n\n"
+        "@pytest.mark.gpu\n@pytest.mark.mpi\ndef test_mpi():\n    assert False\n"
+    )
+    options = [
+        "-m",
+        "gpu",
+        "-c",
+        str(mpirun.ROOT / "pyproject.toml"),
+        "--confcutdir",
+        str(HERE),
+        "-p",
+        "tests.conftest",
+    ]
+    argv = [sys.executable, str(HERE / "run"), *options, str(tmp_path)]
+    done = mpirun.command(argv, timeout=60, env={"RANKS": "0"})
+    assert done.returncode == 1, done
+    *_, head, first, second, third, blank, last = done.stdout.splitlines()
+    assert (blank, last) == ("", "1 passed, 1 failed, 1 skipped")
+    assert head == "======== slowest 20 tests" and re.match(r" +0\.2\d s  serial tests +\S+::test_good$", first)
+    assert {line.split("::")[1] for line in (second, third)} == {"test_bad", "test_skipped"}

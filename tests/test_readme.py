@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import documents, mpirun
-from trainers.config import TrainConfig, parse, validate
+from trainers.options import parse
+from trainers.tasks.gpt import GPTTrainConfig
 
 USERS = [mpirun.ROOT / page for page in ("README.md", "docs/training.md")]
 EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, grid, calls", [(4, "tensor=2, data=1", "1"), (2, "tensor=1, data=1", None)])
 def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, calls):
     (tmp_path / "example.py").write_text(EXAMPLE)
@@ -25,6 +27,7 @@ def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, 
     assert [row.split()[2:4] for row in rows] == ([] if calls is None else [["all_reduce", calls]])
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     made = "            mlp = "
     assert EXAMPLE.count(made) == 1
@@ -36,15 +39,16 @@ def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     assert "[rank 3] Traceback" in done.stderr and "AssertionError: broken" in done.stderr
 
 
-def accepted(command: str, data: Path) -> TrainConfig:
+def accepted(command: str, data: Path) -> GPTTrainConfig:
     """The settings of ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
 
     data: a data set that is there, in place of what the command reads.
     """
     words = shlex.split(command)
     ranks, at = int(words[words.index("-n") + 1]), words.index("trainers.pretrain_gpt") + 1
-    config = parse([*words[at:], *([] if "--data-path" in words else ["--data-path", str(data)])], "pretrain_gpt")
-    validate(TrainConfig(**(config.to_json() | {"data_path": str(data)})), ranks)
+    data_path = [] if "--data-path" in words else ["--data-path", str(data)]
+    config = parse(GPTTrainConfig, [*words[at:], *data_path], "pretrain_gpt")
+    GPTTrainConfig(**(config.to_json() | {"data_path": str(data)})).validate(ranks)
     return config
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.contests.worker import serve
+from bench.contests.serving import serve
 from bench.peers.gpt import adamw, batch, build, make_clip, make_step, parser, read_task
 
 

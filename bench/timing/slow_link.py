@@ -42,4 +42,5 @@ def slow_down(comm: Communicator, rate: float) -> None:
     """Put ``comm`` and the streams it has behind a link of ``rate`` bytes a second. For studies and tests only."""
     comm._host = SlowLink(comm._host, rate)
     for stream in comm._streams:
-        stream.transport = SlowLink(stream.transport, rate)
+        slowed: Any = SlowLink(stream.transport, rate)
+        stream.transport = slowed

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import all_reduce, fit
-from bench.collective_study.measurements import read
+from bench.collective_study.results import read
 from tests.support import mpirun
 
 MEMORY = {"available": 1 << 33, "shared": 1 << 32}
@@ -15,6 +15,7 @@ def bench(ranks, *options):
     return mpirun.run(ranks, "-m", "bench.all_reduce", *map(str, options), timeout=100)
 
 
+@pytest.mark.slow
 def test_every_contestant_is_measured_and_checked(tmp_path):
     files = {name: tmp_path / f"r.{end}" for name, end in (("json", "json"), ("output", "md"), ("plot", "png"))}
     done = bench(
@@ -83,6 +84,7 @@ def test_bad_options_are_named(argv, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_rank_is_one_clear_error():
     done = bench(1)
     assert done.returncode == 2

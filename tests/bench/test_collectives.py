@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from bench.collective_study.points import overlap_percent
+from bench.collective_study.measuring import overlap_percent
 from bench.collective_study.tables import readable, table
 from bench.collectives import Settings, parse_bytes, settings
 from bench.timing.clocks import Offset, synchronise
-from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Call
+from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, CollectiveCall
 from commengine import CollectiveError
 from tests.support import mpirun
 
@@ -31,7 +31,7 @@ def world(mpi_world):
 
 @pytest.fixture(scope="module", params=["engine", "mpi4py", "shared", "stream"])
 def transport(request, world):
-    from bench.transports.local import LOCAL
+    from bench.transports.in_process import LOCAL
 
     if request.param == "shared" and world.size == 1:
         with pytest.raises(CollectiveError, match="two ranks or more"):
@@ -43,13 +43,14 @@ def transport(request, world):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_transport_computes_what_is_expected(world, transport, operation):
     for name in ("float32", "bfloat16"):
         for redop in REDOPS if operation in REDUCING else ["none"]:
             for in_place in {False, operation in IN_PLACE}:
                 for nbytes in (1, 70_000):
-                    call = Call.of(operation, DTYPES[name], redop, world.size - 1, world.size, nbytes)
+                    call = CollectiveCall.of(operation, DTYPES[name], redop, world.size - 1, world.size, nbytes)
                     reason = transport.refuses(call, in_place)
                     if transport.name != "mpi4py" or redop == "none" or (name == "float32" and redop != "avg"):
                         assert reason is None
@@ -72,9 +73,9 @@ def test_every_transport_computes_what_is_expected(world, transport, operation):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_broken_transport_shows(world):
-    from bench.collective_study.points import Place, point
+    from bench.collective_study.measuring import GroupSetup, measure_call
     from bench.timing.sampling import Stopping
-    from bench.transports.local import Engine
+    from bench.transports.in_process import Engine
 
     class Broken(Engine):
         """Forgets the first element of the last rank's part of a sum."""
@@ -100,10 +101,10 @@ def test_a_broken_transport_shows(world):
         def _start(self, call, in_place):
             return lambda: None
 
-    place = Place(world, world, "world", Stopping(seconds=0.01))
-    call = Call.of("all_reduce", torch.float32, "sum", 0, world.size, 4000)
+    place = GroupSetup(world, world, "world", Stopping(seconds=0.01))
+    call = CollectiveCall.of("all_reduce", torch.float32, "sum", 0, world.size, 4000)
     transports = [kind(world, 4096) for kind in (Broken, Idle, Engine)]
-    rows = point(place, call, transports, [False, True], 0).rows
+    rows = measure_call(place, call, transports, [False, True], 0).rows
     assert bool(rows) == (world.rank == 0)
     if world.rank == 0:
         wrong = {(row["transport"], row["in_place"]): row["wrong"] for row in rows}
@@ -206,6 +207,7 @@ def bench(ranks, *options):
     return mpirun.run(ranks, "-m", "bench.collectives", *map(str, options), timeout=100)
 
 
+@pytest.mark.slow
 def test_bad_input_ends_every_rank_with_one_line():
     done = bench(2, "--root", 5)
     assert done.returncode == 2
@@ -243,6 +245,7 @@ def measured(result):
     return {(row["operation"], row["transport"], row["in_place"], row["bytes"]) for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_all_operations_and_transports_on_two_ranks(tmp_path):
     files = {name: tmp_path / f"r.{name}" for name in ("json", "csv")}
     done = bench(
@@ -278,6 +281,7 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
 HALVES = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # (n - 1) / n with 2 ranks
 
 
+@pytest.mark.slow
 def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
     done = bench(
         4, "--min-bytes", 64, "--max-bytes", 64, "--time-limit", 0.002, "--warmup", 1, "--operations", "all_reduce",

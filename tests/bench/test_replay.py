@@ -40,6 +40,7 @@ def counted(monkeypatch, moved):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +223,7 @@ def test_report_of_a_replay(mpi_world, folder, monkeypatch):
         assert len(ranks) == world.size and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_is_an_error_of_the_command(tmp_path, ranks):
     """With more of them cores would be shared that the step had to itself."""

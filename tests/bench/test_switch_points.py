@@ -22,6 +22,7 @@ def test_choice_is_the_least_total():
     assert switch_point(SIZES, mpi, [0.9 * time for time in mpi]) == SIZES[0]
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     """Every series is measured, and rows of other numbers of ranks stay in the file."""
     path, table = tmp_path / "points.json", tmp_path / "points.md"
@@ -60,6 +61,7 @@ def test_rows_that_are_none_are_refused(tmp_path):
         parse(["--json", str(path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "argv", "message"), [(1, [], "needs two ranks or more"), (2, ["--margin", "0"], "--margin 0.0")]
 )

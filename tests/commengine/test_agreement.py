@@ -5,7 +5,7 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
 
 ONES = torch.ones
 

@@ -14,7 +14,7 @@ from commengine import CollectiveError, Communicator
 from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
 from commengine.host.transport import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 OPS = ("sum", "prod", "min", "max", "avg")
 ALL_DTYPES = sorted(DTYPES, key=str)
@@ -88,13 +88,19 @@ def test_reductions_in_pieces(run, world, dtype, op, extra):
     if op == "avg" and not dtype.is_floating_point:
         pytest.skip("integers have no average")
     numel = LONG_BYTES // dtype.itemsize + (extra if abs(extra) == 1 else extra // dtype.itemsize)
-    steps = torch.arange(numel) % 7
-    values = [(steps + rank).to(dtype) for rank in range(world.size)]
-    expected = {
-        "sum": steps * world.size + sum(range(world.size)),
-        "avg": steps + (world.size - 1) / 2,
-        "max": steps + world.size - 1,
-    }[op].to(dtype)
+    steps = torch.arange(7)  # the elements repeat these values
+
+    def repeated(pattern):
+        return pattern.to(dtype).repeat(-(-numel // 7))[:numel]
+
+    values = [repeated(steps + rank) for rank in range(world.size)]
+    expected = repeated(
+        {
+            "sum": steps * world.size + sum(range(world.size)),
+            "avg": steps + (world.size - 1) / 2,
+            "max": steps + world.size - 1,
+        }[op]
+    )
     mine = values[world.rank].clone()
     run("all_reduce", mine, op)
     assert torch.equal(mine, expected)

@@ -11,6 +11,7 @@ from commengine import compiled_ops as operators
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.every_size
 def test_operators_do_what_the_communicator_does(world):
     x = torch.arange(6.0).view(3, 2) + world.rank
     expected = x.clone()
@@ -27,6 +28,7 @@ def test_operators_do_what_the_communicator_does(world):
     assert torch.equal(part, world.size * (x + world.rank))
 
 
+@pytest.mark.every_size
 def test_schemas_and_fakes(world):
     """Torch's own check: the schema says what is changed, and the fake what comes out."""
     x, whole = torch.ones(3, 2), torch.ones(3 * world.size, 2)

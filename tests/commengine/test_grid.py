@@ -43,6 +43,7 @@ def test_a_size_that_does_not_divide(world_size, tensor):
 
 
 @pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
 def test_communicators_of_a_grid(world):
     for tensor in divisors(world.size):
         with warnings.catch_warnings():
@@ -69,6 +70,7 @@ def test_communicators_of_a_grid(world):
 
 
 @pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
 def test_grid_that_cannot_be_makes_nothing(world):
     with pytest.raises(CollectiveError, match="does not divide"):
         ProcessGrid(world, tensor=world.size + 1)
@@ -76,6 +78,7 @@ def test_grid_that_cannot_be_makes_nothing(world):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 def test_two_grids_in_one_process(world):
     with ProcessGrid(world, tensor=1) as one, ProcessGrid(world, tensor=world.size) as other:
         assert (one.tensor.size, other.tensor.size) == (1, world.size)
@@ -99,6 +102,7 @@ class AloneOnItsNode:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 def test_tensor_groups_that_cross_nodes_are_warned_of(world, monkeypatch):
     import commengine.grid
 
@@ -123,6 +127,7 @@ def test_tensor_groups_that_cross_nodes_are_warned_of(world, monkeypatch):
         assert told == []
 
 
+@pytest.mark.slow
 def test_warning_on_nodes_that_mpich_makes_up():
     """MPIR_CVAR_NOLOCAL: each rank believes that it is alone on its node."""
     program = (

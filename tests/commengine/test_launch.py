@@ -12,6 +12,8 @@ from commengine.errors import LaunchError
 from commengine.launch import check_world_size
 from tests.support import mpirun
 
+pytestmark = pytest.mark.slow
+
 GONE_S = 30.0  # how long a job may live after one rank failed, its start included
 
 

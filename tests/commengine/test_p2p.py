@@ -7,7 +7,7 @@ import torch
 from commengine import CollectiveError, Communicator, trace
 from commengine.dtypes import DTYPES
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
 
 LARGE = 1 << 20  # floats: 4 MB, which no MPI sends before the receiver is there
 

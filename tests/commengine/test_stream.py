@@ -122,6 +122,7 @@ def test_waiting_on_a_stream_for_a_work_is_not_the_callers_wait(stream):
 
 
 @mpi
+@pytest.mark.every_size
 def test_two_streams_and_the_main_thread_at_once(mpi_world):
     """Three communicators in flight, every rank with delays of its own, 60 rounds of four operations."""
     n, delays = mpi_world.size, random.Random(mpi_world.rank)
@@ -177,6 +178,7 @@ def test_two_streams_and_the_main_thread_at_once(mpi_world):
 
 
 @mpi
+@pytest.mark.every_size
 def test_every_operation_on_a_stream_with_none_where_it_is_due(stream):
     comm, n = stream.comm, stream.comm.size
     whole = torch.arange(2.0 * n)
@@ -416,6 +418,7 @@ except CollectiveError as error:
 """
 
 
+@pytest.mark.slow
 def test_inline_streams_give_the_same_results():
     said = {}
     for level in ("serialized", "multiple"):

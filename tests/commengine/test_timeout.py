@@ -6,6 +6,8 @@ import pytest
 
 from commengine.timeout.watcher import EXIT_CODE
 
+pytestmark = pytest.mark.slow
+
 #: what the ranks of a job run on, besides the world that launch gives them
 WATCHED = "timed = Communicator(world.mpi, timeout=2)\n"
 

@@ -56,6 +56,7 @@ def everything(comm, stream=None):
 
 
 @mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("kind", ["direct", "stream"])
 def test_fields_of_every_operation(stream, kind):
     comm, lane = stream.comm, stream if kind == "stream" else None
@@ -97,6 +98,7 @@ def test_send_and_recv(world):
 
 
 @mpi
+@pytest.mark.every_size
 def test_buffers_and_partners(world):
     """Which tensors the other ranks reach where they lie, and with whom an exchange was."""
     n, r = world.size, world.rank

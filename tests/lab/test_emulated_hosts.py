@@ -16,7 +16,7 @@ from tests.support import mpirun
 from tests.support.lab.hosts import emulated_hosts, why_not
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no emulated hosts: {REASON}")
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=f"no emulated hosts: {REASON}"), pytest.mark.slow]
 
 
 def gone(pids, seconds=10):
@@ -39,7 +39,6 @@ def recovered(results, delay_us, rate_mbit):
     return found == pytest.approx((delay_us * 1e-6, rate_mbit * 1e6 / 8), rel=0.15), found
 
 
-@pytest.mark.slow
 def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
     delay_us, rate_mbit = 2000, 500
     with emulated_hosts(2, delay_us, rate_mbit) as hosts:
@@ -52,7 +51,6 @@ def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
     assert right, found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
     """Which begins calls at an agreed time here: after a barrier one would set out up to a delay before the other.

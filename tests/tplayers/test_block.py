@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tplayers import MLP, TransformerBlock, placements
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 H, HEADS, FFN = 8, 4, 16
 S, B = 4, 2

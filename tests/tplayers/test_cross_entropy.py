@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import commengine
 import tplayers
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 IGNORED = -100
 WIDTH = 3  # columns of each rank

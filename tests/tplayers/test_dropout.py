@@ -208,6 +208,7 @@ def test_no_state_is_kept():
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 def test_replicated_on_all_ranks(group):
     randomness = Randomness(1, 2, (3, 4))
     group.same(kept(randomness.keys("site")).double())

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tplayers import VocabParallelEmbedding
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 ROWS, WIDTH = 8, 3
 

@@ -38,6 +38,7 @@ def test_bit_identical_at_every_tp_size(ranks_of, dtype):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 def test_bit_identical_to_the_whole_model(group, alone):
     split, whole = GPT(CONFIG, group.comm), GPT(CONFIG, alone.comm)
     tplayers.initialize(split, 1234)

@@ -8,7 +8,7 @@ from tplayers import GPT, GPTConfig, Randomness, TransformerBlock
 
 H, HEADS, S, B, LAYERS = 8, 4, 5, 3, 2
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 
 def recorded(comm, call):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import commengine
 from tplayers import ColumnParallelLinear, RowParallelLinear
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 IN, OUT = 8, 12
 SHAPES = [(IN,), (3, IN), (2, 3, IN), (0, IN)]

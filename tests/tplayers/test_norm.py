@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import commengine
 from tplayers import LayerNorm, ParallelLayerNorm
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 H = 8
 SHAPES = [(H,), (3, H), (2, 3, H), (0, H)]

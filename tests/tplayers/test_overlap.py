@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commengine
 from tplayers import GPT, ColumnParallelLinear, GPTConfig, Randomness, initialize
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
 
 S, B, H, HEADS = 8, 2, 16, 4
 

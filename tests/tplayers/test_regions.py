@@ -7,7 +7,7 @@ import commengine
 import tplayers
 from tplayers.regions import reduce_own_from_tensor_parallel_region
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 SHAPE = (4, 8, 4)
 DIMS = (0, 1, 2, -1, -3)

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.data import DATA, needs
 from trainers.data import stdlib_text
 from trainers.data.indexed import IndexedDataset
 from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 
 ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("COMMENGINE_TEST_DATA", "/work/shared/data"))
 GPT2 = ["--vocab-file", str(DATA / "gpt2-bpe/encoder.json"), "--merge-file", str(DATA / "gpt2-bpe/vocab.bpe")]
-needs_wikitext = pytest.mark.skipif(
-    not (DATA / "wikitext-2-raw").is_dir() or not (DATA / "gpt2-bpe").is_dir(),
-    reason=f"no WikiText-2 and GPT-2 vocabulary in {DATA}; set COMMENGINE_TEST_DATA",
-)
 TEXTS = ["The first document.\nTwo lines.\n", "A second: naïve 漢字 🙂 <|endoftext|>", " third \n\n\t"]
 BPE = ["--train-bpe", "300"]
 
@@ -172,6 +168,7 @@ def stdlib_documents() -> list[str]:
     return list(stdlib_text.documents())
 
 
+@pytest.mark.slow
 def test_stdlib_text(stdlib_documents: list[str]) -> None:
     assert sum(map(len, stdlib_documents)) > 1_500_000
     assert len(set(stdlib_documents)) == len(stdlib_documents) > 300
@@ -179,6 +176,7 @@ def test_stdlib_text(stdlib_documents: list[str]) -> None:
     assert any("Parse the source into an AST node." in text for text in stdlib_documents)
 
 
+@pytest.mark.slow
 def test_from_stdlib(tmp_path: Path, stdlib_documents: list[str]) -> None:
     done = run(tmp_path, "--from-stdlib", "--train-bpe", "1000", "--output-prefix", "std")
     assert done.returncode == 0, done.stderr
@@ -189,7 +187,8 @@ def test_from_stdlib(tmp_path: Path, stdlib_documents: list[str]) -> None:
     assert 0 < len(topics.intersection(found[-len(found) // 10 :])) < 20
 
 
-@needs_wikitext
+@pytest.mark.slow
+@needs("wikitext-2-raw", "gpt2-bpe")
 def test_wikitext(tmp_path: Path) -> None:
     source = DATA / "wikitext-2-raw/wiki.valid.raw"
     done = run(tmp_path, "--input", str(source), *GPT2, "--output-prefix", "wiki", "--no-append-eod")

@@ -236,6 +236,7 @@ def test_a_communicator_needs_an_intracommunicator(mpi_world):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 def test_intercommunicator_is_refused(mpi_world):
     half = mpi_world.Split(mpi_world.rank % 2)
     between = half.Create_intercomm(0, mpi_world, 1 - mpi_world.rank % 2)
@@ -289,6 +290,7 @@ def test_exception_in_with_block_is_not_replaced_and_nothing_hangs(mpi_world):
     comm.close()
 
 
+@pytest.mark.every_size
 def test_split_orders_by_key_and_leaves_out_color_none(world):
     with world.split(0, -world.rank, name="backwards") as part:
         assert (part.rank, part.size, part.name) == (world.size - 1 - world.rank, world.size, "backwards")

@@ -14,7 +14,7 @@ from tests.commengine import test_collectives
 from tests.commengine.test_collectives import given
 from tests.support.device.device_stand_in import communicator_stand_in, on_device
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 
 @pytest.fixture(scope="module")

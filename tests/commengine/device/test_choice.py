@@ -121,6 +121,7 @@ def test_no_mpi_loaded_takes_no_device_addresses():
 
 
 @pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
 def test_ranks_of_a_node_take_devices_in_turn(mpi_world, monkeypatch):
     monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
     monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)

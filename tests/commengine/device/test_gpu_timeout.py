@@ -7,6 +7,7 @@ from tests.support import mpirun
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or not asked for with -m gpu"),
 ]
 

@@ -102,6 +102,7 @@ def test_barrier_is_the_streams(transport):
     assert transport._comm.outstanding == 0
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("shape", [(3,), (0,), ()], ids=str)
 def test_exchanges_around_the_ring(transport, shape):
     size, rank = transport.size, transport.rank
@@ -119,6 +120,7 @@ def test_exchanges_around_the_ring(transport, shape):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 def test_send_and_recv(transport):
     tensor = given(torch.bfloat16, (7,), transport.rank)
     if transport.rank == 0:
@@ -129,6 +131,7 @@ def test_send_and_recv(transport):
     assert torch.equal(tensor, given(torch.bfloat16, (7,), 0 if transport.rank < 2 else transport.rank))
 
 
+@pytest.mark.every_size
 def test_a_group_is_one_launch(transport):
     nccl, queue = transport.runtime.nccl, transport.runtime.cuda.current_stream().queue
     tensors = [torch.full((count,), float(transport.rank)) for count in (1, 5, 300)]
@@ -181,6 +184,7 @@ def test_failure_is_what_nccl_found_later(transport):
 # Life ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize(("cupy", "version"), [(13, 23203), (14, 23203), (14, 21700)])
 def test_split(mpi_world, cupy, version):
     with connected(mpi_world, cupy, version) as whole:
@@ -229,6 +233,7 @@ def test_what_was_not_closed_is_aborted_by_its_end(mpi_world):
     assert comm.end == "abort"
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("failing", ["get_unique_id", "NcclCommunicator"])
 def test_no_rank_hangs_when_one_cannot_start(mpi_world, failing):
     runtime = runtime_stand_in()

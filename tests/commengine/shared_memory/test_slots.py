@@ -15,7 +15,7 @@ from commengine.shared_memory.slots import Bounce
 from tests.support.device.device_stand_in import communicator_stand_in, on_device
 from tests.support.exact import ALWAYS, NEVER, expected, ops_of, values
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 by_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), **DTYPE_IDS)

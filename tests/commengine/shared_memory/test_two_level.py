@@ -6,6 +6,8 @@ import pytest
 
 from tests.support import mpirun
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = str(mpirun.JOBS / "two_levels.py")
 
 

@@ -12,7 +12,7 @@ from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import window_collectives as in_window
 from tests.support.exact import ALWAYS, expected, ops_of, values
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 SHARED_BYTES = BLOCK_BYTES = 32 * 1024
 

@@ -38,6 +38,7 @@ def kept_bytes(layer, x):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_bytes_kept(group, record_property, case):
     options, formula = PUBLISHED[case]

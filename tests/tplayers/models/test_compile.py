@@ -42,6 +42,7 @@ def compare(comm, module, inputs, backend, **tolerance):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.slow
 def test_model(group):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
     shape = GPTConfig(
@@ -59,6 +60,7 @@ def test_model(group):
     assert compiled == eager
 
 
+@pytest.mark.slow
 def test_block_with_full_recompute(group):
     """The compiler drops a replayed collective whose result nothing reads, and adds none."""
     layer = TransformerBlock(H, HEADS, 4 * H, group.comm, hidden_dropout=0.1, attention_dropout=0.1, recompute="full")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tplayers import GPT, GPTConfig
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 VOCAB, S, B, H, HEADS, LAYERS = 21, 7, 2, 16, 4, 2
 PADDED = 24

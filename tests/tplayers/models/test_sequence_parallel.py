@@ -9,7 +9,7 @@ import tplayers
 from tplayers import GPT, ColumnParallelLinear, GPTConfig, Randomness, RowParallelLinear, TransformerBlock
 from tplayers import sum_partial_gradients as sum_partial
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 S, B, H, HEADS = 8, 3, 16, 4
 RANDOMNESS = Randomness(5, 17, (40, 41, 2))

@@ -46,6 +46,7 @@ def trained(make, comm, rate):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
 def test_two_models_at_once(mpi_world):
     """Only the last line of the test looks across the halves: neither waits for the other while it trains."""
     from mpi4py import MPI

@@ -25,7 +25,8 @@ def base(mock):
 # Dies while it writes its second checkpoint: rank 1 inside the optimizer's file, when the model's is whole.
 CRASH = """
 import os, signal, sys
-from trainers import parallel_safetensors, pretrain_gpt
+from trainers import pretrain_gpt
+from trainers.checkpoints import parallel_safetensors
 from commengine import launch
 plain = parallel_safetensors._write_tensor
 written = 0
@@ -100,6 +101,7 @@ def same_rows(rows, one, other):
         assert series[0] == series[1] and len(series[0]) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_is_bit_for_bit(stopped, resumed, rows, name):
     straight, halves = stopped / f"straight-{name}", stopped / f"halves-{name}"
@@ -112,11 +114,13 @@ def test_resuming_is_bit_for_bit(stopped, resumed, rows, name):
     assert losses[-1] < losses[0] and len(set(losses)) == 20
 
 
+@pytest.mark.slow
 def test_rows_past_the_checkpoint_and_a_torn_one_are_dropped(stopped, resumed, rows):
     same_rows(rows, stopped / "straight-1x1", stopped / "torn-1x1")
     assert "lm_lo\n" not in (stopped / "torn-1x1" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_died_while_saving_resumes_from_the_checkpoint_before(stopped, resumed, rows):
     """Its half-written folder does not stand in the way."""
     folder = stopped / "crashed"
@@ -127,6 +131,7 @@ def test_a_run_that_died_while_saving_resumes_from_the_checkpoint_before(stopped
     assert sorted(path.name for path in folder.glob("iter*")) == ["iter_0000010", LAST]
 
 
+@pytest.mark.slow
 def test_a_death_while_saving_leaves_the_checkpoint_before_complete(stopped):
     ten = stopped / "crashed" / "iter_0000010"
     expected = stopped / "halves-2x1" / "iter_0000010"
@@ -135,6 +140,7 @@ def test_a_death_while_saving_leaves_the_checkpoint_before_complete(stopped):
     assert json.loads((ten / "state.json").read_text())["iteration"] == 10
 
 
+@pytest.mark.slow
 def test_another_tensor_size_goes_on_with_the_same_run(stopped, resumed, rows):
     assert f"starting from iteration 10 of {stopped / 'other-tp'}" in resumed["other-tp"].err[0]
     one, other = (
@@ -150,11 +156,13 @@ def test_another_tensor_size_goes_on_with_the_same_run(stopped, resumed, rows):
             torch.testing.assert_close(found[name], whole, rtol=0, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_checkpoint_starts_a_new_run(stopped, resumed, rows):
     assert "a new run: no checkpoint in" in resumed["new"].err[0]
     same_rows(rows, stopped / "straight-1x1", stopped / "new")
 
 
+@pytest.mark.slow
 def test_the_files_say_what_they_are_and_nothing_is_pickled(stopped):
     folder = stopped / "straight-2x2"
     assert sorted(path.name for path in (folder / LAST).iterdir()) == [
@@ -220,6 +228,7 @@ DAMAGE = {  # what is done to the checkpoint, more options, what the one line mu
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGE)
 def test_what_cannot_be_loaded_is_one_error_on_all_ranks(ended, name):
     outcome = ended[name]
@@ -273,6 +282,7 @@ def progress(iteration):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, tensor):
     from trainers.checkpoints import checkpoint
@@ -298,6 +308,7 @@ def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, t
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 def test_a_round_trip_between_all_tensor_sizes(world, folder):
     from trainers.checkpoints import checkpoint
 

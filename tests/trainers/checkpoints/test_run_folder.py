@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 OLD = ["iter_0000002", "iter_0000004", "latest", "loss.png", "metrics.jsonl", "report.json", "report.txt"]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support import data
 from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
 
-DATA = Path(os.environ.get("COMMENGINE_TEST_DATA", "/work/shared/data")) / "megatron-indexed"
+SAMPLES = data.DATA / "megatron-indexed"
 DOCUMENTS = [[15496, 995, 50256], [464, 2068, 7586, 21831, 50256], [1, 2, 3, 4, 5, 6, 50256]]
-needs_samples = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set COMMENGINE_TEST_DATA")
 
 
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "u2") -> Path:
@@ -34,27 +34,27 @@ def test_layout_spelt_out(tmp_path: Path) -> None:
     assert (tmp_path / "a.idx").read_bytes() == header + struct.pack("<2i2q3q", 2, 1, 0, 4, 0, 1, 2)
 
 
-@needs_samples
+@data.needs("megatron-indexed")
 def test_reads_what_megatron_wrote() -> None:
-    data = IndexedDataset(DATA / "megatron_sample")
+    data = IndexedDataset(SAMPLES / "megatron_sample")
     assert len(data) == 3 and data.dtype == np.uint16
     assert [data.document(i).tolist() for i in range(3)] == DOCUMENTS
     assert data.document_tokens.tolist() == [3, 5, 7]
     assert data.document_offsets.tolist() == [0, 3, 8, 15]
-    sentences = IndexedDataset(DATA / "megatron_sample_sents")
+    sentences = IndexedDataset(SAMPLES / "megatron_sample_sents")
     assert [len(sentences.sentence_lengths(i)) for i in range(2)] == [2, 1]
     assert sentences.dtype == np.int32
 
 
-@needs_samples
+@data.needs("megatron-indexed")
 @pytest.mark.parametrize("name", ["megatron_sample", "megatron_sample_sents"])
 def test_writes_the_bytes_that_megatron_wrote(tmp_path: Path, name: str) -> None:
-    theirs = IndexedDataset(DATA / name)
+    theirs = IndexedDataset(SAMPLES / name)
     with IndexedDatasetWriter(tmp_path / name, theirs.dtype) as writer:
         for i in range(len(theirs)):
             writer.add_document(theirs.document(i), theirs.sentence_lengths(i).tolist())
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / (name + suffix)).read_bytes() == (DATA / (name + suffix)).read_bytes()
+        assert (tmp_path / (name + suffix)).read_bytes() == (SAMPLES / (name + suffix)).read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])

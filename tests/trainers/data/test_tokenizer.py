@@ -10,12 +10,9 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
+from tests.support.data import DATA, needs
 from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 
-DATA = Path(os.environ.get("COMMENGINE_TEST_DATA", "/work/shared/data"))
-needs_gpt2 = pytest.mark.skipif(
-    not (DATA / "gpt2-bpe").is_dir(), reason=f"no {DATA}/gpt2-bpe; set COMMENGINE_TEST_DATA"
-)
 CORPUS = [
     "the cat sat on the mat, the cat sat",
     "a dog and a cat\n\nsat there 12 times",
@@ -34,7 +31,7 @@ def gpt2() -> Tokenizer:
     return Tokenizer.from_gpt2(DATA / "gpt2-bpe/encoder.json", DATA / "gpt2-bpe/vocab.bpe")
 
 
-@needs_gpt2
+@needs("gpt2-bpe")
 def test_gpt2(gpt2: Tokenizer) -> None:
     assert gpt2.encode("Hello world") == [15496, 995]
     assert gpt2.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
@@ -42,7 +39,7 @@ def test_gpt2(gpt2: Tokenizer) -> None:
     assert gpt2.can_cut_text
 
 
-@needs_gpt2
+@needs("gpt2-bpe")
 @pytest.mark.parametrize("text", AWKWARD)
 def test_gpt2_round_trip(gpt2: Tokenizer, text: str) -> None:
     assert gpt2.decode(gpt2.encode(text)) == text

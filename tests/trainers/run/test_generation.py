@@ -6,7 +6,7 @@ import torch
 from tplayers import GPT, GPTConfig, initialize
 from trainers.run.generation import generate
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 VOCAB, PADDED, POSITIONS = 50, 64, 12
 

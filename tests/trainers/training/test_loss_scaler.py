@@ -85,6 +85,7 @@ def poisoned(trainer, name, rank, value):
 
 
 @pytest.mark.mpi
+@pytest.mark.every_size
 @pytest.mark.parametrize("mode", [{}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True}])
 @pytest.mark.parametrize(("hysteresis", "scales"), [(1, [512.0, 256.0]), (2, [1024.0, 512.0])])
 def test_an_overflow_on_one_rank_of_a_tensor_group_is_skipped_by_all(world, trainer, mode, hysteresis, scales):

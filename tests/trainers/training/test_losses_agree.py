@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from trainers.data.samples import EpochPermutation, ZipfSamples
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 SPLIT = [layout for layout in LAYOUTS if layout != (1, 1)]
 STEPS, BATCH, SEED = 20, 8, 77

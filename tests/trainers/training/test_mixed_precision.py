@@ -10,7 +10,7 @@ import torch
 from commengine import trace
 from tplayers import GPT, Randomness, initialize
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 STEPS = 20
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
@@ -97,6 +97,7 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatch, precision):
     """(TP, DP) = (2, 1) or (2, 2), by the size of the job, with dropout. See LAYERS for which agree in every bit.

@@ -10,12 +10,12 @@ from torch import nn
 
 from commengine import ProcessGrid, trace
 from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
-from trainers.data.batches import IGNORED, GlobalBatches
+from trainers.tasks.gpt import IGNORED, TokenBatches
 from trainers.training.buckets import Kind, Segment
 from trainers.training.clipping import clip, gradient_norm
 from trainers.training.reduction import GradientBuckets
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 WIDTH, SIZES = 6, [1, 42, 10_000]
 
@@ -346,7 +346,7 @@ class Holed:
         return torch.randint(50, (9,), generator=torch.Generator().manual_seed(n)).numpy()
 
 
-class HoledBatches(GlobalBatches):
+class HoledBatches(TokenBatches):
     """Global batches in which only the last sample has labels, and only some of them."""
 
     def _microbatch(self, numbers):
@@ -357,17 +357,17 @@ class HoledBatches(GlobalBatches):
 
 
 def test_the_trainers_step_divides_by_the_global_count(world):
-    """GPTTrainer.step with ranks that count nothing: the loss is that of the one sample that counts."""
-    from trainers.config import TrainConfig
+    """Trainer.step with ranks that count nothing: the loss is that of the one sample that counts."""
     from trainers.data.corpus import Corpus
-    from trainers.training.trainer import GPTTrainer
+    from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
-    config = TrainConfig(
+    config = GPTTrainConfig(
         num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, hidden_dropout=0.0,
         attention_dropout=0.0, make_vocab_size_divisible_by=64, global_batch_size=4, mock_data=True,
     )  # fmt: skip
-    trainer = GPTTrainer(config, world, Corpus(Holed(), None, None))
-    trainer.batches = HoledBatches(Holed(), trainer.batches.order, size=4, micro=1, data=trainer.grid.data)
+    trainer = gpt_trainer(config, world, Corpus(Holed(), None, None))
+    words = {"vocab_size": 50, "unusable": ""}
+    trainer.batches = HoledBatches(Holed(), trainer.batches.order, size=4, micro=1, data=trainer.grid.data, **words)
     last = torch.from_numpy(Holed()[trainer.batches.order[3]])[None]
     with torch.no_grad():
         losses = trainer.model(last[:, :-1], last[:, 1:].contiguous(), Randomness(0, 0, (0,)))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from bench.timing.sampling import Times
-from bench.transports.local import Bound, Engine, Mpi4py, Shared, Transport, timed
-from bench.transports.operations import Call
-from bench.transports.peer_process import Peer
+from bench.transports.in_process import Bound, Engine, Mpi4py, Shared, Transport, timed
+from bench.transports.operations import CollectiveCall
+from bench.transports.peer_process import PeerTransport
 from commengine import CollectiveError, Communicator
 
 MPIX_BFLOAT16 = 0x4C00024C  # MPICH 5's mpi.h: mpi4py knows no name for it
@@ -30,7 +30,7 @@ class Extension(Mpi4py):
             raise CollectiveError(f"this MPICH has {datatype.Get_name()!r} where MPIX_BFLOAT16 was expected")
         self._types.reduce[torch.bfloat16, "sum"] = datatype, self._mpi.SUM
 
-    def refuses(self, call: Call, in_place: bool) -> str | None:
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         return None if call.dtype is torch.bfloat16 else "is for bfloat16"
 
 
@@ -43,10 +43,10 @@ class InFloat32(Mpi4py):
         super().__init__(group, capacity)
         self._wide = torch.zeros(capacity // 2)
 
-    def refuses(self, call: Call, in_place: bool) -> str | None:
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         return None if call.dtype is torch.bfloat16 else "is for bfloat16"
 
-    def _invocation(self, call: Call, in_place: bool) -> Callable[[], object]:
+    def _invocation(self, call: CollectiveCall, in_place: bool) -> Callable[[], object]:
         tensor = self._buffers.views(call, self._comm.rank, in_place)[1]
         wide = self._wide[: call.count]
         buffer = (self._mpi.memory.fromaddress(wide.data_ptr(), wide.nbytes), self._mpi.FLOAT)
@@ -64,7 +64,7 @@ class Memory(Shared):
 
     name = "memory"
 
-    def bind(self, call: Call, in_place: bool) -> Bound:
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         view = self._buffers.views(call, self._comm.rank, in_place)[1].view(torch.float32)
         return Pass(view, self._meet())
 
@@ -86,13 +86,13 @@ class Pass(Bound):
         return int(torch.count_nonzero(self._tensor != 1.0))
 
 
-def contestants(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
+def open_transports(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
     """Those that work here on every rank, and why the others do not. Collective."""
     opened: list[Transport] = []
     missing = []
 
     def gloo(group: Communicator, capacity: int) -> Transport:
-        return Peer("gloo", group, capacity)
+        return PeerTransport("gloo", group, capacity)
 
     makers: tuple[Callable[[Communicator, int], Transport], ...]
     makers = (Shared, Engine, Mpi4py, Extension, InFloat32, gloo, Memory)

@@ -21,13 +21,13 @@ import torch
 from bench.step_study.spans import Span, followed
 from bench.timing.clocks import Offset, compared
 from commengine import CollectiveEvent, Trace, trace
-from trainers.training.trainer import GPTTrainer
+from trainers.training.trainer import Trainer
 
 MODEL_PHASES = ("forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
-class Event:
+class TracedCollective:
     """One collective of a rank. group, ranks: the communicator's name, and its ranks in the world.
 
     part, phase: of the step (`spans.Span`); a reduction of gradients is of the part "gradients" wherever in backward it
@@ -67,13 +67,13 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """One step of one rank. skipped: an overflow in fp16, so that nothing was updated."""
 
     start: float
     end: float
     spans: tuple[Span, ...]
-    events: tuple[Event, ...]
+    events: tuple[TracedCollective, ...]
     skipped: bool
 
     @property
@@ -83,15 +83,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class TracedSteps:
     """``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds; this rank's recordings, one a step."""
 
-    steps: list[list[Step]]
+    steps: list[list[TracedStep]]
     uncertainty: float
     recordings: list[Trace]
 
 
-def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]) -> Steps:
+def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
     """Trace ``steps`` steps after ``warmup`` others; ``done()`` after each. Collective; rank 0 gets all the steps."""
     grid = trainer.grid
     for _ in range(warmup):
@@ -115,13 +115,13 @@ def run(trainer: GPTTrainer, warmup: int, steps: int, done: Callable[[], object]
             logs.append(log)
             of_step[-1] = replace(of_step[-1], end=end)
             events = tuple(_event(one, of_step, groups) for one in log.events if one.size > 1)
-            found.append(Step(start, end, tuple(of_step), events, step.skipped))
+            found.append(TracedStep(start, end, tuple(of_step), events, step.skipped))
             done()
     ended, last = time.perf_counter(), compared(grid.world.mpi)
     rank = grid.world.rank
     clock = (began, ended, first[rank].seconds, last[rank].seconds)
     everyone = grid.world.mpi.gather([_on_rank_zeros_clock(step, clock) for step in found])
-    return Steps(with_skew(everyone or []), _uncertainty(first, last), logs)
+    return TracedSteps(with_skew(everyone or []), _uncertainty(first, last), logs)
 
 
 def _uncertainty(first: list[Offset], last: list[Offset]) -> float:
@@ -130,7 +130,7 @@ def _uncertainty(first: list[Offset], last: list[Offset]) -> float:
     return sum(largest[-2:])
 
 
-def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[int, ...]]) -> Event:
+def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[int, ...]]) -> TracedCollective:
     at = max(0, bisect.bisect_right(spans, one.enqueue, key=lambda span: span.start) - 1)
     part, phase = spans[at].part, spans[at].phase
     launched = f"{part} {phase}".strip()
@@ -142,13 +142,13 @@ def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[
     elif one.wait_start is not None and one.wait_end is not None:
         low, high = max(one.start, one.wait_start), min(one.end, one.wait_end)
         waited = (low, high) if high > low else None
-    return Event(
+    return TracedCollective(
         one.operation, one.dtype, one.bytes, one.group, groups[one.group], one.stream, part, phase, launched,
         one.enqueue, one.start, one.end, waited,
     )  # fmt: skip
 
 
-def _on_rank_zeros_clock(step: Step, clock: tuple[float, float, float, float]) -> Step:
+def _on_rank_zeros_clock(step: TracedStep, clock: tuple[float, float, float, float]) -> TracedStep:
     """clock: two moments of this rank's, and what must be added to it then; between them it drifts evenly."""
     began, ended, first, last = clock
 
@@ -166,7 +166,7 @@ def _on_rank_zeros_clock(step: Step, clock: tuple[float, float, float, float]) -
     return replace(step, start=shifted(step.start), end=shifted(step.end), spans=spans, events=events)
 
 
-def with_skew(ranks: Sequence[Sequence[Step]]) -> list[list[Step]]:
+def with_skew(ranks: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
     """``ranks[rank][step]`` with every event's skew.
 
     The n-th event of a group on one of its streams is the same collective on all its ranks.
@@ -188,7 +188,7 @@ def with_skew(ranks: Sequence[Sequence[Step]]) -> list[list[Step]]:
     return found
 
 
-def _keys(events: Sequence[Event]) -> list[tuple[Any, ...]]:
+def _keys(events: Sequence[TracedCollective]) -> list[tuple[Any, ...]]:
     """Names of collectives that are the same on all ranks of their group."""
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
     found = []

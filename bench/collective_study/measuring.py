@@ -22,8 +22,8 @@ import torch
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
 from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange
-from bench.transports.local import Bound, Transport, timed
-from bench.transports.operations import IN_PLACE, Call
+from bench.transports.in_process import Bound, Transport, timed
+from bench.transports.operations import IN_PLACE, CollectiveCall
 from commengine import CollectiveError, Communicator
 from commengine.mpi import load_mpi
 
@@ -31,7 +31,7 @@ PRODUCT = 32  # rows and columns of the matrices of --overlap's compute: a produ
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupSetup:
     """Where and how everything is measured: all groups of the world at the same time.
 
     name: the row's "group": world, tensor or data. group: this rank's. by_clock: the ranks of a group begin at agreed
@@ -90,7 +90,7 @@ def _largest(comm: Communicator, mine: Times) -> Times:
 
 
 @dataclass(frozen=True)
-class Found:
+class CallResult:
     """What came of a point. rows: on rank 0, nothing elsewhere. offsets: of every rank's clock, just before."""
 
     rows: list[dict[str, Any]]
@@ -98,7 +98,9 @@ class Found:
     offsets: list[Offset]
 
 
-def point(place: Place, call: Call, transports: Sequence[Transport], variants: Sequence[bool], seed: int) -> Found:
+def measure_call(
+    place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int
+) -> CallResult:
     """Measure ``call``. Collective over the world. variants: False out of place, True in place.
 
     A row is that of the slowest group, but its wrong elements are those of all. seed: of the order within a round.
@@ -130,10 +132,10 @@ def point(place: Place, call: Call, transports: Sequence[Transport], variants: S
         rows.append(row)
     ranks = place.world.mpi.gather(rows) or []
     slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
-    return Found(slowest, skipped, offsets)
+    return CallResult(slowest, skipped, offsets)
 
 
-def _about(call: Call, transport: str, group: str, in_place: bool) -> dict[str, Any]:
+def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> dict[str, Any]:
     return {
         "operation": call.operation, "transport": transport, "group": group, "ranks": call.ranks,
         "dtype": "none" if call.operation == "barrier" else str(call.dtype).removeprefix("torch."),
@@ -141,7 +143,7 @@ def _about(call: Call, transport: str, group: str, in_place: bool) -> dict[str, 
     }  # fmt: skip
 
 
-def _times(call: Call, sampler: Sampler) -> dict[str, Any]:
+def _times(call: CollectiveCall, sampler: Sampler) -> dict[str, Any]:
     seconds = sampler.statistics()
     bandwidth = call.nbytes / seconds["p50"]
     return {
@@ -150,7 +152,7 @@ def _times(call: Call, sampler: Sampler) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wrong(place: Place, bound: Bound) -> int:
+def _wrong(place: GroupSetup, bound: Bound) -> int:
     """Wrong elements on all ranks after one call from poisoned buffers."""
     bound.reset()
     place.world.mpi.Barrier()
@@ -196,7 +198,7 @@ class Both:
 
 
 def overlap(
-    place: Place, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
+    place: GroupSetup, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
 ) -> dict[str, float]:
     """How much of a collective on a stream is hidden behind as much compute (OSU micro-benchmarks, osu_iallreduce).
 

@@ -1,14 +1,14 @@
 """All-reduces of a device tensor through a Communicator, one after another: a contestant of bench.gpu_overhead.
 
-mpiexec -n N python -m bench.contests.nccl_all_reduce --bytes N --calls N
+mpiexec -n N python -m bench.contests.engine_all_reduce --bytes N --calls N
 """
 
 from __future__ import annotations
 
 import torch
 
-from bench.contests.worker import serve
-from bench.peers.nccl_options import parser
+from bench.contests.all_reduce_options import parser
+from bench.contests.serving import serve
 from commengine import Communicator, launch
 
 

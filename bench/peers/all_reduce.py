@@ -1,4 +1,4 @@
-"""All-reduces of a device tensor through torch.distributed: the peer of bench.contests.nccl_all_reduce."""
+"""All-reduces of a device tensor through torch.distributed: the peer of bench.contests.engine_all_reduce."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from bench.contests.worker import serve
-from bench.peers.nccl_options import parser
+from bench.contests.all_reduce_options import parser
+from bench.contests.serving import serve
 
 
 def main() -> None:

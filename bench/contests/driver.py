@@ -1,4 +1,4 @@
-"""Alternating rounds between programs that stay alive: the driver's end of bench/contests/worker.py.
+"""Alternating rounds between programs that stay alive: the driver's end of bench/contests/serving.py.
 
 Machines drift (other tenants, temperature), so two programs measured one after the other are not comparable.
 Here all contestants are started and warmed up once; then each round runs every one of them, in a new random
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.contests.worker import SOCKET
+from bench.contests.serving import SOCKET
 
 START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 120.0
@@ -37,7 +37,7 @@ class ContestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program of `ranks` processes that calls bench.contests.worker.serve() on each of them.
+    """A program of `ranks` processes that calls bench.contests.serving.serve() on each of them.
 
     argv: what follows the Python interpreter. env: added to ours. mpi: start with mpiexec; otherwise each
     rank is a plain subprocess with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun

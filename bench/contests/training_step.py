@@ -1,6 +1,6 @@
 """Our contestant of bench.step_contest: trainers' own step, tensor- or data-parallel.
 
-mpiexec -n 2 python -m bench.contests.ours [--task FILE] --tensor-model-parallel-size 2
+mpiexec -n 2 python -m bench.contests.training_step [--task FILE] --tensor-model-parallel-size 2
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import torch
 from safetensors.torch import load_file
 
-from bench.contests.task import Task
-from bench.contests.worker import serve
+from bench.contests.serving import serve
+from bench.contests.training_task import TrainingTask
 from commengine import Communicator, ProcessGrid, launch
 from tplayers import GPT, GPTConfig, placements
 from trainers.training.clipping import clip, gradient_norm
@@ -46,7 +46,7 @@ def main(world: Communicator) -> None:
     options.add_argument("--tensor-model-parallel-size", type=int, default=2)
     options.add_argument("--overlap-grad-reduce", action=argparse.BooleanOptionalAction, default=False)
     arguments = options.parse_args()
-    task = Task.load(arguments.task)
+    task = TrainingTask.load(arguments.task)
     grid = ProcessGrid(world, tensor=arguments.tensor_model_parallel_size)
     config = GPTConfig(
         task.num_layers, task.hidden_size, task.num_attention_heads, task.vocab_size, task.seq_length,
@@ -69,7 +69,7 @@ def main(world: Communicator) -> None:
         gradients.finish()
         clip(gradients.segments, gradient_norm(gradients.segments, grid.tensor), task.clip_grad)
         optimizer.step()
-        return loss.item() * grid.data.size  # the mean over this rank's samples
+        return float(loss) * grid.data.size  # the mean over this rank's samples
 
     layout = f"tensor {grid.tensor.size} x data {grid.data.size}"
     serve(step, world.rank, f"{layout}, overlap {'on' if arguments.overlap_grad_reduce else 'off'}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.timing.sampling import Times
-from bench.transports.operations import REDUCING, Buffers, Call
+from bench.transports.operations import REDUCING, Buffers, CollectiveCall
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import MpiTypes
 
@@ -55,12 +55,12 @@ class Transport(ABC):
     #: what every rank of the group does before each call of those that are bound from now on
     meet: Callable[[], object]
 
-    def refuses(self, call: Call, in_place: bool) -> str | None:
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         """Why this call cannot be made this way, or None; the same on every rank."""
         return None
 
     @abstractmethod
-    def bind(self, call: Call, in_place: bool) -> Bound:
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         """The call, its buffers reset. Raises CollectiveError, on every rank, where it turns out to be impossible."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class LocalCall(Bound):
 
     def __init__(
         self,
-        call: Call,
+        call: CollectiveCall,
         rank: int,
         in_place: bool,
         buffers: Buffers,
@@ -121,7 +121,7 @@ class Engine(Transport):
     def _memory(self, capacity: int) -> Tensor:
         return torch.zeros(capacity, dtype=torch.uint8)
 
-    def bind(self, call: Call, in_place: bool) -> Bound:
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         start = self._start(call, in_place)
         bound = LocalCall(call, self._comm.rank, in_place, self._buffers, self._finished(start), self._meet())
         bound.start = start if self._stream is not None else None
@@ -137,7 +137,7 @@ class Engine(Transport):
     def _meet(self) -> Callable[[], object]:
         return self.meet
 
-    def _start(self, call: Call, in_place: bool) -> Callable[[], Any]:
+    def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
         comm, stream = self._comm, self._stream
         send, recv = self._buffers.views(call, comm.rank, in_place)
         name, root = call.operation, call.root
@@ -265,20 +265,20 @@ class Mpi4py(Transport):
         self._types = MpiTypes(MPI)
         self._buffers = Buffers(torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8))
 
-    def refuses(self, call: Call, in_place: bool) -> str | None:
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         if call.redop == "avg":
             return "MPI has no avg"
         if call.operation in REDUCING and (call.dtype, call.redop) not in self._types.reduce:
             return f"MPI does not reduce {str(call.dtype).removeprefix('torch.')} as torch does"
         return None
 
-    def bind(self, call: Call, in_place: bool) -> Bound:
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         return LocalCall(call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self.meet)
 
     def close(self) -> None:
         del self._buffers
 
-    def _invocation(self, call: Call, in_place: bool) -> Callable[[], object]:
+    def _invocation(self, call: CollectiveCall, in_place: bool) -> Callable[[], object]:
         comm, name, root = self._comm, call.operation, call.root
         if name == "barrier":
             return comm.Barrier

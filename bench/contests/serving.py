@@ -3,7 +3,7 @@
 A rank blocks in a read on its connection between commands, so a contestant that is not running takes no
 processor time. (A rank that waited for rank 0 inside a collective would spin there.) Standard library only.
 
-Protocol, one line each way; the driver is bench/contests/contest.py:
+Protocol, one line each way; the driver is bench/contests/driver.py:
 
     rank -> driver   {"rank": 0, "pid": 123, "note": "..."}                     once, after set-up
     driver -> rank   run 2

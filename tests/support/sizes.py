@@ -1,0 +1,24 @@
+"""On which numbers of ranks a test runs: see ``selected``, and the docstring of tests/run for the rule behind it."""
+
+import pytest
+
+#: the numbers of ranks of tests/run
+SIZES = (1, 2, 4)
+#: pytest's option, with which a run under mpiexec leaves out what does not need its number of ranks
+OPTION = "--where-size-matters"
+
+
+def selected(item: pytest.Item, size: int) -> bool:
+    """Whether ``make test`` runs this test, which is marked ``mpi``, on ``size`` ranks.
+
+    A test marked ``every_size`` runs on every number of ranks from its ``min_size`` on. Any other test runs on 2 ranks
+    only, or on the smallest of SIZES that its ``min_size`` allows.
+    """
+    least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
+    if least > max(SIZES):
+        raise pytest.UsageError(
+            f"{item.nodeid} needs {least} ranks, and tests/run has no run of more than {max(SIZES)}"
+        )
+    if item.get_closest_marker("every_size"):
+        return size >= least
+    return size == min(number for number in SIZES if number >= max(2, least))
