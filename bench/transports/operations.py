@@ -18,14 +18,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commengine import cost
+from commengine import cost, operations
 
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
     "barrier",
 )  # fmt: skip
-REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
+ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
 #: their count is a rank's part, and their size the size of all parts
 SPLIT = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
 #: they can write the result over the input
