@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import fit
+from bench.collective_study.fitted_series import draw as draw_fits
+from bench.collective_study.fitted_series import fits_of
 from bench.collective_study.results import read
 from bench.collective_study.tables import draw
 from bench.command.files import check_writable
@@ -138,8 +139,8 @@ def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
     """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture beside the file has it
     (``drawn``).
     """
-    if (fitted := fit.fits_of(data)) and not drawn:
-        yield drawing(fit.draw(fitted), name)
+    if (fitted := fits_of(data)) and not drawn:
+        yield drawing(draw_fits(fitted), name)
     lines = ["| operation | ranks | from bytes | alpha, us | 1 / beta, GB/s |", "|---|---:|---:|---:|---:|"]
     for operation, segments in data["collectives"].items():
         for one in segments:

@@ -51,6 +51,7 @@ def counted(monkeypatch, moved):
 )
 def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, monkeypatch):
     from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator
 
     with Communicator(mpi_world) as world:
@@ -66,7 +67,7 @@ def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, mon
 
         with monkeypatch.context() as patch:
             counted(patch, replayed)
-            rows = replay.measure(world, what, warmup=0, rounds=1)
+            rows = replaying.measure(world, what, warmup=0, rounds=1)
         recorded = Counter()
         for row in rows:
             assert row["replayed_bytes"] == row["bytes"] and row["isolated_s"] > 0 and row["in_step_s"] > 0
@@ -166,7 +167,7 @@ def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
 @pytest.mark.mpi(min_size=2)
 def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
     """What lay in a window, with the caller and on a stream, lies in one again; sendrecv has its partners."""
-    from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator, trace
 
     with Communicator(mpi_world) as world:
@@ -188,7 +189,7 @@ def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
         del windows
         world.barrier()
         what = recording.parse(recording.read(folder))
-        rows = replay.measure(world, what, warmup=0, rounds=1)
+        rows = replaying.measure(world, what, warmup=0, rounds=1)
         flags = [True, False, False, True, True, True, True, False]
         assert [row["window"] for row in rows] == [row["replayed_in_window"] for row in rows] == flags
         assert [row["replayed_bytes"] for row in rows] == [event.bytes for event in log.events]
@@ -201,7 +202,7 @@ def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
                 old = [{k: v for k, v in one.items() if k not in ("peers", "buffers")} for one in events[:-1]]
                 path.write_text("".join(json.dumps(line) + "\n" for line in [head | {"format": 1}, *old]))
         world.barrier()
-        rows = replay.measure(world, recording.parse(recording.read(folder)), warmup=0, rounds=1)
+        rows = replaying.measure(world, recording.parse(recording.read(folder)), warmup=0, rounds=1)
         assert not any(row["window"] or row["replayed_in_window"] for row in rows) and len(rows) == 7
 
 
@@ -283,14 +284,14 @@ def test_recordings_of_older_versions_are_read(number):
 def test_recordings_of_older_versions_are_replayed(number, mpi_world):
     from mpi4py import MPI
 
-    from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator
 
     two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
     if two == MPI.COMM_NULL:
         return
     with Communicator(two) as world:
-        rows = replay.measure(world, recording.parse(recording.read(OLD[number])), warmup=0, rounds=1)
+        rows = replaying.measure(world, recording.parse(recording.read(OLD[number])), warmup=0, rounds=1)
         assert [row["bytes"] for row in rows] == [row["replayed_bytes"] for row in rows] and len(rows) == 11
         assert sum(row["bytes"] for row in rows if row["group"] == "tensor") == 6 * 256 + 32 + 64 + 8
     two.Free()
