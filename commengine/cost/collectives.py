@@ -15,7 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "p2p")
+from commengine.operations import FORMULAS
+
+#: the operations that have formulas; "p2p" is one message from a rank to another
+OPERATIONS = FORMULAS
 
 
 @dataclass(frozen=True)
