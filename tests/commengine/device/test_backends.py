@@ -310,6 +310,15 @@ def test_checked_tells_a_device_tensor_from_a_host_tensor(patches, mpi_world):
         comm.cuda.synchronize()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_checked_compares_a_block_of_one_device_call(patches, mpi_world):
+    with opened(patches, mpi_world, checked=True) as comm:
+        tensor = on_device(torch.ones(3))
+        with pytest.raises(CollectiveMismatch, match="op=max"), comm.coalesce():
+            comm.all_reduce(tensor, "sum" if comm.rank == 0 else "max")
+        comm.cuda.synchronize()
+
+
 def test_trace_has_the_devices_times(comm):
     stream, cuda = comm.new_stream(), comm.cuda
     one, two = on_device(torch.ones(2)), on_device(torch.ones(4))
