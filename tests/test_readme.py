@@ -1,7 +1,6 @@
-"""What README.md and make tell people to type works as typed."""
+"""README.md and the pages for users: the first commands, the example, and make, work as they are written."""
 
 import os
-import re
 import shlex
 import subprocess
 import time
@@ -9,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import mpirun
-from trainers.config import TrainConfig, parse, validate
+from tests.support import documents, mpirun
+from trainers.options import parse
+from trainers.tasks.gpt import GPTTrainConfig
 
-README = (mpirun.ROOT / "README.md").read_text()
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.S)
+USERS = [mpirun.ROOT / page for page in ("README.md", "docs/training.md")]
+EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 
 
 @pytest.mark.slow
@@ -29,9 +29,9 @@ def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, 
 
 @pytest.mark.slow
 def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
-    made = "                mlp = "
+    made = "            mlp = "
     assert EXAMPLE.count(made) == 1
-    broken = EXAMPLE.replace(made, f"                assert MPI.COMM_WORLD.rank != 3, 'broken'\n{made}")
+    broken = EXAMPLE.replace(made, f"            assert MPI.COMM_WORLD.rank != 3, 'broken'\n{made}")
     (tmp_path / "example.py").write_text(broken)
     began = time.monotonic()
     done = mpirun.run(4, str(tmp_path / "example.py"), timeout=60)
@@ -39,15 +39,16 @@ def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     assert "[rank 3] Traceback" in done.stderr and "AssertionError: broken" in done.stderr
 
 
-def accepted(command: str, data: Path) -> TrainConfig:
+def accepted(command: str, data: Path) -> GPTTrainConfig:
     """The settings of ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
 
     data: a data set that is there, in place of what the command reads.
     """
     words = shlex.split(command)
     ranks, at = int(words[words.index("-n") + 1]), words.index("trainers.pretrain_gpt") + 1
-    config = parse([*words[at:], *([] if "--data-path" in words else ["--data-path", str(data)])], "pretrain_gpt")
-    validate(TrainConfig(**(config.to_json() | {"data_path": str(data)})), ranks)
+    data_path = [] if "--data-path" in words else ["--data-path", str(data)]
+    config = parse(GPTTrainConfig, [*words[at:], *data_path], "pretrain_gpt")
+    GPTTrainConfig(**(config.to_json() | {"data_path": str(data)})).validate(ranks)
     return config
 
 
@@ -59,9 +60,7 @@ def data(tmp_path):
 
 
 def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folder(data):
-    commands = [
-        line for line in README.replace("\\\n", "").splitlines() if line.startswith("    mpirun ") and "..." not in line
-    ]
+    commands = [command.text for command in documents.commands(*USERS) if command.text.startswith("mpirun ")]
     found = [accepted(command, data) for command in commands]
     assert [config.save for config in found] == ["runs/four", "runs/mine", "runs/four"]
     assert found[2].load == "runs/four" and found[2].train_iters > found[0].train_iters

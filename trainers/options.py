@@ -1,15 +1,60 @@
-"""Flags, and a YAML file of the same names."""
+"""The options of a command: fields of a dataclass that are flags and keys of a YAML file, each with its valid range."""
 
 from __future__ import annotations
 
+import math
+import types
+import typing
 from argparse import BooleanOptionalAction
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import configargparse
 
+from commengine import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+
 
 class OptionError(ValueError):
-    """What is wrong with a command line, in one line."""
+    """The error of a command line that cannot be parsed. Its message is one line."""
+
+
+@dataclass(frozen=True)
+class ValidRange:
+    """The valid values of an option. ``text`` ends the error message about any other value."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+AT_LEAST_ONE = ValidRange(lambda value: value >= 1, "must be at least 1")
+NOT_NEGATIVE = ValidRange(lambda value: 0 <= value < math.inf, "must not be negative, and finite")
+FRACTION = ValidRange(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: Sequence[str] | None = None,
+    valid: ValidRange | Sequence[ValidRange] = (),
+    fixed: bool = False,
+    default_of: str | None = None,
+) -> Any:
+    """A dataclass field that is also a flag.
+
+    text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
+    valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
+    value this one has when it is None.
+    """
+    ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
+    about = {"help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of}
+    return field(default=default, metadata=about)
 
 
 class Parser(configargparse.ArgumentParser):
@@ -28,8 +73,54 @@ class Parser(configargparse.ArgumentParser):
         return [*keys, *(key.replace("-", "_") for key in keys if "-" in key.lstrip("-") and not key.startswith("-"))]
 
     def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
-        # ConfigArgParse takes the value of "no-overlap-grad-reduce" for that of "overlap-grad-reduce".
+        # ConfigArgParse would read the value of "no-overlap-grad-reduce" as the value of "overlap-grad-reduce".
         if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith(("no-", "no_")):
             self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
         arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
         return arguments
+
+
+def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settings:
+    """The settings of dataclass ``kind`` from the flags in ``argv`` and from ``--config FILE``; flags win.
+
+    argv: None for the arguments of this process. Raises OptionError, and SystemExit for --help.
+    """
+    parser = Parser(prog=prog)
+    hints = typing.get_type_hints(kind)
+    for item in fields(kind):
+        _add(parser, item, hints[item.name])
+    values = vars(parser.parse_args(argv))
+    values.pop("config")
+    return kind(**values)
+
+
+def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
+    """Add one field to ``parser`` as a flag."""
+    flag = "--" + item.name.replace("_", "-")
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
+    text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
+    if kinds == [bool]:
+        parser.add_argument(flag, action=BooleanOptionalAction, default=item.default, help=text)
+    else:
+        choices = item.metadata["choices"]
+        parser.add_argument(flag, type=kinds[0], default=item.default, choices=choices, help=text.replace("%", "%%"))
+
+
+def given(settings: DataclassInstance, name: str) -> str:
+    """An option and its value as they stand on a command line: ``--train-iters 1000``."""
+    return f"--{name.replace('_', '-')} {getattr(settings, name)}"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UsageError with ``message`` unless ``condition`` is true."""
+    if not condition:
+        raise UsageError(message)
+
+
+def require_ranges(settings: DataclassInstance) -> None:
+    """Raise UsageError, naming the option and what is valid, unless every field of ``settings`` is in its ranges."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        for valid in item.metadata["ranges"]:
+            fits = (value is None and item.default is None) or valid.holds(value)
+            require(fits, f"{given(settings, item.name)}: {valid.text}")

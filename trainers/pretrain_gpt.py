@@ -5,17 +5,17 @@ from __future__ import annotations
 from commengine import Communicator, launch
 from commengine.rank_zero import on_rank_zero
 
-from .config import TrainConfig
 from .run.loop import train
 from .run.startup import read_config, watched
+from .tasks.gpt import GPTTask, GPTTrainConfig
 
 
 def main(world: Communicator) -> None:
-    """One rank of the run. Rank 0 reads the flags and files; what is wrong with them is one error for all."""
-    read = on_rank_zero(world, lambda: read_config(None, "pretrain_gpt", world.size).to_json())
-    config = TrainConfig(**read)
+    """One rank of the run. Rank 0 reads the flags and the files; an error in them is raised on every rank."""
+    read = on_rank_zero(world, lambda: read_config(GPTTrainConfig, None, "pretrain_gpt", world.size).to_json())
+    config = GPTTrainConfig(**read)
     with watched(config, world) as comm:
-        train(config, comm)
+        train(config, comm, GPTTask)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ See bench/transports/peer_process.py.
 Obeys lines of JSON on standard input, answers on standard output: bind, reset, run, wrong. Ends with its input.
 
 Where torch.distributed has an operation in place only, the copy of the input is part of the time out of place, as it is
-for the engine (bench/transports/local.py).
+for the engine (bench/transports/in_process.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.timing.starting import AgreedStart, Clock
-from bench.transports.operations import DTYPES, Buffers, Call
+from bench.transports.operations import DTYPES, Buffers, CollectiveCall
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -35,7 +35,7 @@ OPS = {
 }
 
 
-def invocation(call: Call, send: torch.Tensor, recv: torch.Tensor, in_place: bool) -> Callable[[], object]:
+def invocation(call: CollectiveCall, send: torch.Tensor, recv: torch.Tensor, in_place: bool) -> Callable[[], object]:
     """The call from beginning to end, for a host; a device must still be waited for."""
     rank, size, root, name, op = dist.get_rank(), call.ranks, call.root, call.operation, OPS[call.redop]
     here = rank == root
@@ -92,7 +92,7 @@ class DistExchange:
         return self._number.item()
 
 
-class Peer:
+class PeerServer:
     """Buffers, and one call that is bound, out of place and in place."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
@@ -105,7 +105,7 @@ class Peer:
 
     def bind(self, in_place: bool, dtype: str, **about: Any) -> dict[str, Any]:
         """Make a call ready, by making it once: what the backend cannot do shows now."""
-        self._call = Call(dtype=DTYPES[dtype], **about)
+        self._call = CollectiveCall(dtype=DTYPES[dtype], **about)
         self.reset(in_place)
         views = self._buffers.views(self._call, dist.get_rank(), in_place)
         self._invoke[in_place] = invocation(self._call, *views, in_place)
@@ -153,7 +153,7 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    peer = Peer(device, capacity)
+    peer = PeerServer(device, capacity)
     say({})
     for line in sys.stdin:
         command = json.loads(line)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.contests.worker import serve
+from bench.contests.serving import serve
 from bench.peers.gpt import adamw, batch, build, make_clip, make_step, parser, read_task
 
 
 def main() -> None:
     """Set up, then obey the driver."""
-    options = parser(__doc__)
+    options = parser("bench.peers.ddp", __doc__)
     options.add_argument("--bucket-mb", type=float, default=25.0, help="bucket_cap_mb (torch's default: 25)")
     arguments = options.parse_args()
     task = read_task(arguments.task)

@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.contests.task import Task
-from bench.contests.worker import serve
-from bench.peers.gpt import GPT, adamw, batch, build, make_step, parser, read_task
+from bench.contests.serving import serve
+from bench.contests.step_task import StepTask
+from bench.peers.gpt import PlainGPT, adamw, batch, build, make_step, parser, read_task
 
 
-def shard(model: GPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
+def shard(model: PlainGPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
     """Apply the plan in place."""
     plan: dict[str, ParallelStyle] = {}
     for layer in range(len(model.h)):
@@ -62,7 +62,7 @@ def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
-def make_sharded_clip(task: Task, model: nn.Module) -> Callable[[], None]:
+def make_sharded_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     """Clip by the global norm with one all-reduce of one number.
 
     clip_grad_norm_ on DTensors redistributes every parameter's norm on its own; this works on local shards.
@@ -88,7 +88,7 @@ def make_sharded_clip(task: Task, model: nn.Module) -> Callable[[], None]:
 
 def main() -> None:
     """Set up, then obey the driver."""
-    options = parser(__doc__)
+    options = parser("bench.peers.dtensor", __doc__)
     options.add_argument("--loss-parallel", action="store_true", help="split the vocabulary as well")
     arguments = options.parse_args()
     task = read_task(arguments.task)

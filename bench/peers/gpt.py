@@ -7,7 +7,6 @@ One process, as many threads as OMP_NUM_THREADS says. This is the reference for 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 from collections.abc import Callable, Iterable
@@ -18,11 +17,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bench.contests.task import Task
-from bench.contests.worker import serve
+from bench.command.parser import ProgramParser, new_program_parser
+from bench.contests.serving import serve
+from bench.contests.step_task import StepTask
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Causal self-attention.
 
     The number of heads follows from what the projections return, so that a tensor-parallel plan may leave
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
+class PlainMLP(nn.Module):
     """Two linears, four times as wide in between."""
 
     def __init__(self, hidden: int) -> None:
@@ -60,15 +60,15 @@ class MLP(nn.Module):
         return projected
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Pre-LN: x + attention(LN(x)), then x + MLP(LN(x))."""
 
     def __init__(self, hidden: int, heads: int, packed: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(hidden)
-        self.attn = Attention(hidden, heads, packed)
+        self.attn = PlainAttention(hidden, heads, packed)
         self.ln_2 = nn.LayerNorm(hidden)
-        self.mlp = MLP(hidden)
+        self.mlp = PlainMLP(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -76,15 +76,15 @@ class Block(nn.Module):
         return y
 
 
-class GPT(nn.Module):
+class PlainGPT(nn.Module):
     """tokens (batch, sequence) -> logits (batch * sequence, vocabulary)."""
 
-    def __init__(self, task: Task, packed: bool = True) -> None:
+    def __init__(self, task: StepTask, packed: bool = True) -> None:
         super().__init__()
         self.wte = nn.Embedding(task.vocab_size, task.hidden_size)
         self.wpe = nn.Embedding(task.seq_length, task.hidden_size)
         self.h = nn.ModuleList(
-            Block(task.hidden_size, task.num_attention_heads, packed) for _ in range(task.num_layers)
+            PlainBlock(task.hidden_size, task.num_attention_heads, packed) for _ in range(task.num_layers)
         )
         self.ln_f = nn.LayerNorm(task.hidden_size)
         self.head = nn.Linear(task.hidden_size, task.vocab_size, bias=False)
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         return logits
 
 
-def reference_state(task: Task) -> dict[str, Tensor]:
+def reference_state(task: StepTask) -> dict[str, Tensor]:
     """The weights everybody starts from, in torch's (out, in) layout; the head is wte.weight, not listed.
 
     Weights are N(0, 0.02), the two projections onto the residual stream divided by sqrt(2 * layers); biases
@@ -145,22 +145,22 @@ def split_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def build(task: Task, packed: bool = True) -> GPT:
+def build(task: StepTask, packed: bool = True) -> PlainGPT:
     """The unsharded model with the reference weights."""
     state = load_file(task.weights) if task.weights else reference_state(task)
-    model = GPT(task, packed)
+    model = PlainGPT(task, packed)
     state = state if packed else split_qkv(state)
     model.load_state_dict({**state, "head.weight": state["wte.weight"]})
     return model
 
 
-def batch(task: Task, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """This data-parallel rank's inputs and targets, contiguous."""
     tokens = torch.from_numpy(task.tokens()).chunk(ranks)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def adamw(task: Task, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
+def adamw(task: StepTask, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
     """The optimizer of all peers."""
     return torch.optim.AdamW(groups, lr=task.lr, weight_decay=task.weight_decay, fused=True)
 
@@ -186,7 +186,7 @@ def make_step(
     return step
 
 
-def make_clip(task: Task, model: nn.Module) -> Callable[[], None]:
+def make_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     """Clip by the norm of whole gradients (not for a sharded model)."""
     parameters = list(model.parameters())
     if not task.clip_grad:
@@ -198,21 +198,23 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options every peer has."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--task", type=Path, help="JSON file of a bench.contests.task.Task; default: its default")
+def parser(program: str, description: str | None) -> ProgramParser:
+    """The options that every peer has."""
+    options = new_program_parser(program, description)
+    options.add_argument(
+        "--task", type=Path, help="JSON file of a bench.contests.step_task.StepTask; default: its default"
+    )
     return options
 
 
-def read_task(path: Path | None) -> Task:
+def read_task(path: Path | None) -> StepTask:
     """The task of that file; the default task without one."""
-    return Task.load(path) if path else Task()
+    return StepTask.load(path) if path else StepTask()
 
 
 def main() -> None:
     """Set up, then obey the driver."""
-    options = parser(__doc__).parse_args()
+    options = parser("bench.peers.gpt", __doc__).parse_args()
     task = read_task(options.task)
     model = build(task)
     optimizer = adamw(task, model.parameters())

@@ -35,7 +35,7 @@ class Parts:
 
 
 @dataclass
-class Work:
+class KernelTimes:
     """Device seconds by part, products and kernels that only move memory apart, and the number of kernels."""
 
     multiply: dict[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Work:
         self.move[part] = self.move.get(part, 0.0) + move
         self.kernels += kernels
 
-    def join(self, other: Work) -> None:
+    def join(self, other: KernelTimes) -> None:
         """All that the other does, too."""
         for part in other.multiply:
             self.add(part, 0, multiply=other.multiply[part], move=other.move[part])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.clusters.cluster import Cluster, Device
 from bench.prediction.group_cost import data_communication, tensor_communication
-from bench.prediction.kernels import Parts, Work, gemm_seconds, memory_seconds
+from bench.prediction.kernels import KernelTimes, Parts, gemm_seconds, memory_seconds
 from bench.prediction.layout import MODELS, Layout
 from commengine import cost
 from commengine.cost import TransformerShape
@@ -23,7 +23,7 @@ FUSED_ATTENTION = (0.6, 0.5)
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A predicted step. seconds: by part, exposed ones only. hidden: of the gradients' reduction, under backward.
 
     memory: bytes a device by part. flops: of all devices, recomputed ones included.
@@ -106,7 +106,7 @@ _OPTIMIZER_WAITED = 10.0 + 4.0
 _CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
 
 
-def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> Step:
+def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> PredictedStep:
     """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated where the cluster has a calibration.
 
     Raises ValueError where the shape cannot be split so.
@@ -136,7 +136,7 @@ def slowdown(cluster: Cluster, parts: Parts) -> float:
     return factor
 
 
-def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, slow: float) -> Step:
+def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts, slow: float) -> PredictedStep:
     shape.require_tensor_parallel(layout.tensor)
     if layout.sequence_parallel and shape.seq % layout.tensor:
         raise ValueError(
@@ -182,14 +182,16 @@ def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: P
     }
     # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
     flops = cost.model_flops(shape, layout.batch, layout.recompute)
-    return Step(seconds, hidden, memory, flops, layout.ranks)
+    return PredictedStep(seconds, hidden, memory, flops, layout.ranks)
 
 
-def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> tuple[Work, Work, Work]:
+def _layer(
+    shape: TransformerShape, layout: Layout, device: Device, parts: Parts
+) -> tuple[KernelTimes, KernelTimes, KernelTimes]:
     """One layer's micro-batch: forward, backward, and what is computed again before backward."""
     h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
     tokens, head, batch = s * b, h // shape.heads, b * shape.heads // t
-    forward, backward, attention = Work(), Work(), Work()
+    forward, backward, attention = KernelTimes(), KernelTimes(), KernelTimes()
 
     def gemm(m: int, n: int, k: int, batch: int = 1) -> float:
         return gemm_seconds(device, m, n, k, batch, by_shape=parts.gemm_shape)
@@ -217,7 +219,7 @@ def _layer(shape: TransformerShape, layout: Layout, device: Device, parts: Parts
                 took = memory_seconds(device, elements * each, efficiency)
                 work.add("attention" if scores else "elementwise", kernel.count, move=took)
 
-    again = Work()
+    again = KernelTimes()
     if parts.recompute and layout.recompute != "none":
         again.join(attention)
         if layout.recompute == "full":
@@ -235,9 +237,9 @@ def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
     return shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
 
 
-def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> Work:
+def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> KernelTimes:
     """Embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
-    work = Work()
+    work = KernelTimes()
     tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
     for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
         work.add("logits", 1, multiply=gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape))
@@ -254,7 +256,7 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
     return work
 
 
-def _waiting(work: Work, device: Device, parts: Parts, slow: float) -> float:
+def _waiting(work: KernelTimes, device: Device, parts: Parts, slow: float) -> float:
     """Time between kernels, and waiting for the host where it issues them more slowly than they run."""
     if not parts.host:
         return 0.0

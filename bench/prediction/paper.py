@@ -9,7 +9,7 @@ from typing import Any
 from bench.clusters.cluster import Cluster
 from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
-from bench.prediction.model_cost import Step, predict, slowdown
+from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine.cost import Link
 
 FIGURE_5 = (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))  # Table 1: model, GPUs that share it
@@ -46,7 +46,7 @@ def figures(cluster: Cluster, parts: Parts | None = None) -> list[Figure]:
     """All 13, in the paper's order. Batch 8 a model, activations recomputed in every layer (sections 4.2 and 5.1)."""
     baseline = run(cluster, "1.2b", parts=parts)
 
-    def efficiency(step: Step) -> float:
+    def efficiency(step: PredictedStep) -> float:
         return 100 * step.flops_per_device / baseline.flops_per_device
 
     found = []
@@ -68,7 +68,7 @@ def figures(cluster: Cluster, parts: Parts | None = None) -> list[Figure]:
 
 def run(
     cluster: Cluster, model: str, tensor: int = 1, *, data: int = 1, heads: int = 0, parts: Parts | None = None
-) -> Step:
+) -> PredictedStep:
     """A step of the paper's."""
     shape = replace(MODELS[model], heads=heads or MODELS[model].heads)
     return predict(shape, Layout(tensor=tensor, data=data, recompute="full"), cluster, parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
-from bench.prediction.model_cost import Step, predict
+from bench.prediction.model_cost import PredictedStep, predict
 from commengine.cost import TransformerShape
 
 # What the search varies and a caller may fix: fields of Layout, and the options that name them.
@@ -26,7 +26,7 @@ class Candidate:
     """A layout, its predicted step, and what is against it ("" for the winner)."""
 
     layout: Layout
-    step: Step
+    step: PredictedStep
     fits: bool
     why: str = ""
 
@@ -113,7 +113,7 @@ def _with(candidate: Candidate, why: str) -> Candidate:
     return Candidate(candidate.layout, candidate.step, candidate.fits, why)
 
 
-def _slower(step: Step, best: Step) -> str:
+def _slower(step: PredictedStep, best: PredictedStep) -> str:
     """By how much, and which part of the step grew most."""
     more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
     part = max(more, key=lambda name: more[name])
@@ -123,7 +123,7 @@ def _slower(step: Step, best: Step) -> str:
     )
 
 
-def _too_large(step: Step, room: float) -> str:
+def _too_large(step: PredictedStep, room: float) -> str:
     largest = max(step.memory, key=lambda name: step.memory[name])
     return (
         f"does not fit: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}, most of it {largest} "

@@ -23,7 +23,7 @@ REPLAYED = (
     "send", "recv", "sendrecv",
 )  # fmt: skip
 MESSAGES = ("send", "recv", "sendrecv")
-#: what a file has in another form than a Call
+#: what a file has in another form than a RecordedCall
 UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
 #: operations that read and write windows
 IN_WINDOWS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One collective of a rank. group: its index in ``Recording.groups``. stream: its number in the group, 0 for none.
 
     Times are seconds of the recording rank's clock. peers, buffers: see `commengine.CollectiveEvent`.
@@ -89,7 +89,7 @@ class Recording:
     """What every rank did. ``calls[rank]`` are in the order in which they were enqueued."""
 
     groups: tuple[Group, ...]
-    calls: tuple[tuple[Call, ...], ...]
+    calls: tuple[tuple[RecordedCall, ...], ...]
 
     @property
     def size(self) -> int:
@@ -121,7 +121,7 @@ class Recording:
             ),
         )
 
-    def _left(self, call: Call, kept: Group) -> Call | None:
+    def _left(self, call: RecordedCall, kept: Group) -> RecordedCall | None:
         """What is left of a call where only the ranks ``kept`` are: of a sendrecv perhaps one half."""
         old = self.groups[call.group].ranks
         sends, receives = (
@@ -141,7 +141,7 @@ class Recording:
             )  # fmt: skip
         return None
 
-    def _scaled(self, call: Call, kept: Group, number: int) -> Call:
+    def _scaled(self, call: RecordedCall, kept: Group, number: int) -> RecordedCall:
         old = self.groups[call.group]
         root, peers = call.root, tuple(kept.ranks.index(old.ranks[peer]) for peer in call.peers)
         if root is not None:
@@ -245,7 +245,7 @@ def _disagree(group: Group, one: tuple[int, list[Any]], other: tuple[int, list[A
     raise UsageError(f"the traces do not fit: ranks {first} and {second} of group {group.name!r} disagree: {what}")
 
 
-def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Call]:
+def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[RecordedCall]:
     for number, event in enumerate(events):
         where = f"rank {rank}, event {number}"
         if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
@@ -267,6 +267,8 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Cal
             buffers = tuple((operator.index(size), bool(shared)) for size, shared in event["buffers"])
             if event["operation"] == "sendrecv" and (len(peers), len(buffers)) != (2, 2):
                 raise ValueError("a sendrecv has two peers and two buffers")
-            yield Call(**fields, shape=shape, peers=peers, buffers=buffers, group=groups[event["group"]], stream=index)
+            yield RecordedCall(
+                **fields, shape=shape, peers=peers, buffers=buffers, group=groups[event["group"]], stream=index
+            )
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{where}: {error}") from error

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainers.training.trainer import GPTTrainer
+from tplayers import GPT
+from trainers.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class Spans:
 
 
 @contextmanager
-def followed(trainer: GPTTrainer) -> Iterator[Spans]:
+def followed(trainer: Trainer) -> Iterator[Spans]:
     """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled: a graph runs no hooks."""
     spans, model = Spans(), trainer.model
+    assert isinstance(model, GPT)  # the parts of a step are those of its layers
     parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
     with ExitStack() as stack:
 

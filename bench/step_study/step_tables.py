@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bench.step_study.traced import MODEL_PHASES, Event, Step
+from bench.step_study.traced_step import MODEL_PHASES, TracedCollective, TracedStep
 from bench.step_study.volumes import folded
 from commengine import cost
 
-Ranks = Sequence[Sequence[Step]]  # [rank][step]
+Ranks = Sequence[Sequence[TracedStep]]  # [rank][step]
 Key = tuple[str, str, str, int, str, str, int]
 
 
-def _key(event: Event) -> Key:
+def _key(event: TracedCollective) -> Key:
     size = len(event.ranks)
     return event.part, event.phase, event.group, size, event.operation, event.dtype, event.bytes
 

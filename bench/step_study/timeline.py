@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.step_study.spans import Span
-from bench.step_study.traced import Event, Step
+from bench.step_study.traced_step import TracedCollective, TracedStep
 
-SUFFIXES = (".png", ".svg", ".pdf")
 #: of the caller's spans, pale: forward, recomputation and backward, and the parts that have no phase
 PHASES = {
     "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", "gradients": "#e3dcef",
@@ -30,8 +29,8 @@ CHARACTER = 0.055  # inches of a span's label
 TITLE, LINE = 150, 0.19  # characters of a line of the title that fit into WIDTH, and its height in inches
 
 
-def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
-    """Draw the median step of every rank, times on one clock. ``path`` ends in one of SUFFIXES.
+def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
+    """Draw the median step of every rank, times on one clock. ``path`` ends in .png, .svg or .pdf.
 
     A rank has a row for the caller, coloured by phase, in it the collectives it waits for; and a row for each stream.
     The part of a collective before its group's last rank began is hatched.
@@ -78,7 +77,7 @@ def write_picture(path: Path, steps: Sequence[Step], title: str) -> None:
         figure.savefig(path, dpi=130)
 
 
-def _draw_legend(figure: Any, steps: Sequence[Step], extra: float) -> None:
+def _draw_legend(figure: Any, steps: Sequence[TracedStep], extra: float) -> None:
     """Two lines below the title, whose own other lines take ``extra`` inches: what phases and collectives there are."""
     from matplotlib.patches import Patch
 
@@ -100,7 +99,7 @@ def _draw_legend(figure: Any, steps: Sequence[Step], extra: float) -> None:
         )  # fmt: skip
 
 
-def _lanes(steps: Sequence[Step]) -> list[tuple[int, str | None]]:
+def _lanes(steps: Sequence[TracedStep]) -> list[tuple[int, str | None]]:
     """(Rank, stream or None for the caller), from the top."""
     found: list[tuple[int, str | None]] = []
     for rank, step in enumerate(steps):
@@ -110,7 +109,7 @@ def _lanes(steps: Sequence[Step]) -> list[tuple[int, str | None]]:
     return found
 
 
-def _lane(event: Event) -> str | None:
+def _lane(event: TracedCollective) -> str | None:
     return None if event.stream is None else f"{event.group} {event.stream.rpartition('/')[2]}"
 
 
@@ -150,7 +149,11 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _draw_events(
-    axes: Any, events: Sequence[tuple[Event, tuple[float, float]]], origin: float, bottom: float, thick: float
+    axes: Any,
+    events: Sequence[tuple[TracedCollective, tuple[float, float]]],
+    origin: float,
+    bottom: float,
+    thick: float,
 ) -> None:
     """Bars from and to the given moments, up to the last rank's beginning hatched."""
     solid: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -167,7 +170,7 @@ def _draw_events(
         axes.broken_barh(stretches, (bottom, thick), facecolor=colour, edgecolor="white", linewidth=0, hatch="//////")
 
 
-def write_chrome(path: Path, steps: Sequence[Step]) -> None:
+def write_chrome(path: Path, steps: Sequence[TracedStep]) -> None:
     """The same as a Chrome trace, in microseconds on rank 0's clock: a process a rank, a thread a stream."""
     entries: list[dict[str, Any]] = []
     for rank, step in enumerate(steps):

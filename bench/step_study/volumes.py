@@ -15,7 +15,7 @@ from typing import Any
 
 from commengine import GridLayout, cost
 from commengine.cost import Collective
-from trainers.config import TrainConfig
+from trainers.tasks.gpt import GPTTrainConfig
 
 ALIGNMENT = 64  # elements at whose multiples a parameter begins in a flat buffer
 SOURCES = (
@@ -79,7 +79,7 @@ class Buckets:
         return found
 
 
-def shape_of(config: TrainConfig) -> cost.TransformerShape:
+def shape_of(config: GPTTrainConfig) -> cost.TransformerShape:
     """The model's shape, its vocabulary padded."""
     return cost.TransformerShape(
         config.num_layers, config.hidden_size, config.num_attention_heads, config.seq_length,
@@ -87,7 +87,7 @@ def shape_of(config: TrainConfig) -> cost.TransformerShape:
     )  # fmt: skip
 
 
-def expected(config: TrainConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
+def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
     """What ``rank`` of ``world_size`` communicates in a step, by formula.
 
     config: valid, its vocabulary known. updated: False for an fp16 step that an overflow made skip the update.

@@ -46,7 +46,7 @@ _AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p
 
 
 @dataclass(frozen=True)
-class Piece:
+class TableSlice:
     """``count`` elements of a table that repeats for ever, from its element ``start`` on."""
 
     table: Tensor
@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective, the same on every rank of the group.
 
     count: nccl-tests' count: elements of the buffer, or of a rank's part where the operation splits or joins. redop:
@@ -86,11 +86,11 @@ class Call:
     count: int
 
     @staticmethod
-    def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> Call:
+    def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> CollectiveCall:
         """The call of at least ``nbytes`` bytes, rounded up to whole elements, in SPLIT operations on every rank."""
         unit = dtype.itemsize * (ranks if operation in SPLIT else 1)
         count = 0 if operation == "barrier" else -(-nbytes // unit)
-        return Call(
+        return CollectiveCall(
             operation, dtype, redop if operation in REDUCING else "none", root if operation in ROOTED else -1, ranks,
             count,
         )  # fmt: skip
@@ -112,31 +112,31 @@ class Call:
             return 0.0
         return cost.bus_factor(_AS_IN_COST.get(self.operation, self.operation), self.ranks)
 
-    def sent(self, rank: int) -> list[Piece]:
+    def sent(self, rank: int) -> list[TableSlice]:
         """What ``rank`` has in its input buffer, in order; nothing where it gives none."""
         operation = self.operation
         if operation == "barrier" or (operation in ("broadcast", "scatter") and rank != self.root):
             return []
         elements = self.whole if operation in ("reduce_scatter", "scatter", "all_to_all") else self.count
-        return [Piece(self._tables[rank], 0, elements)]
+        return [TableSlice(self._tables[rank], 0, elements)]
 
-    def received(self, rank: int) -> list[Piece]:
+    def received(self, rank: int) -> list[TableSlice]:
         """What must be in ``rank``'s output buffer afterwards, in order; nothing where it gets nothing."""
         operation, count, tables = self.operation, self.count, self._tables
         if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
             return []
         if operation in ("all_reduce", "reduce"):
-            return [Piece(self._reduced, 0, count)]
+            return [TableSlice(self._reduced, 0, count)]
         if operation == "reduce_scatter":
-            return [Piece(self._reduced, rank * count, count)]
+            return [TableSlice(self._reduced, rank * count, count)]
         if operation == "broadcast":
-            return [Piece(tables[self.root], 0, count)]
+            return [TableSlice(tables[self.root], 0, count)]
         if operation == "scatter":
-            return [Piece(tables[self.root], rank * count, count)]
+            return [TableSlice(tables[self.root], rank * count, count)]
         if operation == "sendrecv":
-            return [Piece(tables[rank - 1], 0, count)]
+            return [TableSlice(tables[rank - 1], 0, count)]
         start = rank * count if operation == "all_to_all" else 0
-        return [Piece(table, start, count) for table in tables]
+        return [TableSlice(table, start, count) for table in tables]
 
     @cached_property
     def _integers(self) -> Tensor:
@@ -190,7 +190,7 @@ class Buffers:
     def __init__(self, send: Tensor, recv: Tensor) -> None:
         self._send, self._recv = send, recv
 
-    def views(self, call: Call, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
+    def views(self, call: CollectiveCall, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
         """(input, output) of a call on this rank. What the rank does not give or get is there too, but means nothing.
 
         Both are [elements]: a rank's part, or all parts where the operation splits (input) or joins (output).
@@ -204,22 +204,22 @@ class Buffers:
         return send, recv
 
     @staticmethod
-    def _typed(memory: Tensor, call: Call, elements: int) -> Tensor:
+    def _typed(memory: Tensor, call: CollectiveCall, elements: int) -> Tensor:
         return memory[: elements * call.dtype.itemsize].view(call.dtype)
 
-    def reset(self, call: Call, rank: int, in_place: bool) -> None:
+    def reset(self, call: CollectiveCall, rank: int, in_place: bool) -> None:
         """Poison both buffers, as far as they are used, and write the input."""
         send, recv = self.views(call, rank, in_place)
         for used in (recv, send):
             used.view(torch.uint8).fill_(POISON)
-        _each(call.sent(rank), send, Piece.write)
+        _each(call.sent(rank), send, TableSlice.write)
 
-    def wrong(self, call: Call, rank: int) -> int:
+    def wrong(self, call: CollectiveCall, rank: int) -> int:
         """Wrong elements in this rank's output."""
-        return sum(_each(call.received(rank), self.views(call, rank, False)[1], Piece.wrong))
+        return sum(_each(call.received(rank), self.views(call, rank, False)[1], TableSlice.wrong))
 
 
-def _each(pieces: list[Piece], flat: Tensor, do: object) -> list[int]:
+def _each(pieces: list[TableSlice], flat: Tensor, do: object) -> list[int]:
     results, at = [], 0
     for piece in pieces:
         results.append(do(piece, flat[at : at + piece.count]))  # type: ignore[operator]

@@ -23,8 +23,8 @@ import torch
 
 from bench.timing.sampling import Times
 from bench.timing.starting import AgreedStart, Clock
-from bench.transports.local import Bound, Transport
-from bench.transports.operations import Call
+from bench.transports.in_process import Bound, Transport
+from bench.transports.operations import CollectiveCall
 from commengine import CollectiveError, Communicator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ class PeerCall(Bound):
         return int(self._process.ask(do="wrong")["wrong"])
 
 
-class Peer(Transport):
+class PeerTransport(Transport):
     """torch.distributed in processes of its own, one beside each rank of the group."""
 
     def __init__(self, name: str, group: Communicator, capacity: int) -> None:
@@ -129,7 +129,7 @@ class Peer(Transport):
             self._process.close()
             raise CollectiveError(str(error)) from error
 
-    def bind(self, call: Call, in_place: bool) -> Bound:
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         about: dict[str, Any] = {
             "operation": call.operation,
             "dtype": str(call.dtype).removeprefix("torch."),

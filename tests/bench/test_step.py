@@ -10,7 +10,7 @@ import pytest
 from bench import step
 from bench.step_study import recording, step_tables, volumes
 from bench.step_study.spans import Span
-from bench.step_study.traced import Event, Step, with_skew
+from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
 from commengine import CollectiveEvent, UsageError, cost
 from tests.support import mpirun
 
@@ -183,23 +183,23 @@ def labels_by_the_stack(model, seen):
 
 @pytest.mark.mpi(min_size=2)
 def test_each_collective_belongs_to_the_layer_that_ran_it(world):
-    from bench.step_study.traced import run
+    from bench.step_study.traced_step import trace_steps
     from commengine import Communicator
-    from trainers import config as settings
+    from trainers import options as settings
     from trainers.data.corpus import open_corpus
-    from trainers.training.trainer import GPTTrainer
+    from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
-    config = settings.parse(options, "test")
-    trainer = GPTTrainer(config, world, open_corpus(config))
+    config = settings.parse(GPTTrainConfig, options, "test")
+    trainer = gpt_trainer(config, world, open_corpus(config))
     layers, embedding = list(trainer.model.layers), trainer.model.embedding
     named = [(name, parameter.numel()) for name, parameter in trainer.model.named_parameters()]
     assert cost.parameter_sizes(volumes.shape_of(config), 2) == named
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "all_reduce", labels_by_the_stack(trainer.model, seen))
-        traced = run(trainer, 0, 1, lambda: None)
+        traced = trace_steps(trainer, 0, 1, lambda: None)
     for module in (trainer.model, *layers, trainer.model.final_norm, layers[0].attention_norm, layers[0].mlp):
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert not {"logits", "finish", "zero", "step"} & {*vars(embedding), *vars(trainer.gradients)}
@@ -246,7 +246,7 @@ def check_times(ranks):
 
 def an_event(start, end, group="tensor", ranks=(0, 1), **other):
     about = {"stream": None, "part": "loss", "phase": "forward", "launched": "", "waited": (start, end)} | other
-    return Event("all_reduce", "float32", 8, group, ranks, enqueue=start, start=start, end=end, **about)
+    return TracedCollective("all_reduce", "float32", 8, group, ranks, enqueue=start, start=start, end=end, **about)
 
 
 def test_skew_ends_when_the_last_rank_begins():
@@ -255,7 +255,7 @@ def test_skew_ends_when_the_last_rank_begins():
     late = an_event(8.0, 9.5, "data", (0, 2), stream="data/stream1")
     other = an_event(0.0, 1.0, "data", (1, 3))  # another group of the same name
     events = [(*tensor[0], alone), (other, *tensor[1]), (late,)]
-    ranks = with_skew([[Step(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), e, False)] for e in events])
+    ranks = with_skew([[TracedStep(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), e, False)] for e in events])
     assert [[event.skew for event in steps[0].events] for steps in ranks] == [[2.0, 0.0, 6.0], [0.0, 0.0, 1.0], [0.0]]
     assert ranks[0][0].events[0].transfer == 1.0
     (row, *_) = step_tables.collective_rows([ranks[0]])
@@ -264,7 +264,7 @@ def test_skew_ends_when_the_last_rank_begins():
 
 
 def test_exposed_is_what_the_caller_waited_for_while_it_ran():
-    from bench.step_study.traced import _event
+    from bench.step_study.traced_step import _event
 
     spans = [Span(0.0, 2.0, "layer 1", "backward"), Span(2.0, 9.0, "gradients", "")]
 
@@ -315,8 +315,8 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "0"], "--steps 0: at least 1"),
-        (["--warmup", "-1"], "--warmup -1: at least 0"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--warmup", "-1"], "--warmup -1: must be at least 0"),
         (["--timeline", "x.gif"], "--timeline x.gif: the name ends in .png, .svg or .pdf"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--json", "/tmp"], "--json /tmp: is a folder, not a file"),
@@ -352,7 +352,7 @@ def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-        one = Step(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), (an_event(1.0, 4.0),), False)
+        one = TracedStep(0.0, 10.0, (Span(0.0, 10.0, "loss", "forward"),), (an_event(1.0, 4.0),), False)
         timeline.write_picture(tmp_path / "a.png", [one, one], "WIDE words, " * 20)
     (figure,) = drawn
     figure.canvas.draw()
@@ -367,7 +367,7 @@ def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
 def test_bad_input_ends_every_rank_with_one_line():
     done = mpirun.run(2, "-m", "bench.step", *TINY, "--steps", "none")
     assert done.returncode == 2 and done.stdout == ""
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
-        "error: argument --steps: invalid int value: 'none'"
+    assert [line for line in done.stderr.splitlines() if "error: " in line] == [
+        "python -m bench.step: error: argument --steps: invalid int value: 'none'"
     ]
     assert "Traceback" not in done.stderr

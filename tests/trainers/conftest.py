@@ -79,17 +79,16 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def trainer() -> Iterator[Callable[..., Any]]:
-    """``trainer(world, **settings)``: a GPTTrainer of a tiny model on mock data; closed when the test ends."""
-    from trainers.config import TrainConfig, validate
+    """``trainer(world, **settings)``: a Trainer of a tiny GPT on mock data; closed when the test ends."""
     from trainers.data.corpus import open_corpus
-    from trainers.training.trainer import GPTTrainer
+    from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 
     made: list[Any] = []
 
     def trainer(world: Any, **settings: Any) -> Any:
-        config = TrainConfig(**(MINIATURE | settings))
-        validate(config, world.size)
-        made.append(GPTTrainer(config, world, open_corpus(config)))
+        config = GPTTrainConfig(**(MINIATURE | settings))
+        config.validate(world.size)
+        made.append(gpt_trainer(config, world, open_corpus(config)))
         return made[-1]
 
     yield trainer

@@ -387,15 +387,16 @@ DIE = (
     + """
 import os, signal
 from commengine import launch
-from trainers import loop, pretrain_gpt
-plain = loop.GPTTrainer.step
+from trainers import pretrain_gpt
+from trainers.training.trainer import Trainer
+plain = Trainer.step
 def step(self):
     if self.iteration == 3 and self.grid.world.rank == 1:
         if os.environ["HOW"] == "raise":
             raise KeyError("rank one has had enough")
         os.kill(os.getpid(), getattr(signal, os.environ["HOW"]))
     return plain(self)
-loop.GPTTrainer.step = step
+Trainer.step = step
 launch.run(pretrain_gpt.main)
 """
 )

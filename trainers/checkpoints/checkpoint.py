@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch import nn
 from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import Placement, placements
-from trainers.training.buckets import MOMENTS
+from trainers.config import TrainConfig
 from trainers.training.optimizer import Optimizer
+from trainers.training.parameters import MOMENTS
 
 from . import parallel_safetensors
 
@@ -35,12 +36,6 @@ FORMAT = 2
 
 #: 1: without half precision, so without masters, loss scaler, and steps that were skipped
 READABLE = (1, 2)
-
-#: settings that must be those of the checkpoint: the model, and what decides which samples come next
-FIXED_SETTINGS = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by",
-    "global_batch_size", "seed", "seq_length", "split", "mock_data",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,11 @@ def find(folder: Path) -> Path | None:
     return folder if (folder / "state.json").is_file() else latest(folder)
 
 
-def read_state(found: Path, settings: Mapping[str, Any]) -> Progress:
-    """How far the checkpoint's run was. Raises UsageError where it is of another model or format."""
+def read_state(found: Path, config: TrainConfig) -> Progress:
+    """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
+
+    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's.
+    """
     try:
         state = json.loads((found / "state.json").read_text())
         iteration, saved = int(state["iteration"]), state["settings"]
@@ -131,16 +129,24 @@ def read_state(found: Path, settings: Mapping[str, Any]) -> Progress:
         raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
     if state.get("format") not in READABLE:
         raise UsageError(f"--load: {found} has format {state.get('format')}, this version reads {READABLE}")
-    for name in FIXED_SETTINGS:
-        theirs = saved.get(name)
-        if theirs != settings[name]:
-            flag = f"--{name.replace('_', '-')} {settings[name]}"
-            raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
-    positions, theirs = (s.get("max_position_embeddings") or s.get("seq_length") for s in (settings, saved))
-    if positions != theirs:
-        flag = f"--max-position-embeddings {positions} (default --seq-length)"
-        raise UsageError(f"{flag}: the checkpoint {found} was saved with {theirs}")
+    for item in fields(config):
+        if item.metadata["fixed"]:
+            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
     return progress
+
+
+def _require_same(
+    found: Path, name: str, default: str | None, ours: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Raise UsageError unless the setting ``name`` is that of the checkpoint; ``default`` names its default, if any."""
+    one, other = ours.get(name), saved.get(name)
+    if default is not None:
+        one, other = one or ours.get(default), other or saved.get(default)
+    if one != other:
+        flag = f"--{name.replace('_', '-')} {one}"
+        if default is not None:
+            flag += f" (default --{default.replace('_', '-')})"
+        raise UsageError(f"{flag}: the checkpoint {found} was saved with {other}")
 
 
 def load(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, grid: ProcessGrid) -> None:

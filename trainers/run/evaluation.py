@@ -1,37 +1,48 @@
-"""The loss on held-out samples, each counted once whatever the data-parallel size."""
+"""The loss on held-out samples, each counted once at every data-parallel size."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+from torch import nn
 
 from commengine import Communicator, UsageError
-from tplayers import GPT
-from trainers.data.batches import GlobalBatches
+from trainers.training.interfaces import FiniteBatchSource, Objective
 
 
-def evaluate(model: GPT, batches: GlobalBatches, data: Communicator, *, iterations: int) -> tuple[float, int]:
-    """(Mean loss in nats per token, tokens) over the first ``iterations`` global batches, at most all samples.
+class Mean(NamedTuple):
+    """A mean loss, and the number of items (for GPT: tokens) that it is the mean of."""
+
+    loss: float
+    items: int
+
+
+def evaluate(
+    model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], data: Communicator, *, iterations: int
+) -> dict[str, Mean]:
+    """The objective's terms, by name, over the first ``iterations`` global batches, at most all samples.
 
     Collective over ``data`` and the model's tensor group. Leaves the model in training mode. Raises UsageError, on all
-    ranks, where a token lies outside the vocabulary.
+    ranks, where a batch is not usable.
     """
-    needed = -(-len(batches.samples) // batches.size)
-    totals = torch.zeros(3, dtype=torch.float64)
+    terms = len(objective.names)
+    totals = torch.zeros(2 * terms + 1, dtype=torch.float64)  # sums, counts, microbatches that are not usable
     model.eval()
     with torch.no_grad():
-        for k in range(min(iterations, needed)):
+        for k in range(min(iterations, len(batches))):
             for batch in batches(k):
-                if not batch.fits(model.config.vocab_size):
-                    totals[2] += 1
+                if not batch.usable:
+                    totals[-1] += 1
                     continue
-                totals[1] += batch.counted
-                batch = batch.to(data.device)
-                totals[0] += model(batch.tokens, batch.labels).sum(dtype=torch.float64).item()
+                totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
+                losses = objective(model, batch.to(data.device), None)
+                sums = [of_term.sum(dtype=torch.float64).item() for of_term in losses]
+                totals[:terms] += torch.tensor(sums, dtype=torch.float64)
     model.train()
     data.all_reduce(totals)
-    if totals[2]:
-        raise UsageError(
-            f"a held-out token lies outside the vocabulary of {model.config.vocab_size}: was --data-path made with "
-            "another tokenizer, or is --vocab-size too small?"
-        )
-    return float(totals[0] / totals[1]), int(totals[1])
+    if totals[-1]:
+        raise UsageError(batches.unusable)
+    means = (totals[:terms] / totals[terms:-1]).tolist()
+    counts = [int(count) for count in totals[terms:-1]]
+    return {name: Mean(*of_term) for name, *of_term in zip(objective.names, means, counts, strict=True)}

@@ -1,39 +1,72 @@
-"""A run, from its first step to its report: train, evaluate, save."""
+"""A run from its first step to its report: train, evaluate, save."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from commengine import Communicator, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.checkpoints import run_folder
+from trainers.checkpoints import run_folder, run_state
 from trainers.config import TrainConfig
-from trainers.data.corpus import open_corpus
 from trainers.training.compiler import require_compiler
-from trainers.training.trainer import GPTTrainer, Step
+from trainers.training.interfaces import FiniteBatchSource
+from trainers.training.trainer import Step, Trainer
 
-from .generation import generate
+from .evaluation import Mean, evaluate
 from .metrics import Metrics
-from .report import Report, communication_rows
-
-PROMPT_TOKENS = 16
+from .report import Remarks, Report, communication_rows
 
 
-def train(config: TrainConfig, world: Communicator) -> Report | None:
-    """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective.
+class TrainingTask(Protocol):
+    """What `train` runs: a trainer, what it is evaluated on, and what a report says besides its losses.
 
-    Where the checkpoint is there already: say so, leave all files as they are, and return None.
+    `trainers.tasks.gpt.GPTTask` is an example.
+    """
+
+    @property
+    def trainer(self) -> Trainer:
+        """A trainer with a new model. `train` resumes it if there is a checkpoint, and closes it."""
+
+    @property
+    def held_out(self) -> FiniteBatchSource[Any] | None:
+        """The samples of the evaluation; None for no evaluation."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of a sample, for the throughput."""
+
+    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
+        """The task's own part of the report, after training. Collective over the trainer's world.
+
+        evaluated: the last evaluation's result (`evaluate`), or None without evaluation.
+        """
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def train(
+    config: Config, world: Communicator, new_task: Callable[[Config, Communicator], TrainingTask]
+) -> Report | None:
+    """Train until ``--train-iters`` (or ``--exit-interval``), evaluate, save, report. Collective over ``world``.
+
+    config: valid and complete (`trainers.run.startup.read_config`). new_task: called with these arguments, on every
+    rank, to make the task.
+
+    If the checkpoint is at ``--train-iters`` already, it says so, leaves all files as they are and returns None. Raises
+    UsageError, on all ranks, where an option or a file does not fit.
     """
     on_rank_zero(world, lambda: run_folder.require_free(config))
     if config.compile:
         on_every_rank(world, require_compiler)
-    trainer = GPTTrainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
-    resumed = trainer.resume()
+    task = new_task(config, world)
+    trainer = task.trainer
+    resumed = run_state.resume(trainer)
     first = world.rank == 0
     if trainer.iteration >= config.train_iters:
         if first:
@@ -49,26 +82,27 @@ def train(config: TrainConfig, world: Communicator) -> Report | None:
         on_rank_zero(world, lambda: _writable_folder("--save", folder))
     if config.tensorboard_dir:
         on_rank_zero(world, lambda: _writable_folder("--tensorboard-dir", Path(config.tensorboard_dir or "")))
-    on_rank_zero(world, lambda: run_folder.clear(config))  # last: whatever can be refused was
+    on_rank_zero(world, lambda: run_folder.clear(config))  # last, when nothing can be refused any more
     board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
     metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
     if config.load is not None:
         where = f"iteration {trainer.iteration} of" if resumed else "a new run: no checkpoint in"
         metrics.say(f"starting from {where} {config.load}")
     try:
-        report = _train(trainer, metrics, folder)
+        report = _train(task, metrics, folder)
     finally:
         metrics.close()
-    trainer.close()  # not after an exception: it is collective, and the other ranks may be elsewhere
+    trainer.close()  # not after an exception: it is collective, and the other ranks may be in another call
     return report
 
 
-def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report:
+def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
+    trainer = task.trainer
     config, grid = trainer.config, trainer.grid
-    batch_tokens = trainer.batches.size * config.seq_length
+    batch_tokens = trainer.batches.size * task.tokens_per_sample
     step_times: list[float] = []
     step: Step | None = None
-    evaluated: tuple[float, int] | None = None
+    evaluated: dict[str, Mean] | None = None
     saved = evaluated_at = trainer.iteration if trainer.iteration else -1
     with trace(grid.tensor, grid.data) as log:
         for iteration in _iterations(trainer):
@@ -80,24 +114,24 @@ def _train(trainer: GPTTrainer, metrics: Metrics, folder: Path | None) -> Report
             metrics.progress(step.loss, speed)
             if iteration % config.log_interval == 0 or iteration == config.train_iters:
                 metrics.log(
-                    {"iteration": iteration, "lm_loss": step.loss, "grad_norm": None if step.skipped else step.norm,
+                    {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm,
                      "learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * step_times[-1]}
                     | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
                 )  # fmt: skip
             with log.paused():
                 if iteration % config.eval_interval == 0:
-                    evaluated, evaluated_at = _evaluate(trainer, metrics), iteration
+                    evaluated, evaluated_at = _evaluate(task, metrics), iteration
                 if config.save_interval and iteration % config.save_interval == 0:
-                    trainer.save()
+                    run_state.save(trainer)
                     saved = iteration
     if evaluated_at != trainer.iteration or evaluated is None:
-        evaluated = _evaluate(trainer, metrics)
+        evaluated = _evaluate(task, metrics)
     if folder is not None and saved != trainer.iteration:
-        trainer.save()
-    return _report(trainer, metrics, folder, step, evaluated, step_times, communication_rows(log.totals()))
+        run_state.save(trainer)
+    return _report(task, metrics, folder, step, evaluated, step_times, communication_rows(log.totals()))
 
 
-def _iterations(trainer: GPTTrainer) -> Iterator[int]:
+def _iterations(trainer: Trainer) -> Iterator[int]:
     """The numbers, from 1, of the steps to come; each must be done before the next is asked for."""
     while trainer.iteration < trainer.config.train_iters:
         yield trainer.iteration + 1
@@ -105,41 +139,48 @@ def _iterations(trainer: GPTTrainer) -> Iterator[int]:
             return
 
 
-def _evaluate(trainer: GPTTrainer, metrics: Metrics) -> tuple[float, int] | None:
-    result = trainer.evaluate()
-    if result is not None:
-        metrics.log({"iteration": trainer.iteration, "validation_loss": result[0]})
-        metrics.say(f"iteration {trainer.iteration}: held-out loss {result[0]:.4f} nats/token")
-    return result
+def _evaluate(task: TrainingTask, metrics: Metrics) -> dict[str, Mean] | None:
+    """Each term's mean on the held-out samples, logged; None if evaluation is off."""
+    trainer = task.trainer
+    if trainer.config.eval_iters == 0 or task.held_out is None:
+        return None
+    trainer.optimizer.wait_for_parameters()
+    means = evaluate(
+        trainer.model, trainer.objective, task.held_out, trainer.grid.data, iterations=trainer.config.eval_iters
+    )
+    loss, iteration = _total(means), trainer.iteration
+    terms = {f"validation_{name}": mean.loss for name, mean in means.items()} if len(means) > 1 else {}
+    metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
+    metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} nats/token")
+    return means
+
+
+def _total(means: Mapping[str, Mean]) -> float:
+    return sum(mean.loss for mean in means.values())
 
 
 def _report(
-    trainer: GPTTrainer, metrics: Metrics, folder: Path | None, step: Step | None,
-    evaluated: tuple[float, int] | None, step_times: list[float], communication: list[dict[str, Any]],
+    task: TrainingTask, metrics: Metrics, folder: Path | None, step: Step | None,
+    evaluated: dict[str, Mean] | None, step_times: list[float], communication: list[dict[str, Any]],
 ) -> Report:  # fmt: skip
     """The report, printed and written by rank 0."""
-    config, corpus = trainer.config, trainer.corpus
-    batch_tokens = trainer.batches.size * config.seq_length
-    source = corpus.training if corpus.held_out is None else corpus.held_out
-    prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
+    trainer = task.trainer
+    config = trainer.config
+    batch_tokens = trainer.batches.size * task.tokens_per_sample
     trainer.optimizer.wait_for_parameters()
-    sample = generate(trainer.model, prompt, config.sample_tokens, seed=config.seed)
-    unigram = None
-    if evaluated is not None:
-        vocab_size, samples = trainer.model.config.vocab_size, evaluated[1] // config.seq_length
-        unigram = on_rank_zero(trainer.grid.world, lambda: corpus.unigram_entropy(vocab_size, samples))
+    remarks = task.remarks(evaluated)
     report = Report(
         iteration=trainer.iteration,
         parameters=trainer.parameters(),
         tensor_model_parallel_size=trainer.grid.tensor.size,
         data_parallel_size=trainer.grid.data.size,
         train_loss=None if step is None else step.loss,
-        validation_loss=None if evaluated is None else evaluated[0],
-        unigram_entropy=unigram,
-        validation_tokens=0 if evaluated is None else evaluated[1],
+        validation_loss=None if evaluated is None else _total(evaluated),
+        unigram_entropy=remarks.unigram_entropy,
+        validation_tokens=0 if evaluated is None else next(iter(evaluated.values())).items,
         tokens_per_second=batch_tokens / statistics.median(step_times) if step_times else 0.0,
-        sample_prompt=corpus.decode(prompt),
-        sample=corpus.decode(sample),
+        sample_prompt=remarks.sample_prompt,
+        sample=remarks.sample,
         communication=communication,
         step_seconds=sum(step_times),
         loss_scale=trainer.loss_scale if config.fp16 else None,
@@ -149,7 +190,7 @@ def _report(
         metrics.close()
         print("\n" + report.text(), flush=True)
         if folder is not None:
-            report.save(folder, metrics.rows)
+            report.save(folder, metrics.rows, trainer.objective.names)
             print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
     return report
 

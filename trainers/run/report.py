@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,19 @@ from typing import Any
 from commengine.trace import Total
 
 from .metrics import as_json
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """The part of a report that only the task can tell; a field that means nothing for a task keeps its default.
+
+    unigram_entropy: the loss of a unigram model on the held-out samples, in nats per token.
+    sample_prompt, sample: a text, and the model's continuation of it.
+    """
+
+    unigram_entropy: float | None = None
+    sample_prompt: str = ""
+    sample: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,13 +52,12 @@ class Report:
         lines = [f"{self.iteration} steps, {self.parameters / 1e6:.1f} M parameters, {layout}", ""]
         if self.train_loss is not None:
             lines.append(f"training loss             {self.train_loss:8.4f} nats/token (the last step)")
-        if self.validation_loss is not None and self.unigram_entropy is not None:
-            gain = self.unigram_entropy - self.validation_loss
+        if self.validation_loss is not None:
             tokens = f"{self.validation_tokens:,} tokens"
-            lines += [
-                f"held-out loss             {self.validation_loss:8.4f} nats/token over {tokens}",
-                f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: the model is {gain:.4f} below",
-            ]
+            lines.append(f"held-out loss             {self.validation_loss:8.4f} nats/token over {tokens}")
+            if self.unigram_entropy is not None:
+                gain = f"the model is {self.unigram_entropy - self.validation_loss:.4f} below"
+                lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: {gain}")
         if self.loss_scale is not None:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
@@ -68,13 +81,16 @@ class Report:
             )
         return lines
 
-    def save(self, folder: Path, rows: list[dict[str, Any]]) -> None:
-        """Write report.json, report.txt and loss.png into ``folder``."""
+    def save(self, folder: Path, rows: list[dict[str, Any]], losses: Sequence[str] = ("lm_loss",)) -> None:
+        """Write report.json, report.txt and loss.png into ``folder``.
+
+        rows: of metrics.jsonl. losses: their keys that are training losses.
+        """
         (folder / "report.json").write_text(
             json.dumps({name: as_json(value) for name, value in asdict(self).items()}, indent=1) + "\n"
         )
         (folder / "report.txt").write_text(self.text())
-        _plot(folder / "loss.png", rows, self.unigram_entropy)
+        _plot(folder / "loss.png", rows, losses, self.unigram_entropy)
 
 
 def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
@@ -82,14 +98,15 @@ def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
     return [asdict(total) for total in totals if total.size > 1]
 
 
-def _plot(path: Path, rows: list[dict[str, Any]], unigram_entropy: float | None) -> None:
+def _plot(path: Path, rows: list[dict[str, Any]], losses: Sequence[str], unigram_entropy: float | None) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel="nats per token")
-    for key, label, style in (("lm_loss", "training", "-"), ("validation_loss", "held-out", "o-")):
+    curves = [(name, "training" if len(losses) == 1 else f"training, {name}", "-") for name in losses]
+    for key, label, style in (*curves, ("validation_loss", "held-out", "o-")):
         points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)

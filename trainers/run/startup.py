@@ -1,31 +1,32 @@
-"""From a command line to what a run starts with: its settings, and a communicator that keeps to them."""
+"""The start of a run: its settings from a command line, and a communicator with those settings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from commengine import CollectiveError, Communicator, UsageError
-from trainers import config as settings
+from trainers import options
 from trainers.config import TrainConfig
-from trainers.data.corpus import with_vocabulary
+
+Config = TypeVar("Config", bound=TrainConfig)
 
 
-def read_config(argv: Sequence[str] | None, command: str, ranks: int) -> TrainConfig:
-    """The settings of a run on ``ranks`` ranks, valid, its vocabulary known. For rank 0: it reads files.
+def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ranks: int) -> Config:
+    """The valid and complete settings, of type ``kind``, of a run on ``ranks`` ranks. It reads files, on rank 0 only.
 
-    Raises UsageError or ValueError, which names the option.
+    argv: the arguments of ``command``; None for those of this process. Raises UsageError or ValueError, naming the
+    option.
     """
-    config = settings.parse(argv, command)
-    settings.validate(config, ranks)
-    config = with_vocabulary(config)
-    config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
-    return config
+    config = options.parse(kind, argv, command)
+    config.validate(ranks)
+    return config.completed(ranks)
 
 
 def watched(config: TrainConfig, world: Communicator) -> Communicator:
-    """The ranks of ``world`` with the run's timeout, device and transport. Collective; the caller closes it.
+    """A communicator of the ranks of ``world`` with the run's timeout, device and transport; the caller closes it.
 
-    Raises UsageError, on every rank alike, where a rank cannot have its device.
+    Collective over ``world``. Raises UsageError, on every rank, where any rank cannot have its device.
     """
     timeout = 60 * config.distributed_timeout_minutes or None
     try:

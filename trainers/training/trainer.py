@@ -1,66 +1,70 @@
-"""GPTTrainer: what takes part in a training step, and the step."""
+"""Trainer: everything that takes part in a training step, and the step."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from commengine import Communicator, ProcessGrid, UsageError
-from commengine.rank_zero import on_rank_zero
-from tplayers import GPT, Randomness, initialize, placements
-from trainers.checkpoints import checkpoint, run_folder
-from trainers.config import TrainConfig
-from trainers.data.batches import GlobalBatches, Microbatch
-from trainers.data.corpus import Corpus
-from trainers.data.samples import EpochPermutation
-from trainers.run.evaluation import evaluate
+from commengine import ProcessGrid, UsageError
+from tplayers import Randomness, placements
+from trainers.config import TrainConfig, overlapped
 
 from .clipping import clip, gradient_norm
+from .interfaces import BatchSource, Microbatch, Objective
 from .optimizer import Optimizer
-from .precision import LossScaler, on_any_rank, parameter_dtype
+from .precision import LossScaler, on_any_rank
 from .reduction import GradientBuckets
 from .schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step came to.
+    """The result of one step, the same on every rank.
 
-    loss: nats per token over the global batch. norm: of the gradient before clipping, neither of them scaled.
-    skipped: the fp16 gradient overflowed, and nothing was updated.
+    losses: the mean of each of the objective's terms over the global batch, by name. norm: the gradient's norm before
+    clipping. Neither contains the loss scale. rate: the learning rate. skipped: the fp16 gradient overflowed, and
+    nothing was updated.
     """
 
-    loss: float
+    losses: Mapping[str, float]
     norm: float
     rate: float
     skipped: bool = False
 
+    @property
+    def loss(self) -> float:
+        """The sum of ``losses``, which the step minimizes."""
+        return sum(self.losses.values())
 
-class GPTTrainer:
-    """Everything that takes part in a step, as one object. Collective over ``world``, as are all its methods.
 
-    config: valid for ``world`` and with its vocabulary known (`config.validate`, `corpus.with_vocabulary`).
+class Trainer:
+    """A model in training: its gradients, optimizer, loss scaler and iteration. Collective over the grid's world.
+
+    config: valid for the world's size (`TrainConfig.validate`).
+    grid: the tensor and data groups. The trainer closes it with `close`.
+    model: its parameters have their initial values. They are in the dtype that ``config.bf16`` and ``config.fp16`` name
+        (`precision.parameter_dtype`), and either placed by a layer of tplayers over ``grid.tensor``, or equal on all
+        ranks. The trainer moves the model to the grid's device, and may make its parameters views of flat buffers.
+    objective, batches: what is minimized, and over which samples; see `trainers.training.interfaces`.
+
+    All methods are collective, with the same arguments on every rank.
     """
 
-    def __init__(self, config: TrainConfig, world: Communicator, corpus: Corpus) -> None:
-        self.config, self.corpus = config, corpus
-        self.grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-        tensor = self.grid.tensor
-        stream = None
-        if self._overlapped(config.async_tensor_model_parallel_allreduce) and tensor.size > 1:
-            stream = tensor.new_stream()
-        self.model = GPT(config.model(), tensor, dtype=dtype, overlap_stream=stream)
-        initialize(self.model, config.seed)
-        self.model.to(tensor.device)
-        # Training steps alone: their shapes never change. The parameters are the model's own.
-        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if config.compile else self.model
+    def __init__(
+        self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
+        batches: BatchSource[Any],
+    ) -> None:  # fmt: skip
+        self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
+        self.model = model.to(grid.world.device)
+        # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
+        self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         self.gradients = GradientBuckets(
-            self.model, self.grid.data, tensor=self.grid.tensor, overlap=self._overlapped(config.overlap_grad_reduce),
+            model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
             bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32,
         )  # fmt: skip
@@ -69,95 +73,88 @@ class GPTTrainer:
             eps=config.adam_eps,
         )  # fmt: skip
         self.scaler = _loss_scaler(config) if config.fp16 else None
-        size = config.global_batch_size or config.micro_batch_size * self.grid.data.size
-        self.batches = self._batches(corpus.training, size, EpochPermutation(len(corpus.training), config.seed))
-        self.held_out = None if corpus.held_out is None else self._batches(corpus.held_out, size, None)
         self.iteration = 0
-
-    def _overlapped(self, asked: bool | None) -> bool:
-        """Whether communication is to be hidden, where that is left open: host ranks fill the cores as it is."""
-        return self.grid.world.device.type != "cpu" if asked is None else asked
-
-    def _batches(self, samples: Any, size: int, order: EpochPermutation | None) -> GlobalBatches:
-        return GlobalBatches(samples, order, size=size, micro=self.config.micro_batch_size, data=self.grid.data)
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before a backward."""
+        """The factor of the loss before each backward: 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def skipped(self) -> int:
-        """Steps of the whole run that updated nothing."""
+        """The number of steps, over the whole run, that updated nothing."""
         return self.iteration - self.optimizer.updates
 
     def step(self) -> Step:
-        """Forward, backward, reduce, clip, update: iteration + 1. A skipped step changes the loss scale alone."""
+        """Forward, backward, reduce, clip, update: iteration + 1. A skipped step changes only the loss scale.
+
+        Raises UsageError, on all ranks, where a batch is not usable or the run has diverged.
+        """
         config, data = self.config, self.grid.data
         microbatches = list(self.batches(self.iteration))
-        tokens = self._counted(microbatches)
+        counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
         self.gradients.zero()
-        loss = torch.zeros(1, dtype=torch.float64)
+        losses = torch.zeros(len(counts), dtype=torch.float64)
         for batch in microbatches[:-1]:
-            loss += self._backward(batch, tokens)
+            losses += self._backward(batch, counts)
         with self.gradients.last_microbatch():
-            loss += self._backward(microbatches[-1], tokens)
+            losses += self._backward(microbatches[-1], counts)
         self.gradients.finish()
-        data.all_reduce(loss)
+        data.all_reduce(losses)
         shards = data if self.gradients.shard else None
         norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
-        skipped = self._overflowed(norm, loss.item())
-        if not skipped:
+        step = Step(dict(zip(self.objective.names, losses.tolist(), strict=True)), norm, rate, self._overflowed(norm))
+        if not step.skipped:
+            self._require_finite(step)
             clip(self.gradients.segments, norm, config.clip_grad, scale=self.loss_scale)
             self.optimizer.step(rate)
-        self._rescale(overflow=skipped)
+        self._rescale(overflow=step.skipped)
         self.iteration += 1
-        return Step(loss.item(), norm, rate, skipped)
+        return step
 
-    def _counted(self, microbatches: list[Microbatch]) -> int:
-        """The labels that the whole global batch counts; collective over the data group.
-
-        Losses are divided by it: that is no mean of means, and a rank may have none.
-        """
-        outside = not all(batch.fits(self.model.config.vocab_size) for batch in microbatches)
-        counts = torch.tensor([sum(batch.counted for batch in microbatches), outside])
+    def _global_counts(self, microbatches: Sequence[Microbatch]) -> list[int]:
+        """For each term the items that it counts in the whole global batch. Collective over the data group."""
+        mine = [sum(counts) for counts in zip(*(batch.counts for batch in microbatches), strict=True)]
+        unusable = not all(batch.usable for batch in microbatches)
+        counts = torch.tensor([*mine, unusable])
         self.grid.data.all_reduce(counts)
-        if counts[1]:
-            raise UsageError(
-                f"step {self.iteration + 1}: a token lies outside the vocabulary of {self.config.vocab_size}: was "
-                f"--data-path {self.config.data_path} made with another tokenizer, or is --vocab-size too small?"
-            )
-        return int(counts[0])
+        *of_terms, unusable = counts.tolist()
+        if unusable:
+            raise UsageError(f"step {self.iteration + 1}: {self.batches.unusable}")
+        return of_terms
 
-    def _overflowed(self, norm: float, loss: float) -> bool:
-        """Whether an fp16 gradient is not finite on any rank of the world. Of other precisions that is a UsageError."""
-        finite = math.isfinite(norm)
-        if self.scaler is not None:
-            # Agreed: a replicated parameter's gradient may overflow on one rank of a tensor group alone.
-            return on_any_rank(not finite, self.grid.tensor, self.grid.data)
-        if not finite:
-            raise UsageError(  # the norm is the same on every rank
-                f"step {self.iteration + 1}: the loss is {loss}, the gradient's norm {norm}: the run has "
+    def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
+        """Add the gradient of one microbatch; return its share of each term's mean, float64 on the host."""
+        device = self.grid.world.device
+        randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
+        terms = self.objective(self.forward, batch.to(device), randomness)
+        shares = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
+        loss = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
+        return torch.tensor([share.item() for share in shares], dtype=torch.float64)
+
+    def _overflowed(self, norm: float) -> bool:
+        """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""
+        if self.scaler is None:
+            return False
+        # The ranks must agree: a replicated parameter's gradient may overflow on one rank of a tensor group only.
+        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.data)
+
+    def _require_finite(self, step: Step) -> None:
+        if not math.isfinite(step.norm):
+            raise UsageError(  # on all ranks, because the norm is the same on all
+                f"step {self.iteration + 1}: the loss is {step.loss}, the gradient's norm {step.norm}: the run has "
                 "diverged; the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad "
                 "may help)"
             )
-        return False
 
     def _rescale(self, *, overflow: bool) -> None:
         try:
             self.scaler = None if self.scaler is None else self.scaler.after(overflow=overflow)
-        except UsageError as error:  # the scaler's state is the same on every rank
+        except UsageError as error:  # on all ranks, because the scaler's state is the same on all
             raise UsageError(f"step {self.iteration + 1}: {error}") from error
-
-    def _backward(self, batch: Microbatch, tokens: int) -> float:
-        device = self.grid.world.device
-        randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
-        batch = batch.to(device)
-        loss = self.forward(batch.tokens, batch.labels, randomness).sum() / max(tokens, 1)
-        (loss if self.scaler is None else loss * self.scaler.scale).backward()
-        return float(loss.item())
 
     def _rate(self, iteration: int) -> float:
         config = self.config
@@ -166,51 +163,21 @@ class GPTTrainer:
             warmup_iters=config.lr_warmup_iters, decay_iters=config.lr_decay_iters or config.train_iters,
         )  # fmt: skip
 
-    def evaluate(self) -> tuple[float, int] | None:
-        """(Held-out loss in nats per token, tokens), or None where evaluation is off."""
-        if self.config.eval_iters == 0 or self.held_out is None:
-            return None
-        self.optimizer.wait_for_parameters()
-        return evaluate(self.model, self.held_out, self.grid.data, iterations=self.config.eval_iters)
+    def continue_from(self, iteration: int, loss_scaler: dict[str, Any] | None) -> None:
+        """Go on as after ``iteration`` steps, with a saved state of the loss scaler (`LossScaler.to_json`).
 
-    def save(self) -> None:
-        """Write a checkpoint of this iteration into ``--save``."""
-        assert self.config.save is not None
-        folder, settings = Path(self.config.save), self._settings()
-        scaler = None if self.scaler is None else self.scaler.to_json()
-        progress = checkpoint.Progress(self.iteration, self.optimizer.updates, scaler, self.optimizer.masters)
-        checkpoint.save(folder, progress, self.model, self.optimizer, settings, self.grid)
-
-    def resume(self) -> bool:
-        """Load the checkpoint that ``--load`` names; False where there is none (`run_folder.checkpoint_to_load`)."""
-        if self.config.load is None:
-            return False
-        settings = self._settings()
-
-        def find() -> list[Any]:
-            found = run_folder.checkpoint_to_load(self.config)
-            return [None, None] if found is None else [str(found), asdict(checkpoint.read_state(found, settings))]
-
-        found, state = on_rank_zero(self.grid.world, find)
-        if found is None:
-            return False
-        progress = checkpoint.Progress(**state)
-        checkpoint.load(Path(found), progress, self.model, self.optimizer, self.grid)
-        self.iteration = progress.iteration
-        if self.scaler is not None and progress.loss_scaler is not None:
-            self.scaler = self.scaler.from_json(progress.loss_scaler)
-        return True
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings, and what follows from the number of ranks where it was left open."""
-        return self.config.to_json() | {"global_batch_size": self.batches.size}
+        Parameters and the optimizer's state are loaded apart (`Optimizer.fill`).
+        """
+        self.iteration = iteration
+        if self.scaler is not None and loss_scaler is not None:
+            self.scaler = self.scaler.from_json(loss_scaler)
 
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters of the whole model."""
         return sum(math.prod(placement.shape) for placement in placements(self.model).values())
 
     def close(self) -> None:
-        """Free hooks and groups."""
+        """Free the hooks and the grid."""
         self.gradients.remove()
         self.grid.close()
 

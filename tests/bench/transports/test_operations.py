@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Buffers, Call
+from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Buffers, CollectiveCall
 from commengine.dtypes import reduction_error
 
 RANKS = (1, 2, 3, 5, 8)
@@ -55,7 +55,7 @@ def test_expected_results_are_torchs_in_any_order(operation, redop):
             if reduction_error(dtype, redop) and redop != "none":
                 continue
             root = ranks - 1
-            call = Call.of(operation, dtype, redop, root, ranks, 2500 * dtype.itemsize)
+            call = CollectiveCall.of(operation, dtype, redop, root, ranks, 2500 * dtype.itemsize)
             assert call.whole > 2 * 1021  # more than two periods
             everyone = [Buffers(*(torch.empty(call.nbytes, dtype=torch.uint8) for _ in range(2))) for _ in range(ranks)]
             for rank, buffers in enumerate(everyone):
@@ -77,7 +77,7 @@ def test_expected_results_are_torchs_in_any_order(operation, redop):
 def test_no_rank_can_be_left_out_of_a_result():
     """Replacing any rank's contribution by another's changes the result."""
     for redop in REDOPS:
-        call = Call.of("all_reduce", torch.float32, redop, 0, 4, 4096)
+        call = CollectiveCall.of("all_reduce", torch.float32, redop, 0, 4, 4096)
         inputs = torch.stack([call._tables[rank] for rank in range(4)])
         right = reduced(list(inputs), redop, range(4))
         for missing in range(4):
@@ -88,7 +88,7 @@ def test_no_rank_can_be_left_out_of_a_result():
 
 
 def test_many_ranks_still_sum_exactly_in_bfloat16():
-    call = Call.of("all_reduce", torch.bfloat16, "sum", 0, 600, 4096)
+    call = CollectiveCall.of("all_reduce", torch.bfloat16, "sum", 0, 600, 4096)
     inputs = call._tables
     assert torch.equal(reduced(inputs, "sum", range(600)), call._reduced)
     assert call._integers.sum(0).unique().numel() > 40
@@ -97,7 +97,7 @@ def test_many_ranks_still_sum_exactly_in_bfloat16():
 @pytest.mark.parametrize("operation", OPERATIONS[:-1])
 def test_in_place_reads_the_input_from_the_output(operation):
     for rank in range(3):
-        call = Call.of(operation, torch.float32, "sum", 1, 3, 120)
+        call = CollectiveCall.of(operation, torch.float32, "sum", 1, 3, 120)
         buffers = Buffers(torch.zeros(120, dtype=torch.uint8), torch.zeros(120, dtype=torch.uint8))
         buffers.reset(call, rank, operation in IN_PLACE)
         send, recv = buffers.views(call, rank, operation in IN_PLACE)
@@ -125,7 +125,7 @@ def test_in_place_reads_the_input_from_the_output(operation):
     ],
 )
 def test_sizes_and_bus_factors_are_those_of_nccl_tests(operation, size, count, factor):
-    call = Call.of(operation, torch.float32, "sum", 0, 4, 997)
+    call = CollectiveCall.of(operation, torch.float32, "sum", 0, 4, 997)
     assert (call.nbytes, call.count) == (size, count)
     assert math.isclose(call.bus_factor, factor)
     assert call.redop == ("sum" if operation in REDUCING else "none")

@@ -25,7 +25,8 @@ def base(mock):
 # Dies while it writes its second checkpoint: rank 1 inside the optimizer's file, when the model's is whole.
 CRASH = """
 import os, signal, sys
-from trainers import parallel_safetensors, pretrain_gpt
+from trainers import pretrain_gpt
+from trainers.checkpoints import parallel_safetensors
 from commengine import launch
 plain = parallel_safetensors._write_tensor
 written = 0

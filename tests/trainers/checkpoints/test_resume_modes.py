@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainers.checkpoints import run_state
+
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
@@ -64,10 +66,10 @@ def test_resuming_is_bit_for_bit_with_and_without_shards(world, trainer, folder,
     if precision == "fp16":
         overflow(straight)
         steps(straight, 1)
-    straight.save()
+    run_state.save(straight)
     written = state(straight)
     resumed = trainer(world, load=str(folder), **settings, **loading)
-    assert resumed.resume() and resumed.iteration == straight.iteration
+    assert run_state.resume(resumed) and resumed.iteration == straight.iteration
     assert (resumed.optimizer.updates, resumed.scaler) == (straight.optimizer.updates, straight.scaler)
     assert_same(state(resumed), written)
     assert [one[::2] for one in steps(resumed, 3)] == [one[::2] for one in steps(straight, 3)]  # the norm's sums differ
@@ -82,7 +84,7 @@ def test_files_are_the_same_with_and_without_shards(world, trainer, folder, prec
         settings = {"tensor_model_parallel_size": 2 if world.size == 4 else 1, **PRECISIONS[precision]}
         made = trainer(world, save=str(folder / name), **settings, **mode)
         steps(made, 2)
-        made.save()
+        run_state.save(made)
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, other = ((folder / name / "iter_0000002" / file).read_bytes() for name in ("whole", "sharded"))
         assert one == other
@@ -101,9 +103,9 @@ def test_files_are_the_same_with_and_without_shards(world, trainer, folder, prec
 def test_a_run_goes_on_in_another_precision_from_the_masters(world, trainer, folder, first, second):
     before = trainer(world, save=str(folder), **PRECISIONS[first], **SHARDED)
     steps(before, 2)
-    before.save()
+    run_state.save(before)
     after = trainer(world, load=str(folder), **PRECISIONS[second])
-    assert after.resume()
+    assert run_state.resume(after)
     old, new = state(before), state(after)
     if world.rank == 0:
         for name, p in after.model.named_parameters():
@@ -118,7 +120,7 @@ def test_a_checkpoint_of_the_first_format_loads(world, trainer, folder):
     """As written before there was half precision: no updates, loss scaler or masters."""
     made = trainer(world, save=str(folder))
     steps(made, 2)
-    made.save()
+    run_state.save(made)
     if world.rank == 0:
         path = folder / "iter_0000002" / "state.json"
         old = json.loads(path.read_text()) | {"format": 1}
@@ -128,6 +130,6 @@ def test_a_checkpoint_of_the_first_format_loads(world, trainer, folder):
             del old["settings"][key]
         path.write_text(json.dumps(old))
     resumed = trainer(world, load=str(folder), **SHARDED)
-    assert resumed.resume()
+    assert run_state.resume(resumed)
     assert (resumed.iteration, resumed.optimizer.updates) == (2, 2)
     assert_same(state(resumed), state(made))

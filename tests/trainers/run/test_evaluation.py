@@ -6,13 +6,14 @@ from torch.nn.functional import cross_entropy
 
 from commengine import ProcessGrid
 from tplayers import GPT, GPTConfig, initialize
-from trainers.data.batches import GlobalBatches
 from trainers.data.samples import ZipfSamples
 from trainers.run.evaluation import evaluate
+from trainers.tasks.gpt import NextToken, TokenBatches
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 CONFIG = GPTConfig(1, 16, 4, 50, 8, init_method_std=0.5, make_vocab_size_divisible_by=64)  # dropout 0.1
+WORDS = {"vocab_size": 50, "unusable": ""}
 
 
 def gpt(comm):
@@ -43,9 +44,9 @@ def test_every_sample_counts_once(world, alone, held_out, tensor, micro):
     samples = ZipfSamples(50, 8, seed=1, count=held_out)
     with ProcessGrid(world, tensor=tensor) as grid:
         model = gpt(grid.tensor)
-        batches = GlobalBatches(samples, None, size=8, micro=micro, data=grid.data)
+        batches = TokenBatches(samples, None, size=8, micro=micro, data=grid.data, **WORDS)
         for iterations in (1, 2, 100):
-            loss, tokens = evaluate(model, batches, grid.data, iterations=iterations)
+            loss, tokens = evaluate(model, NextToken(), batches, grid.data, iterations=iterations)["lm_loss"]
             expected, counted = direct(gpt(alone), samples, 8 * iterations)
             assert tokens == counted
             assert loss == pytest.approx(expected, rel=1e-10)
@@ -56,8 +57,8 @@ def test_a_split_smaller_than_the_ranks(world, alone):
     """Ranks without a sample take part and count nothing."""
     samples = ZipfSamples(50, 8, seed=2, count=1)
     with ProcessGrid(world, tensor=1) as grid:
-        batches = GlobalBatches(samples, None, size=world.size, micro=1, data=grid.data)
-        loss, tokens = evaluate(gpt(grid.tensor), batches, grid.data, iterations=3)
+        batches = TokenBatches(samples, None, size=world.size, micro=1, data=grid.data, **WORDS)
+        loss, tokens = evaluate(gpt(grid.tensor), NextToken(), batches, grid.data, iterations=3)["lm_loss"]
     assert tokens == 8
     assert loss == pytest.approx(direct(gpt(alone), samples, 1)[0], rel=1e-10)
 
@@ -66,8 +67,8 @@ def test_dropout_is_off_and_training_goes_on_as_before(world):
     with ProcessGrid(world, tensor=1) as grid:
         model = gpt(grid.tensor)
         before = [p.detach().clone() for p in model.parameters()]
-        batches = GlobalBatches(ZipfSamples(50, 8, 1, 5), None, size=world.size, micro=1, data=grid.data)
-        losses = {evaluate(model, batches, grid.data, iterations=9) for _ in range(2)}
+        batches = TokenBatches(ZipfSamples(50, 8, 1, 5), None, size=world.size, micro=1, data=grid.data, **WORDS)
+        losses = {evaluate(model, NextToken(), batches, grid.data, iterations=9)["lm_loss"] for _ in range(2)}
         assert len(losses) == 1
         assert model.training and all(layer.training for layer in model.modules())
         assert all(p.grad is None for p in model.parameters())

@@ -8,10 +8,9 @@ import torch
 
 from commengine import UsageError
 from commengine.rank_zero import on_every_rank
-from trainers.config import TrainConfig, validate
 from trainers.data.corpus import Corpus
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.compiler import require_compiler
-from trainers.training.trainer import GPTTrainer
 
 
 class Counting:
@@ -24,7 +23,7 @@ class Counting:
         return (torch.arange(9) * 7 + n).remainder(50).numpy()
 
 
-CONFIG = TrainConfig(
+CONFIG = GPTTrainConfig(
     num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, lr=1e-2,
     make_vocab_size_divisible_by=64, mock_data=True,
 )  # fmt: skip
@@ -40,7 +39,7 @@ def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     config = dataclasses.replace(CONFIG, tensor_model_parallel_size=tensor, global_batch_size=2 * world.size // tensor)
     steps, parameters = [], []
     for compiled in (False, True):
-        trainer = GPTTrainer(dataclasses.replace(config, compile=compiled), world, Corpus(Counting(), None, None))
+        trainer = gpt_trainer(dataclasses.replace(config, compile=compiled), world, Corpus(Counting(), None, None))
         first = trainer.step()
         with torch._dynamo.config.patch(error_on_recompile=True):
             steps.append([first, trainer.step(), trainer.step()])
@@ -65,7 +64,7 @@ def test_a_rank_without_a_compiler_refuses_for_all(world, monkeypatch):
 
 def test_a_sequence_that_does_not_divide_is_refused():
     config = dataclasses.replace(CONFIG, seq_length=9, sequence_parallel=True)
-    validate(dataclasses.replace(config, tensor_model_parallel_size=1), 2)
+    dataclasses.replace(config, tensor_model_parallel_size=1).validate(2)
     words = "--seq-length 9: with --sequence-parallel it must be a multiple of --tensor-model-parallel-size 2"
     with pytest.raises(UsageError, match=words):
-        validate(dataclasses.replace(config, tensor_model_parallel_size=2), 2)
+        dataclasses.replace(config, tensor_model_parallel_size=2).validate(2)

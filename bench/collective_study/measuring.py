@@ -1,0 +1,219 @@
+"""One point of bench.collectives: a call by every transport, in and out of place, alternating, checked and timed.
+
+A row, in the JSON that bench.fit reads, has of the call: operation, transport, group (world, tensor or data), ranks (of
+that group), dtype, redop ("none" where nothing is reduced), root (-1 where there is none), in_place, bytes and count
+(nccl-tests'). Of the times: iterations, converged (or else out of time), seconds {p50, p95, p99, min, max, mean} of the
+slowest rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second. wrong: elements, of all
+ranks. start_skew: {p50, max} of the seconds between the first rank's start of a call and the last's, and the
+uncertainty of the clocks. late: calls that were not counted, for between nodes a rank began late
+(bench/timing/starting.py). With --overlap, on streams: overlap {communication, compute, overall in seconds, percent}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.timing.clocks import Offset, synchronise
+from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
+from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange
+from bench.transports.in_process import Bound, Transport, timed
+from bench.transports.operations import IN_PLACE, CollectiveCall
+from commengine import CollectiveError, Communicator
+from commengine.mpi import load_mpi
+
+PRODUCT = 32  # rows and columns of the matrices of --overlap's compute: a product takes a microsecond or two
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """Where and how everything is measured: all groups of the world at the same time.
+
+    name: the row's "group": world, tensor or data. group: this rank's. by_clock: the ranks of a group begin at agreed
+    times, not at MPI's barrier (bench/timing/starting.py).
+    """
+
+    world: Communicator
+    group: Communicator
+    name: str
+    stopping: Stopping
+    overlap: bool = False
+    by_clock: bool = False
+
+    def meeting(self, offsets: Sequence[Offset]) -> Callable[[], object]:
+        """What the ranks of a group do before each call."""
+        if not self.by_clock:
+            return self.group.mpi.Barrier
+        delay = max(one.uncertainty for one in offsets)  # half a round trip to the first rank
+        clock = Clock.of(offsets[self.world.rank].seconds, delay, self.group.size)
+        return AgreedStart(clock, MpiExchange(self.group.mpi))
+
+    def in_group(self, mine: Times) -> Times:
+        """Element by element the largest of the group's."""
+        return _largest(self.group, mine)
+
+    def in_world(self, mine: Times) -> Times:
+        """Element by element the largest of all ranks'."""
+        return _largest(self.world, mine)
+
+    def sample(self, contestants: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
+        """See `bench.timing.sampling.sample`."""
+        self.world.mpi.Barrier()
+        stopping = (
+            replace(self.stopping, skew=MOST_SKEW, round_seconds=ROUND_SECONDS) if self.by_clock else self.stopping
+        )
+        return sample(contestants, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work()``, which every rank runs; CollectiveError in one group is one on every rank."""
+        problem, result = "", None
+        try:
+            result = work()
+        except CollectiveError as error:
+            problem = str(error) or repr(error)
+        if problems := [text for text in self.world.mpi.allgather(problem) if text]:
+            if isinstance(result, Transport):
+                result.close()
+            raise CollectiveError(problems[0])
+        return result
+
+
+def _largest(comm: Communicator, mine: Times) -> Times:
+    result = np.empty_like(mine)
+    comm.mpi.Allreduce(mine, result, load_mpi().MAX)
+    return result
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What came of a point. rows: on rank 0, nothing elsewhere. offsets: of every rank's clock, just before."""
+
+    rows: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    offsets: list[Offset]
+
+
+def measure_call(
+    place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int
+) -> CallResult:
+    """Measure ``call``. Collective over the world. variants: False out of place, True in place.
+
+    A row is that of the slowest group, but its wrong elements are those of all. seed: of the order within a round.
+    """
+    bounds: list[tuple[dict[str, Any], Bound]] = []
+    skipped = []
+    offsets = synchronise(place.world.mpi)
+    own, meet = offsets[place.world.rank], place.meeting(offsets)
+    for transport in transports:
+        transport.meet = meet
+        for in_place in [one for one in variants if not one or call.operation in IN_PLACE] or [False]:
+            about = _about(call, transport.name, place.name, in_place)
+            try:
+                if (reason := transport.refuses(call, in_place)) is not None:
+                    raise CollectiveError(reason)
+                bounds.append((about, place.agreed(partial(transport.bind, call, in_place))))
+            except CollectiveError as error:
+                skipped.append(about | {"reason": str(error)})
+    samplers = place.sample([bound for _, bound in bounds], seed, own.seconds)
+    rows = []
+    for (about, bound), sampler in zip(bounds, samplers, strict=True):
+        row = about | _times(call, sampler) | {"wrong": _wrong(place, bound)}
+        row["late"] = sampler.late
+        row["start_skew"] = {
+            "p50": float(np.median(sampler.skews)), "max": float(sampler.skews.max()), "uncertainty": own.uncertainty,
+        }  # fmt: skip
+        if place.overlap and bound.start is not None:
+            row["overlap"] = overlap(place, bound, sampler, meet, seed, own.seconds)
+        rows.append(row)
+    ranks = place.world.mpi.gather(rows) or []
+    slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
+    return CallResult(slowest, skipped, offsets)
+
+
+def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> dict[str, Any]:
+    return {
+        "operation": call.operation, "transport": transport, "group": group, "ranks": call.ranks,
+        "dtype": "none" if call.operation == "barrier" else str(call.dtype).removeprefix("torch."),
+        "redop": call.redop, "root": call.root, "in_place": in_place, "bytes": call.nbytes, "count": call.count,
+    }  # fmt: skip
+
+
+def _times(call: CollectiveCall, sampler: Sampler) -> dict[str, Any]:
+    seconds = sampler.statistics()
+    bandwidth = call.nbytes / seconds["p50"]
+    return {
+        "iterations": sampler.count, "converged": sampler.converged, "seconds": seconds, "ci": sampler.interval(),
+        "algbw": bandwidth, "busbw": bandwidth * call.bus_factor,
+    }  # fmt: skip
+
+
+def _wrong(place: GroupSetup, bound: Bound) -> int:
+    """Wrong elements on all ranks after one call from poisoned buffers."""
+    bound.reset()
+    place.world.mpi.Barrier()
+    bound.run(1)
+    return int(place.world.mpi.allreduce(bound.wrong(), load_mpi().SUM))
+
+
+class Compute:
+    """Matrix products that take about ``seconds`` on this rank, as OSU's non-blocking benchmarks calibrate theirs."""
+
+    def __init__(self, seconds: float, meet: Callable[[], object]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._left, self._right = (torch.rand(PRODUCT, PRODUCT, generator=generator) for _ in range(2))
+        self._out = torch.empty(PRODUCT, PRODUCT)
+        self._meet = meet
+        self._products = 50
+        _, took = self.run(5)
+        self._products = max(1, round(seconds * self._products / float(np.median(took))))
+
+    def __call__(self) -> None:
+        for _ in range(self._products):
+            torch.mm(self._left, self._right, out=self._out)
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        """See `bench.timing.sampling.Timed`."""
+        return timed(self, count, self._meet)
+
+
+class Both:
+    """A collective enqueued, the compute, then the wait for the collective."""
+
+    def __init__(self, start: Callable[[], Any], compute: Compute, meet: Callable[[], object]) -> None:
+        self._start, self._compute, self._meet = start, compute, meet
+
+    def _call(self) -> None:
+        work = self._start()
+        self._compute()
+        work.wait()
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        """See `bench.timing.sampling.Timed`."""
+        return timed(self._call, count, self._meet)
+
+
+def overlap(
+    place: GroupSetup, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
+) -> dict[str, float]:
+    """How much of a collective on a stream is hidden behind as much compute (OSU micro-benchmarks, osu_iallreduce).
+
+    Medians in seconds of three that alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
+    """
+    assert bound.start is not None
+    compute = Compute(float(np.median(alone.seconds)), meet)
+    samplers = place.sample([bound, compute, Both(bound.start, compute, meet)], seed, offset)
+    communication, computing, overall = (float(np.median(one.seconds)) for one in samplers)
+    return {
+        "communication": communication, "compute": computing, "overall": overall,
+        "percent": overlap_percent(communication, computing, overall),
+    }  # fmt: skip
+
+
+def overlap_percent(communication: float, compute: float, overall: float) -> float:
+    """100 (1 - (overall - compute) / communication), from 0 to 100."""
+    return min(100.0, max(0.0, 100 * (1 - (overall - compute) / communication)))

@@ -1,0 +1,13 @@
+"""The options of the two all-reduce programs that bench.gpu compares."""
+
+from __future__ import annotations
+
+from bench.command.parser import ProgramParser, new_program_parser
+
+
+def parser(program: str, description: str | None) -> ProgramParser:
+    """A parser of the size of the all-reduce and of the number of calls."""
+    options = new_program_parser(program, description)
+    options.add_argument("--bytes", type=int, default=1 << 20, help="size of the fp32 tensor (default: %(default)s)")
+    options.add_argument("--calls", type=int, default=100, help="calls in a step (default: %(default)s)")
+    return options

@@ -1,0 +1,75 @@
+"""The contestant's end of a contest: every rank obeys `run K` and `quit` from a socket of its own.
+
+A rank blocks in a read on its connection between commands, so a contestant that is not running takes no
+processor time. (A rank that waited for rank 0 inside a collective would spin there.) Standard library only.
+
+Protocol, one line each way; the driver is bench/contests/driver.py:
+
+    rank -> driver   {"rank": 0, "pid": 123, "note": "..."}                     once, after set-up
+    driver -> rank   run 2
+    rank -> driver   {"seconds": [0.71, 0.70], "loss": [9.01, 9.00], "peak_rss_bytes": 600000000}
+                     or {"error": "traceback"}, and the rank exits
+    driver -> rank   quit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SOCKET = "BENCH_SOCKET"  # environment variable: path of the driver's Unix-domain socket
+
+
+def timed(step: Callable[[], float], count: int) -> dict[str, Any]:
+    """Run `count` steps; the time of each on this rank, and the loss each returned."""
+    seconds, losses = [], []
+    for _ in range(count):
+        start = time.perf_counter()
+        loss = step()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"seconds": seconds, "loss": losses, "peak_rss_bytes": peak}
+
+
+def serve(step: Callable[[], float], rank: int | None = None, note: str = "") -> None:
+    """Run `step` whenever the driver says so, until it says `quit` or goes away.
+
+    step: one whole training step; returns this rank's loss. The driver averages losses over the ranks, so a
+    data-parallel rank returns the mean over its own samples and nobody communicates for it.
+    rank: default $RANK. note: what the driver should print about this contestant.
+
+    Without a driver ($BENCH_SOCKET unset) it runs 4 steps and prints the answer, to try a program by hand.
+    """
+    if rank is None:
+        rank = int(os.environ.get("RANK", "0"))
+    path = os.environ.get(SOCKET)
+    if path is None:
+        answer = timed(step, 4)
+        if rank == 0:
+            print(json.dumps(answer), flush=True)
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+
+        def send(message: dict[str, Any]) -> None:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+
+        send({"rank": rank, "pid": os.getpid(), "note": note})
+        with connection.makefile("r", encoding="utf-8") as commands:
+            while (command := commands.readline().split()) and command[0] != "quit":
+                if len(command) != 2 or command[0] != "run":
+                    raise ValueError(f"rank {rank}: expected 'run K' or 'quit', got {' '.join(command)!r}")
+                try:
+                    answer = timed(step, int(command[1]))
+                except BaseException:
+                    send({"error": traceback.format_exc()})
+                    raise
+                send(answer)

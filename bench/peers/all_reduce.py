@@ -1,0 +1,34 @@
+"""All-reduces of a device tensor through torch.distributed: the peer in ``python -m bench.gpu overhead``."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from bench.contests.all_reduce_options import parser
+from bench.contests.serving import serve
+
+
+def main() -> None:
+    """Set up, then obey the driver."""
+    arguments = parser("bench.peers.all_reduce", __doc__).parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    tensor = torch.ones(arguments.bytes // 4, device=device)
+
+    def step() -> float:
+        for _ in range(arguments.calls):
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        torch.cuda.synchronize(device)
+        return 0.0
+
+    step()
+    serve(step, dist.get_rank())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""The ways to run a collective on this process's own tensors: the engine's, and mpi4py without the engine.
+
+A transport opens once for a group, with buffers for its largest call; `bind` makes one call ready, `Bound.run` times
+it. The ranks meet before each call, outside of the time: at MPI's barrier, or as `Transport.meet` says. Where a
+library has an operation in place only, its time out of place has the copy of the input in it, as for whoever needs both
+tensors.
+
+The way through processes of their own, for the peers, is in bench/transports/peer_process.py.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.timing.sampling import Times
+from bench.transports.operations import REDUCING, Buffers, CollectiveCall
+from commengine import CollectiveError, Communicator
+from commengine.dtypes import MpiTypes
+
+
+class Bound(ABC):
+    """A call that is ready to be timed on every rank of its group.
+
+    Those of one transport share its buffers: `reset` before the result of one is looked at.
+    """
+
+    #: enqueue only, and return the Work; None where the transport has no stream
+    start: Callable[[], Any] | None = None
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Poison the buffers and write the input."""
+
+    @abstractmethod
+    def run(self, count: int) -> tuple[Times, Times]:
+        """See `bench.timing.sampling.Timed`."""
+
+    @abstractmethod
+    def wrong(self) -> int:
+        """Wrong elements in this rank's output."""
+
+
+class Transport(ABC):
+    """One way to run collectives on the tensors of a group. Collective to make, to `bind` and to close."""
+
+    name: str
+    #: what every rank of the group does before each call of those that are bound from now on
+    meet: Callable[[], object]
+
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
+        """Why this call cannot be made this way, or None; the same on every rank."""
+        return None
+
+    @abstractmethod
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
+        """The call, its buffers reset. Raises CollectiveError, on every rank, where it turns out to be impossible."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what was made; no call of it may be in use."""
+
+
+class LocalCall(Bound):
+    """A call made in this process. invoke: from beginning to end. meet: after which the ranks begin together."""
+
+    def __init__(
+        self,
+        call: CollectiveCall,
+        rank: int,
+        in_place: bool,
+        buffers: Buffers,
+        invoke: Callable[[], object],
+        meet: Callable[[], object],
+    ) -> None:
+        self._call, self._rank, self._in_place, self._buffers = call, rank, in_place, buffers
+        self._invoke, self._meet = invoke, meet
+        self.reset()
+
+    def reset(self) -> None:
+        self._buffers.reset(self._call, self._rank, self._in_place)
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        return timed(self._invoke, count, self._meet)
+
+    def wrong(self) -> int:
+        return self._buffers.wrong(self._call, self._rank)
+
+
+def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) -> tuple[Times, Times]:
+    """When each of ``count`` calls began, and how long it took."""
+    starts, ends = np.empty(count), np.empty(count)
+    clock = time.perf_counter
+    for index in range(count):
+        meet()
+        starts[index] = clock()
+        invoke()
+        ends[index] = clock()
+    return starts, ends - starts
+
+
+class Engine(Transport):
+    """The Communicator's operations on tensors of this process's own."""
+
+    name = "engine"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        self._group = group
+        self.meet = group.mpi.Barrier
+        self._comm = group  # runs the call
+        self._buffers = Buffers(self._memory(capacity), self._memory(capacity))
+        self._stream: Any = None
+
+    def _memory(self, capacity: int) -> Tensor:
+        return torch.zeros(capacity, dtype=torch.uint8)
+
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
+        start = self._start(call, in_place)
+        bound = LocalCall(call, self._comm.rank, in_place, self._buffers, self._finished(start), self._meet())
+        bound.start = start if self._stream is not None else None
+        return bound
+
+    def close(self) -> None:
+        del self._buffers  # a window is freed with its communicator only where no tensor refers to it
+
+    def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
+        """The call from beginning to end."""
+        return start
+
+    def _meet(self) -> Callable[[], object]:
+        return self.meet
+
+    def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
+        comm, stream = self._comm, self._stream
+        send, recv = self._buffers.views(call, comm.rank, in_place)
+        name, root = call.operation, call.root
+        if name == "barrier":
+            return partial(comm.barrier, stream=stream)
+        if name in ("all_reduce", "reduce", "broadcast"):
+            arguments = {"stream": stream, **({"op": call.redop} if name in REDUCING else {})}
+            arguments |= {"root": root} if root >= 0 else {}
+            operate = partial(getattr(comm, name), recv, **arguments)
+            if in_place or not call.sent(comm.rank):
+                return operate
+
+            def copied() -> Any:
+                recv.copy_(send)
+                return operate()
+
+            return copied
+        if name == "reduce_scatter":
+            return partial(comm.reduce_scatter, recv, send, call.redop, stream=stream)
+        if name in ("gather", "scatter"):
+            here = comm.rank == root
+            output, input = (recv if here else None, send) if name == "gather" else (recv, send if here else None)
+            return partial(getattr(comm, name), output, input, root, stream=stream)
+        if name == "sendrecv":
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            return partial(comm.sendrecv, send, following, recv, previous, stream=stream)
+        return partial(getattr(comm, name), recv, send, stream=stream)
+
+
+class Shared(Engine):
+    """The engine on tensors of `Communicator.empty`, which a node's ranks share: the large go through no message."""
+
+    name = "shared"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        from mpi4py import MPI
+
+        node = group.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        together = group.mpi.allreduce(node.size, MPI.MIN) == group.size > 1
+        node.Free()
+        if not together:
+            raise CollectiveError("needs a group of two ranks or more on one node")
+        # In a communicator that has windows, private tensors pay for finding out whose lie in one.
+        super().__init__(Communicator(group.mpi, device="cpu"), capacity)
+
+    def _memory(self, capacity: int) -> Tensor:
+        return self._group.empty((capacity,), torch.uint8).zero_()
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
+
+
+class Streamed(Engine):
+    """The engine on a stream, from enqueuing to the end of the wait."""
+
+    name = "stream"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        super().__init__(group, capacity)
+        self._stream = group.new_stream()
+
+    def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
+        return lambda: start().wait()
+
+
+class OnDevice(Engine):
+    """The engine on tensors of a CUDA device, until the device has finished; not run on a GPU yet."""
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        if not torch.cuda.is_available():
+            raise CollectiveError("needs a CUDA device, and torch sees none")
+        device_comm = Communicator(group.mpi, device="cuda", transport=self.name, name=group.name)
+        self._device = device_comm.device
+        super().__init__(group, capacity)
+        self._comm = device_comm
+
+    def _memory(self, capacity: int) -> Tensor:
+        return torch.zeros(capacity, dtype=torch.uint8, device=self._device)
+
+    def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
+        def run() -> None:
+            start()
+            torch.cuda.synchronize(self._device)
+
+        return run
+
+    def _meet(self) -> Callable[[], object]:
+        begin = self.meet
+
+        def meet() -> None:
+            torch.cuda.synchronize(self._device)
+            begin()
+
+        return meet
+
+    def close(self) -> None:
+        super().close()
+        self._comm.close()
+
+
+class Nccl(OnDevice):
+    """NCCL through the engine."""
+
+    name = "nccl"
+
+
+class Staged(OnDevice):
+    """Device tensors through pinned host memory and MPI, by the engine."""
+
+    name = "staged"
+
+
+class Mpi4py(Transport):
+    """mpi4py's own collectives on the same memory: what the engine is compared with. Out of place really is."""
+
+    name = "mpi4py"
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = group.mpi
+        self.meet = group.mpi.Barrier
+        self._types = MpiTypes(MPI)
+        self._buffers = Buffers(torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8))
+
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
+        if call.redop == "avg":
+            return "MPI has no avg"
+        if call.operation in REDUCING and (call.dtype, call.redop) not in self._types.reduce:
+            return f"MPI does not reduce {str(call.dtype).removeprefix('torch.')} as torch does"
+        return None
+
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
+        return LocalCall(call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self.meet)
+
+    def close(self) -> None:
+        del self._buffers
+
+    def _invocation(self, call: CollectiveCall, in_place: bool) -> Callable[[], object]:
+        comm, name, root = self._comm, call.operation, call.root
+        if name == "barrier":
+            return comm.Barrier
+        here = comm.rank == root
+        if name in REDUCING:
+            datatype, op = self._types.reduce[call.dtype, call.redop]
+        else:
+            datatype, op = self._types.move[call.dtype], self._mpi.OP_NULL
+        send, recv = self._buffers.views(call, comm.rank, in_place)
+        source, target = ((self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), datatype) for t in (send, recv))
+        given = self._mpi.IN_PLACE if in_place else source
+        if name == "all_reduce":
+            return partial(comm.Allreduce, given, target, op)
+        if name == "reduce":
+            sent = source if in_place and not here else given  # only the root may say IN_PLACE
+            return partial(comm.Reduce, sent, target if here else None, op, root)
+        if name == "reduce_scatter":
+            return partial(comm.Reduce_scatter_block, source, target, op)
+        if name == "broadcast":
+            operate = partial(comm.Bcast, target, root)
+            if in_place or not here:
+                return operate
+
+            def copied() -> None:
+                recv.copy_(send)
+                operate()
+
+            return copied
+        if name == "gather":
+            return partial(comm.Gather, source, target if here else None, root)
+        if name == "scatter":
+            return partial(comm.Scatter, source if here else None, target, root)
+        if name == "sendrecv":
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            return partial(comm.Sendrecv, source, following, 0, target, previous, 0)
+        return partial(comm.Allgather if name == "all_gather" else comm.Alltoall, given, target)
+
+
+#: by the names of --transports
+LOCAL: dict[str, Callable[[Communicator, int], Transport]] = {
+    made.name: made for made in (Engine, Mpi4py, Shared, Streamed, Nccl, Staged)
+}

@@ -1,0 +1,26 @@
+"""mkdocs: the measured results of ``bench/results`` become pages of the site, and links to them lead there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+RESULTS = "bench/results"
+#: a link of a page to a file of ``bench/results``, which lies outside of ``docs``
+LINK = re.compile(rf"\]\((?P<up>(?:\.\./)+){RESULTS}/")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the tables and pictures of ``bench/results`` as ``results/*``."""
+    for path in sorted((Path(config.config_file_path).parent / RESULTS).glob("*")):
+        if path.suffix in (".md", ".png"):
+            files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Turn ``](../bench/results/x.md)`` into ``](results/x.md)``: one folder less to leave."""
+    return LINK.sub(lambda link: f"]({link['up'].removeprefix('../')}results/", markdown)

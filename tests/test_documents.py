@@ -1,0 +1,342 @@
+"""README.md and docs/: every command is run or parsed, every link leads somewhere, every name and path exists."""
+
+import importlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from tests.support import documents, mpirun
+from tests.support.documents import PAGES, Command
+from tests.test_readme import accepted
+
+ROOT = mpirun.ROOT
+PACKAGES = ("commengine", "tplayers", "trainers", "bench")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+ALL = sorted({(command.page, command.text): command for command in documents.commands(*PAGES)}.items())
+COMMANDS = [command for _, command in ALL]
+
+#: commands that no parser of ours can read, and why that is right
+NOT_OURS = {
+    "export PATH=$PWD/.venv/bin:$PATH OMP_NUM_THREADS=1": "sets the shell's environment",
+    "python -m mpi4py program.py": "mpi4py's own command",
+}
+LAUNCHERS = ("mpirun", "mpiexec", "srun")
+#: options added so that a command which measures ends soon
+SMALLER = {
+    "bench.collectives": ["--time-limit", "0.01", "--warmup", "1"],
+    "bench.step": ["--steps", "2", "--warmup", "1"],
+    "bench.replay": ["--rounds", "2"],
+    "bench.switch_points": ["--seconds", "2", "--largest", "64K"],
+}
+#: what a reader has made before, or names as an example
+OF_THE_READER = ("runs/", "iter_", "tensorboard/", "site/", "/dev/", "bin/")
+
+
+def ids(command: Command) -> str:
+    return f"{command.page}: {command.text}"[:100]
+
+
+@pytest.fixture
+def data(tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").touch()
+    return tmp_path / "tokens"
+
+
+# Commands ---------------------------------------------------------------------------------------------------------
+
+
+def python_words(words: list[str]) -> tuple[int, list[str]]:
+    """(ranks, what python is given) of a command that a launcher may start."""
+    at = words.index("python")
+    launcher = words[:at]
+    ranks = int(launcher[launcher.index("-n") + 1]) if "-n" in launcher else 1
+    return ranks, words[at + 1 :]
+
+
+def parse_module(command: Command, words: list[str], data: Path) -> None:
+    """Give the arguments of ``python -m`` to that command's own parser."""
+    name, arguments = words[1], words[2:]
+    if name == "trainers.pretrain_gpt":
+        accepted(command.text.replace("srun ", "mpirun "), data)
+        return
+    module = importlib.import_module(name)
+    assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
+    parser = module.parser() if hasattr(module, "parser") else module._parser()
+    _, rest = parser.parse_known_args(arguments)
+    if rest:
+        assert name == "bench.step", f"{command.text}: unknown arguments {rest}"
+        ranks, _ = python_words(command.words)
+        accepted(f"mpirun -n {ranks} python -m trainers.pretrain_gpt {' '.join(rest)}", data)
+
+
+def parse_make(words: list[str], data: Path) -> None:
+    """Let make say what it would run."""
+    # Not what the make that runs these tests was given.
+    given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "NP", "DATA", "CONFIG", "MPI")
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    words = [f"DATA={data}" if word.startswith("DATA=") else word for word in words]
+    done = subprocess.run(
+        ["make", "--dry-run", *words[1:]], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def parse_pip(words: list[str]) -> None:
+    assert words[1] == "install" and re.fullmatch(r"\.(\[[\w,-]+\])?", words[2]), words
+    extras = set(filter(None, words[2].strip(".[]").split(",")))
+    assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=ids)
+def test_command_is_parsed(command, data):
+    if command.text in NOT_OURS:
+        return
+    words = command.words
+    if words[0] == "make":
+        parse_make(words, data)
+    elif words[0] == "pip":
+        parse_pip(words)
+    else:
+        assert words[0] in (*LAUNCHERS, "python"), f"{command.text}: not known how to check this"
+        if "python" not in words and not command.fenced:
+            return  # a launcher's options, in a sentence
+        _, words = python_words(words)
+        if words[0] == "-m":
+            parse_module(command, words, data)
+        else:
+            assert (ROOT / words[0]).is_file(), command.text
+
+
+def test_there_are_commands_and_no_reason_is_left_over():
+    assert len(COMMANDS) > 20
+    assert set(NOT_OURS) <= {command.text for command in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mpirun -n 2 python -m bench.collectives --no-such-option",
+        "mpirun -n 3 python -m trainers.pretrain_gpt --config trainers/configs/main.yaml",
+        "mpirun -n 2 python -m trainers.pretrain_gpt --config trainers/configs/main.yaml --no-such-option",
+        "python -m bench.predict --model 9.9b",
+        "python examples/none.py",
+        "make no-such-target",
+        "pip install '.[none]'",
+        "sbatch job.sh",
+    ],
+)
+def test_a_wrong_command_is_found(text, data):
+    with pytest.raises((Exception, SystemExit)):
+        test_command_is_parsed(Command("page", text, fenced=True), data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as the repository's root, in which commands may write files."""
+    folder = tmp_path_factory.mktemp("page")
+    for name in (*PACKAGES, "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "runs" / "data").mkdir(parents=True)
+    (folder / "my.txt").write_text("".join(f"A paragraph about {n} things.\n\n" for n in range(5000)))
+    return folder
+
+
+def runnable() -> list[Command]:
+    """The commands that are run, in the order of their page: some read what an earlier one wrote."""
+    pages = [ROOT / "docs" / page for page in ("cost-study.md", "embedding.md", "training.md")]
+    return [
+        command
+        for command in documents.commands(*pages)
+        if command.fenced and "python" in command.words and "trainers.pretrain_gpt" not in command.words
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runnable(), ids=ids)
+def test_command_runs(command, folder):
+    """As it is written, but for options that make a measurement short."""
+    ranks, words = python_words(command.words)
+    if words[0] == "-m":
+        words += SMALLER.get(words[1], [])
+        if words[1] == "bench.collectives" and "--min-bytes" not in words:
+            words += ["--max-bytes", "1K", "--step-factor", "16"]
+    env = {"PYTHONPATH": str(ROOT)}
+    if command.words[0] == "mpirun":
+        done = mpirun.run(ranks, *words, timeout=100, env=env, cwd=folder)
+    else:
+        done = mpirun.command([sys.executable, *words], timeout=100, env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for option, name in itertools.pairwise(words):
+        if option in ("--json", "--output", "--plot", "--timeline", "--save"):
+            assert (folder / name).exists(), f"{option} {name} was not written"
+
+
+@pytest.mark.slow
+def test_python_of_the_cost_study_runs(folder):
+    """After the commands above, which wrote the model that it reads."""
+    (text,) = [block.text for block in documents.blocks(ROOT / "docs" / "cost-study.md") if block.language == "python"]
+    if not (folder / "model.json").exists():
+        pytest.skip("the page's commands did not run before: choose them too")
+    done = mpirun.command([sys.executable, "-c", text], timeout=60, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 60
+
+
+@pytest.mark.slow
+def test_the_data_parallel_example_trains_alike_on_one_and_four_ranks():
+    found = []
+    for ranks in (1, 4):
+        done = mpirun.run(ranks, "examples/data_parallel.py", timeout=60)
+        assert done.returncode == 0, done.stderr
+        found.append([float(number) for number in re.findall(r"(?:loss|norm) ([\d.]+)", done.stdout)])
+    one, four = found
+    assert len(one) == 4 and one[2] < one[0]
+    assert one == pytest.approx(four, abs=2e-4)
+
+
+# Text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+def test_blocks_have_a_known_language(page):
+    assert [block for block in documents.blocks(page) if block.language not in documents.LANGUAGES] == []
+    indented = re.findall(r"^ {4,}\S.*", documents.prose(page), re.MULTILINE)
+    reference = "reference" in page.parts
+    assert reference or indented == [], "code stands in a fenced block, where these tests find it"
+
+
+def test_programs_that_pages_show_are_the_files():
+    shown = {
+        (ROOT / title).read_text(): block.page
+        for page in PAGES
+        for block in documents.blocks(page)
+        for title in re.findall(r'^```python title="([^"]+)"$', page.read_text(), re.MULTILINE)
+        if block.language == "python"
+    }
+    texts = [block.text for page in PAGES for block in documents.blocks(page) if block.language == "python"]
+    assert shown and all(program in texts for program in shown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+def test_links_lead_somewhere(page):
+    for link in documents.links(page):
+        target = urlsplit(link)
+        if target.scheme:
+            continue
+        file = (page.parent / target.path).resolve() if target.path else page
+        assert file.exists(), f"{link}: there is no such file"
+        if target.fragment:
+            assert target.fragment in documents.anchors(file), f"{link}: there is no such heading"
+
+
+FILES = set(subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                           text=True, check=True).stdout.splitlines())  # fmt: skip
+NAMES = {Path(file).name for file in FILES}
+PATH = re.compile(r"(?=.*[/.])[\w./*-]+(?:/|\.(?:py|md|yaml|json|sh|png))")
+
+
+def exists(path: str) -> bool:
+    """Whether a path of a page is one of the repository, of a package, or the name of a file."""
+    if "/" not in path:
+        return path in NAMES
+    return any(bool(list(base.glob(path.rstrip("/")))) for base in (ROOT, *(ROOT / package for package in PACKAGES)))
+
+
+#: names of files that commands write, or that a reader has
+WRITTEN = {
+    "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
+    "PREFIX-tokenizer.json", "step.json", "step.png", "program.py", "job.sh", ".json", ".png",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+def test_paths_in_backticks_exist(page):
+    missing = [
+        code
+        for code in documents.inline_code(page)
+        if PATH.fullmatch(code) and not code.startswith(OF_THE_READER) and code not in WRITTEN and not exists(code)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+def test_dotted_names_in_backticks_exist(page):
+    for code in documents.inline_code(page):
+        found = re.match(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+", code)
+        if found is None or PATH.fullmatch(code):
+            continue
+        parts = found[0].split(".")
+        value = importlib.import_module(parts[0])
+        for number, part in enumerate(parts[1:], 2):
+            if not hasattr(value, part):
+                value = importlib.import_module(".".join(parts[:number]))
+            else:
+                value = getattr(value, part)
+
+
+def test_the_pages_are_short_enough_to_read():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 250
+
+
+# The web pages ----------------------------------------------------------------------------------------------------
+
+
+def pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    listed = pages_of(settings["nav"])
+    assert sorted(listed) == sorted(pages)
+    assert settings["strict"] is True  # a broken link or reference is an error
+
+
+@pytest.mark.parametrize(
+    "package, page", [("commengine", "commengine"), ("commengine.cost", "cost"), ("tplayers",) * 2]
+)
+def test_every_public_name_is_in_the_reference(package, page):
+    module = importlib.import_module(package)
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+    documented = {name.split(".")[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    submodules = {"launch"}  # its functions are documented one by one
+    assert set(module.__all__) - submodules <= documented
+
+
+def test_every_command_is_in_the_reference():
+    for package in ("trainers", "bench"):
+        text = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
+        commands = {path.stem for path in (ROOT / package).glob("*.py") if "__main__" in path.read_text()}
+        assert commands and {name for name in commands if f"::: {package}.{name}\n" not in text} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="no extra 'docs'")
+def test_a_broken_reference_is_an_error(tmp_path):
+    """Make docs must fail where a page names what does not exist."""
+    for name in ("docs", *PACKAGES):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    build = [str(Path(sys.executable).parent / "mkdocs"), "build", "--strict", "--quiet"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "docs" / "reference" / "commengine.md"
+    page.write_text(page.read_text() + "\n::: commengine.NoSuchName\n")
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "NoSuchName" in done.stderr

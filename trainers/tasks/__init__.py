@@ -1,0 +1,1 @@
+"""What can be trained: a module for each task, with its settings, model, objective and batches."""

@@ -1,0 +1,91 @@
+"""The interfaces of what a trainer trains: an objective, and a source of batches.
+
+A `trainers.training.trainer.Trainer` trains any ``nn.Module``. Parameters that layers of tplayers added know which part
+of a global tensor they hold (`tplayers.Placement`); all other parameters are replicated, and must have the same values
+on every rank. Everything else that the trainer needs to know stands in the two interfaces here, an `Objective` and a
+`BatchSource`. `trainers.tasks.gpt` is an example of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from tplayers import Randomness
+
+
+class Microbatch(Protocol):
+    """The samples that one rank takes through the model at once."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The global number of each sample, from 0 over the whole run. Dropout masks are a function of it."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """For each term of the objective, the items of this microbatch that the term sums over. May be 0."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the model can take these samples. If not, `BatchSource.unusable` says what is wrong."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same microbatch with its tensors on ``device``."""
+
+
+AnyMicrobatch = TypeVar("AnyMicrobatch", bound=Microbatch, contravariant=True)
+SourceMicrobatch = TypeVar("SourceMicrobatch", bound=Microbatch, covariant=True)
+
+
+class BatchSource(Protocol[SourceMicrobatch]):
+    """The global batches of a run, cut into this rank's microbatches.
+
+    All ranks of a tensor group get the same microbatches. Each rank of the data group gets its own, and all of them get
+    the same number of microbatches, at least one: a rank that has no samples left gets microbatches that count nothing.
+    """
+
+    @property
+    def size(self) -> int:
+        """Samples of a global batch, over all ranks of the data group."""
+
+    @property
+    def unusable(self) -> str:
+        """What is wrong if a microbatch is not usable, and what to do: an error message. It names no step."""
+
+    def __call__(self, k: int) -> Iterable[SourceMicrobatch]:
+        """This rank's microbatches of global batch ``k``, from 0: the same whenever they are asked for."""
+
+
+class FiniteBatchSource(BatchSource[SourceMicrobatch], Protocol[SourceMicrobatch]):
+    """A source whose samples end, for evaluation: each sample is counted in one global batch, once."""
+
+    def __len__(self) -> int:
+        """Global batches that have samples."""
+
+
+class Objective(Protocol[AnyMicrobatch]):
+    """What a run minimizes: a sum of one or more mean losses, the terms.
+
+    The mean of a term is taken over all its items in the global batch, wherever they are. The caller therefore gets the
+    losses of a microbatch, adds them up, and divides by the count over the whole data group (`Microbatch.counts`); the
+    mean of the ranks' means would be another number where the counts of the ranks differ, as those of masked tokens do.
+    """
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of each term, as it stands in metrics.jsonl: ("lm_loss",) for GPT."""
+
+    def __call__(self, model: Any, batch: AnyMicrobatch, randomness: Randomness | None) -> Sequence[Tensor]:
+        """For each term its losses on ``batch``: a tensor of any shape, whose elements the caller adds up.
+
+        An item that does not count has the loss 0. A scalar tensor, which is a sum already, is allowed.
+
+        model: the module to call: the trainer's model, or in training its compiled form.
+        randomness: what dropout draws from; None in evaluation.
+
+        Every parameter must get a gradient in every backward, also from a microbatch that counts nothing (its gradient
+        is 0). Every rank of the tensor group makes this call with the same arguments, and must get the same losses.
+        """
