@@ -5,7 +5,7 @@ from xdist.scheduler import LoadScopeScheduling
 #: files in which no two tests share a fixture that is slow to make, and which take more than half a minute
 INDEPENDENT = (
     "tests/commengine/test_launch.py",
-    "tests/commengine/test_timeout.py",
+    "tests/commengine/timeout/test_watcher.py",
     "tests/lab/test_emulated_hosts.py",
     "tests/test_harness.py",
 )
