@@ -19,31 +19,31 @@ whatever holds so much: caches or memory.
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from bench.collective_study.memory import free_memory
+from bench.collective_study.results import FORMAT
 from bench.collective_study.tables import bandwidth_plot
-from bench.collectives import FORMAT, free_memory, listed, parse_bytes
+from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import progress, run_on_ranks
+from bench.command.values import check_least, check_positive, listed, size_of
 from bench.timing.sampling import Times, median_interval
 from bench.transports.all_reduce_only import Memory, open_transports
 from bench.transports.in_process import Bound, Shared, Transport
 from bench.transports.operations import DTYPES, CollectiveCall
-from commengine import Communicator, UsageError, launch
+from commengine import Communicator, UsageError
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
-from trainers.options import Parser
 
+COMMAND = "bench.all_reduce"
 SUMMED = ("float32", "bfloat16")
 MOST_CALLS = 200  # of a turn
 OURS, BOUND = Shared.name, Memory.name
@@ -220,11 +220,9 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
-    """The command line. Raises ValueError, which names the option, for what cannot be."""
-    options = Parser(
-        prog="python -m bench.all_reduce", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     add("--min-bytes", default="1K", metavar="SIZE")
     add("--max-bytes", default="64M", metavar="SIZE")
@@ -232,17 +230,21 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
     add("--rounds", type=int, default=21)
     add("--turn-seconds", type=float, default=0.02, help="of a contestant in a round, about")
     add("--seed", type=int, default=0, help="of the order within a round")
-    add("--output", metavar="FILE", help="write the tables as markdown")
-    add("--json", metavar="FILE", help="every number, as bench.fit reads it")
-    add("--plot", metavar="FILE", help="bus bandwidth over size, of the first dtype: .png, .svg or .pdf")
-    given = options.parse_args(argv)
-    sizes = []
-    for option, text in (("--min-bytes", given.min_bytes), ("--max-bytes", given.max_bytes)):
-        try:
-            sizes.append(parse_bytes(str(text)))
-        except ValueError as error:
-            raise ValueError(f"{option}: {error}") from None
-    low, high = sizes
+    add_files(
+        options,
+        json="write every number, as bench.fit reads it",
+        plot="draw the bus bandwidth over the size for the first dtype: .png, .svg or .pdf",
+    )
+    return options
+
+
+def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
+    """The settings that the command line gives. memory: see `free_memory`.
+
+    Raises ValueError that names the option at fault.
+    """
+    given = parser().parse_args(argv)
+    low, high = size_of("--min-bytes", given.min_bytes), size_of("--max-bytes", given.max_bytes)
     if not 4 <= low <= high:
         raise ValueError(f"--min-bytes {low} and --max-bytes {high}: at least 4, and not falling")
     if 10 * high > memory["available"] or 4 * high > memory["shared"]:
@@ -250,8 +252,8 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
             f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not "
             f"fit into what a rank has: {memory['available']} bytes, {memory['shared']} of them shared"
         )
-    if given.rounds < 1 or not 0 < given.turn_seconds < float("inf"):
-        raise ValueError(f"--rounds {given.rounds} and --turn-seconds {given.turn_seconds}: at least 1, and above 0")
+    check_least(given, rounds=1)
+    check_positive(given, "turn_seconds")
     check_writable(output=given.output, json=given.json, plot=given.plot)
     low = -(-low // 8) * 8  # whole elements of every dtype, and of the memory pass
     chosen = [low << shift for shift in range((high // low).bit_length())]
@@ -260,7 +262,7 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes. 1 if a result was wrong."""
-    result = environment("bench.all_reduce")  # now: the load average is to be that of others
+    result = environment(COMMAND)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = on_rank_zero(world, lambda: parse(argv, memory))
     if world.size == 1:
@@ -272,10 +274,11 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     ]
     transports, missing = open_transports(world, max(call.nbytes for call in calls))
     rows = []
-    quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
-    for number, call in enumerate(tqdm(calls, disable=quiet, file=sys.stderr)):
-        cells = measure(world, call, transports, chosen["rounds"], chosen["turn_seconds"], chosen["seed"] + number)
-        rows += rows_of(call, cells)
+    with progress(world, len(calls)) as bar:
+        for number, call in enumerate(calls):
+            cells = measure(world, call, transports, chosen["rounds"], chosen["turn_seconds"], chosen["seed"] + number)
+            rows += rows_of(call, cells)
+            bar.update()
     del cells  # a window in which a tensor lies is not freed
     for transport in transports:
         transport.close()
@@ -283,12 +286,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     result["turn_seconds"] = chosen["turn_seconds"]
 
     def conclude() -> None:
-        text = markdown(result)
-        print(text, end="", flush=True)
-        if chosen["output"]:
-            Path(chosen["output"]).write_text(text, encoding="utf-8")
-        if chosen["json"]:
-            Path(chosen["json"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        publish(markdown(result), result, output=chosen["output"], json_file=chosen["json"])
         if chosen["plot"]:
             drawn = [row for row in rows if row["dtype"] == chosen["dtypes"][0]]
             bandwidth_plot(Path(chosen["plot"]), drawn, TITLES)
@@ -298,4 +296,4 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import re
-import shutil
 import sys
-from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
+from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -31,29 +28,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.collective_study.measuring import GroupSetup, measure_call
+from bench.collective_study.memory import free_memory
+from bench.collective_study.results import FORMAT
 from bench.collective_study.tables import table, write_csv, write_plot
-from bench.command.machine import environment
-from bench.command.options import check_writable
+from bench.command.files import add_files, check_writable
+from bench.command.machine import environment, heading
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import progress, run_on_ranks
+from bench.command.values import check_positive, listed, one_of, size_of
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Stopping
 from bench.timing.starting import spans_nodes
 from bench.transports.in_process import LOCAL, Transport
 from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, CollectiveCall
 from bench.transports.peer_process import PEERS, PeerTransport
-from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError, launch
+from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError
 from commengine.dtypes import reduction_error
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
-from trainers.options import Parser
 
-FORMAT = 1
+COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")
 STARTS = ("auto", "barrier", "clock")
 MEMORY_SHARE = 8  # the default of --max-bytes: all buffers together take no more than this part of the memory
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Settings:
     json: str | None
     csv: str | None
     plot: str | None
+    output: str | None
 
     def series(self, ranks: int) -> Iterator[list[CollectiveCall]]:
         """For each operation, dtype and reduction the calls of all sizes, ascending, none twice."""
@@ -89,29 +88,9 @@ class Settings:
                     yield list({call.nbytes: call for call in calls}.values())
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from "4096", "64M", "1.5GiB": K, M, G and T are powers of 1024. ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
-    if found is None:
-        raise ValueError(f"{text!r} is not a size: give bytes, or 32K, 64M, 1G")
-    return int(float(found[1]) * UNITS[found[2]])
-
-
-def listed(values: Sequence[str], choices: Sequence[str], option: str) -> list[str]:
-    """Names separated by spaces or commas, each once. ValueError for one that is no choice."""
-    names = list(dict.fromkeys(name for value in values for name in value.split(",") if name))
-    if unknown := [name for name in names if name not in choices]:
-        raise ValueError(f"{option}: no {unknown[0]!r}; there are {', '.join(choices)}")
-    if not names:
-        raise ValueError(f"{option} names nothing; there are {', '.join(choices)}")
-    return names
-
-
-def parser() -> Parser:
+def parser() -> CommandParser:
     """The command line."""
-    options = Parser(
-        prog="python -m bench.collectives", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     transports = [*LOCAL, *PEERS]
     local = list(LOCAL)[:4]
@@ -142,9 +121,12 @@ def parser() -> Parser:
         help="of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0,
         help="of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
-    add("--json", metavar="FILE", help="every number, as bench.fit reads it")
-    add("--csv", metavar="FILE")
-    add("--plot", metavar="FILE", help="time and bus bandwidth over size: .png, .svg or .pdf")
+    add_files(
+        options,
+        json="write every number, as bench.fit reads it",
+        csv="write a line for each row of the tables",
+        plot="draw time and bus bandwidth over the size: .png, .svg or .pdf",
+    )
     return options
 
 
@@ -155,10 +137,8 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
     transports = listed(given.transports, [*LOCAL, *PEERS], "--transports")
     dtypes = listed(given.dtypes, list(DTYPES), "--dtypes")
     redop = listed(given.redop, REDOPS, "--redop")
-    if given.start not in STARTS:
-        raise ValueError(f"--start: no {given.start!r}; there are {', '.join(STARTS)}")
-    if given.group not in GROUPS:
-        raise ValueError(f"--group: no {given.group!r}; there are {', '.join(GROUPS)}")
+    one_of(given.start, STARTS, "--start")
+    one_of(given.group, GROUPS, "--group")
     tensor = given.tensor_model_parallel_size
     try:
         layout = GridLayout(world_size, tensor)
@@ -171,20 +151,17 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
         for op in redop:
             if REDUCING & set(operations) and (problem := reduction_error(DTYPES[name], op)):
                 raise ValueError(f"--redop {op} with --dtypes {name}: {problem}")
-    positive = {"--confidence": given.confidence, "--time-limit": given.time_limit, "--warmup": given.warmup}
-    for option, value in positive.items():
-        if not (0 < value < math.inf):
-            raise ValueError(f"{option} {value}: a number above 0")
+    check_positive(given, "confidence", "time_limit", "warmup")
     variants = [in_place for in_place, wanted in ((False, given.out_of_place), (True, given.in_place)) if wanted]
     if not variants:
         raise ValueError("--no-in-place and --no-out-of-place leave nothing to measure")
     if given.overlap and "stream" not in transports:
         raise ValueError("--overlap measures the transport stream: add it to --transports")
-    check_writable(json=given.json, csv=given.csv, plot=given.plot)
+    check_writable(output=given.output, json=given.json, csv=given.csv, plot=given.plot)
     return Settings(
         operations, transports, dtypes, redop, given.root, _sizes(given, transports, memory), variants, tensor,
         given.group, {"confidence": given.confidence, "seconds": given.time_limit, "warmup": given.warmup},
-        given.overlap, given.start, given.seed, given.json, given.csv, given.plot,
+        given.overlap, given.start, given.seed, given.json, given.csv, given.plot, given.output,
     )  # fmt: skip
 
 
@@ -195,13 +172,8 @@ def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> lis
     if "shared" in transports:
         most = min(most, memory["shared"] // 2)
     default = 1 << max(0, (most // MEMORY_SHARE).bit_length() - 1)
-    sizes = {}
-    for option, text in (("--min-bytes", given.min_bytes), ("--max-bytes", given.max_bytes)):
-        try:
-            sizes[option] = default if text is None else parse_bytes(str(text))
-        except ValueError as error:
-            raise ValueError(f"{option}: {error}") from None
-    least, largest = sizes.values()
+    least = size_of("--min-bytes", given.min_bytes)
+    largest = default if given.max_bytes is None else size_of("--max-bytes", given.max_bytes)
     if not 1 <= least <= largest:
         raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: at least 1, and not falling")
     if largest > most:
@@ -216,26 +188,6 @@ def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> lis
         found.append(round(size))
         size *= given.step_factor
     return found
-
-
-def free_memory(world: Communicator) -> dict[str, int]:
-    """Bytes that each rank may take, and of them in windows, on the node that has least. Collective."""
-    mpi = load_mpi()
-    node = world.mpi.Split_type(mpi.COMM_TYPE_SHARED)
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) << 10
-    try:  # a container's share of the machine
-        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
-        available = min(available, max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        pass
-    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else available
-    each = [world.mpi.allreduce(size // node.size, mpi.MIN) for size in (available, min(available, shared))]
-    node.Free()
-    return dict(zip(("available", "shared"), each, strict=True))
 
 
 def open_transports(
@@ -297,7 +249,7 @@ def measure(
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes."""
-    surroundings = environment("bench.collectives")  # now: the load average is to be that of others
+    surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = Settings(**on_rank_zero(world, lambda: asdict(settings(argv, world.size, memory))))
     with ExitStack() as stack:
@@ -313,9 +265,14 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             reasons = "; ".join(f"{one['transport']} {one['reason']}" for one in unopened)
             raise UsageError(f"--transports: none of them works here: {reasons}")
         began, first = load_mpi().Wtime(), synchronise(world.mpi)
-        quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
-        bar = stack.enter_context(tqdm(total=len(calls), disable=quiet, file=sys.stderr))
-        rows, skipped = measure(place, chosen, transports, lambda text: bar.write(f"{text}\n", file=sys.stdout), bar)
+        bar = stack.enter_context(progress(world, len(calls)))
+        tables: list[str] = []
+
+        def show(text: str) -> None:
+            tables.append(text)
+            bar.write(f"{text}\n", file=sys.stdout)
+
+        rows, skipped = measure(place, chosen, transports, show, bar)
         last = synchronise(world.mpi)
         clock = clock_summary(first, last, load_mpi().Wtime() - began)
     result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
@@ -323,7 +280,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     result["start"] = "clock" if by_clock else "barrier"
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
-        conclude(result, chosen)
+        conclude(result, chosen, tables)
     return 1 if wrong else 0
 
 
@@ -333,24 +290,31 @@ def _close(transport: Transport, failed: type[BaseException] | None, *_: object)
         transport.close()
 
 
-def conclude(result: dict[str, Any], chosen: Settings) -> None:
-    """Say what there is to say, and write the files."""
-    reasons = dict.fromkeys(
-        f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
-        for one in result["skipped"]
-    )
-    print("\n".join(reasons), end="\n" if reasons else "")
+def conclude(result: dict[str, Any], chosen: Settings, tables: Sequence[str]) -> None:
+    """Print the remarks on the tables, which are printed already, and write the files."""
     clock, rows = result["clock"], result["rows"]
-    print(
+    remarks = list(
+        dict.fromkeys(
+            f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
+            for one in result["skipped"]
+        )
+    )
+    remarks.append(
         f"# clocks: offsets to rank 0 of at most {max(map(abs, clock['offsets'])) * 1e6:.2f} us, known within "
         f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
         f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
     )
     if late := sum(row["late"] for row in rows):
-        print(f"# {late} calls are not counted, for a rank began late")
+        remarks.append(f"# {late} calls are not counted, because a rank began late")
     if slow := sum(not row["converged"] for row in rows):
-        print(f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough")
-    print(f"# {sum(row['wrong'] for row in rows)} wrong elements")
+        remarks.append(
+            f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough"
+        )
+    remarks.append(f"# {sum(row['wrong'] for row in rows)} wrong elements")
+    print("\n".join(remarks))
+    if chosen.output:
+        lines = [*heading("Collectives", result), "", "```", "\n\n".join(tables), "", *remarks, "```", ""]
+        Path(chosen.output).write_text("\n".join(lines), encoding="utf-8")
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
     if chosen.csv:
@@ -360,4 +324,4 @@ def conclude(result: dict[str, Any], chosen: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

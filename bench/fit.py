@@ -27,14 +27,18 @@ from bench.collective_study import piecewise
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
 from bench.collective_study.results import KEY, STATISTICS, Series, read
 from bench.collective_study.tables import LINES, readable
+from bench.command.files import check_writable
 from bench.command.machine import environment
-from bench.command.options import new_parser
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import user_errors
+from bench.command.values import check_least
 from commengine import UsageError
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COMMAND = "bench.fit"
 #: names of what costs one message: a rank sends and receives at once (commengine/cost/collectives.py)
 MESSAGES = ("send", "sendrecv", "ping_pong")
 
@@ -57,12 +61,11 @@ class FittedSeries:
         return f"{self.series.operation}, {self.series.ranks} ranks, {self.series.variant}"
 
 
-def parse(argv: Sequence[str] | None = None) -> Any:
-    """The command line, and its parser for errors that are found later."""
-    options = new_parser("bench.fit", __doc__)
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     add("results", type=Path, metavar="RESULTS.json", help="what bench.collectives --json wrote")
-    add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
     add("--output", type=Path, metavar="FILE", help="write the model as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw fits over data, and residuals (png, pdf, svg)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables")
@@ -73,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--in-place", action=BooleanOptionalAction, help="fit only what ran in place, or only what did not")
     add("--statistic", choices=STATISTICS, default="p50", help="of the times; min where others use the machine, too")
     add("--segments", type=int, default=piecewise.MOST_SEGMENTS, metavar="N", help="at most so many")
-    return options.parse_args(argv), options
+    return options
 
 
 def chosen(series: Sequence[Series], arguments: Any) -> list[Series]:
@@ -152,7 +155,7 @@ def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) 
             ],
         })  # fmt: skip
     measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
-    result = {**model.to_json(), **environment("bench.fit"), "results": str(path), "measured": measured, "series": rows}
+    result = {**model.to_json(), **environment(COMMAND), "results": str(path), "measured": measured, "series": rows}
     found: dict[str, Any] = finite(result)
     return found
 
@@ -257,10 +260,10 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit and report; the exit status."""
-    arguments, options = parse(argv)
-    try:
-        if arguments.segments < 1:
-            raise UsageError(f"--segments {arguments.segments}: at least 1")
+    with user_errors(COMMAND):
+        arguments = parser().parse_args(argv)
+        check_least(arguments, segments=1)
+        check_writable(output=arguments.output, plot=arguments.plot, markdown=arguments.markdown)
         series, source = read(arguments.results, arguments.statistic)
         fitted, left_out = fit_all(chosen(series, arguments), arguments.segments)
         if not fitted:
@@ -275,8 +278,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.output.write_text(text)
         if arguments.plot:
             draw(fitted).savefig(arguments.plot, dpi=120)
-    except (UsageError, OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
-        options.error(str(error))
     print("\n".join(lines))
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)

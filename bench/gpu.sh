@@ -1,9 +1,11 @@
 #!/bin/sh
-# Everything that wants a GPU, in one go (under 8 minutes on one): bench/gpu.sh [DIR]   (default bench/results)
+# Run all that needs a GPU, in less than 8 minutes on one GPU: bench/gpu.sh [DIR]   (default bench/results)
 #
-# Runs the GPU tests, all-reduce against torch.distributed's NCCL, an overlap timeline, and the FLOP/s of two GPTs against
-# a matrix product's, and leaves a table of each in DIR. PYTHON chooses the interpreter; RANKS how many ranks (default: one for each GPU, and two
-# that share it where there is one GPU and NCCL lets them).
+# It runs the GPU tests and the three studies of python -m bench.gpu, and leaves a log and a table of each in DIR. A study
+# that runs into its time limit leaves the rows that it has measured.
+#
+# PYTHON chooses the interpreter, RANKS the number of ranks. By default there is one rank for each GPU, or two ranks on a
+# single GPU if NCCL lets them share it.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-bench/results}
@@ -38,7 +40,7 @@ step() { # NAME SECONDS COMMAND...
 
 step gpu_tests 150 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/device/test_gpu.py
 step gpu_tests_serial 60 "$python" -m pytest -m "gpu and not mpi" tests
-step gpu_overhead 90 "$python" -m bench.gpu_overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md"
-step gpu_overlap 60 "$mpiexec" -n "$ranks" "$python" -m bench.gpu_overlap --output "$dir/gpu_overlap.md"
-step gpu_flops 100 "$python" -m bench.gpu_flops --output "$dir/gpu_flops.md"
+step gpu_overhead 90 "$python" -m bench.gpu overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md" --json "$dir/gpu_overhead.json"
+step gpu_overlap 60 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap --output "$dir/gpu_overlap.md"
+step gpu_flops 100 "$python" -m bench.gpu flops --output "$dir/gpu_flops.md"
 exit $status

@@ -14,25 +14,25 @@ bench.switch_points.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import run_on_ranks
+from bench.command.values import check_least, check_positive
 from bench.timing.sampling import mean_seconds
-from commengine import Communicator, UsageError, launch
+from commengine import Communicator, UsageError
 from commengine.host.switch_points import SwitchPoints
 from commengine.rank_zero import on_rank_zero
-from trainers.options import Parser
 
+COMMAND = "bench.overhead"
 WINDOW = "commengine in window"
 SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)
 #: the goal: from and to how many bytes the engine may add how many microseconds
@@ -134,44 +134,40 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def parse() -> dict[str, Any]:
-    """The command line. Raises ValueError, which names the option."""
-    options = Parser(
-        prog="python -m bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--rounds", type=int, default=15, help="of each size (default: %(default)s)")
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
+    options.add_argument("--rounds", type=int, default=15, help="rounds at each size (default: %(default)s)")
     options.add_argument(
-        "--seconds", type=float, default=0.05, help="of each measurement, about (default: %(default)s)"
+        "--seconds", type=float, default=0.05, help="about the time of each measurement (default: %(default)s)"
     )
-    options.add_argument("--output", metavar="FILE", help="write the table as markdown")
-    options.add_argument("--json", metavar="FILE", help="write every number")
-    found: dict[str, Any] = vars(options.parse_args())
-    if found["rounds"] < 2 or not 0 < found["seconds"] < float("inf"):
-        raise ValueError(f"--rounds {found['rounds']} and --seconds {found['seconds']}: at least 2, and above 0")
-    check_writable(output=found["output"], json=found["json"])
-    return found
+    add_files(options)
+    return options
 
 
-def main(world: Communicator) -> None:
+def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The settings that the command line gives. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    check_least(given, rounds=2)
+    check_positive(given, "seconds")
+    check_writable(output=given.output, json=given.json)
+    return {**vars(given)}
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     """Measure; rank 0 prints and writes."""
-    result = environment("bench.overhead") | {"ranks": world.size}
-    chosen = on_rank_zero(world, parse)
+    result: dict[str, Any] = environment(COMMAND) | {"ranks": world.size}
+    chosen = on_rank_zero(world, lambda: parse(argv))
     if world.size == 1:
         raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
     least = SwitchPoints.load().least
     with Communicator(world.mpi, device="cpu") as windows:
         rows = [measure(world, windows, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
 
-    def conclude() -> None:
-        text = markdown(result, rows)
-        print(text, flush=True)
-        if chosen["output"]:
-            Path(chosen["output"]).write_text(text)
-        if chosen["json"]:
-            Path(chosen["json"]).write_text(json.dumps(result | {"rows": rows}, indent=1))
-
-    on_rank_zero(world, conclude)
+    text = markdown(result, rows)
+    files = {"output": chosen["output"], "json_file": chosen["json"]}
+    on_rank_zero(world, lambda: publish(text, result | {"rows": rows}, **files))
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

@@ -9,20 +9,26 @@ round. "Hidden" is the share of the reductions' time that nobody waited for.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
+from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import run_on_ranks
+from bench.command.values import check_least, check_positive
+from bench.step_study.recorder import open_trainer
 from bench.timing.slow_link import slow_down
-from commengine import Communicator, launch, trace
-from trainers.data.corpus import open_corpus
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from commengine import Communicator, UsageError, trace
+from commengine.rank_zero import on_rank_zero
+from trainers.tasks.gpt import GPTTrainConfig
 from trainers.training.trainer import Trainer
+
+COMMAND = "bench.overlap"
 
 
 @dataclasses.dataclass
@@ -48,54 +54,65 @@ class Runner:
         self.hidden.append(sum(event.hidden_seconds for event in reductions) / whole)
 
 
-def main(world: Communicator) -> None:
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
+    add = options.add_argument
+    add("--rounds", type=int, default=11, help="rounds, each of one step of every variant (default: %(default)s)")
+    add("--micro-batch-size", type=int, default=2, help="samples of a rank in a step (default: %(default)s)")
+    add("--rate", type=float, default=0.5e9, help="bytes per second of the slow link (default: %(default)s)")
+    add_files(options)
+    return options
+
+
+def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The settings that the command line gives. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    check_least(given, rounds=2, micro_batch_size=1)
+    check_positive(given, "rate")
+    check_writable(output=given.output, json=given.json)
+    return {**vars(given)}
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     """Measure; rank 0 prints and writes."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=11)
-    options.add_argument("--micro-batch-size", type=int, default=2, help="samples a rank and step")
-    options.add_argument("--rate", type=float, default=0.5e9, help="bytes a second of the slow link")
-    options.add_argument("--output", type=Path, help="write the table as markdown")
-    options.add_argument("--json", type=Path, help="write every number")
-    arguments = options.parse_args()
-    result = environment("bench.overlap") | {"ranks": world.size}
+    result: dict[str, Any] = environment(COMMAND) | {"ranks": world.size}
+    chosen = on_rank_zero(world, lambda: parse(argv))
+    if world.size == 1:
+        raise UsageError("gradients are reduced between two ranks or more: start it with mpiexec -n 2")
     config = GPTTrainConfig(
         num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192, mock_data=True,
-        micro_batch_size=arguments.micro_batch_size, hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
+        micro_batch_size=chosen["micro_batch_size"], hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
     )  # fmt: skip
     runners = []
-    for rate in (None, arguments.rate):
+    for rate in (None, chosen["rate"]):
         for overlap in (False, True):
-            chosen = dataclasses.replace(config, overlap_grad_reduce=overlap)
-            trainer = gpt_trainer(chosen, world, open_corpus(chosen))
+            variant = dataclasses.replace(config, overlap_grad_reduce=overlap)
+            trainer = open_trainer(variant, world)
             if rate is not None:
                 slow_down(trainer.grid.data, rate)
             runners.append(Runner(overlap, rate, trainer))
     order = random.Random(0)  # the same on every rank
-    for number in range(arguments.rounds + 1):
+    for number in range(chosen["rounds"] + 1):
         for runner in order.sample(runners, len(runners)):
             runner.step()
             if number == 0:  # warming up
                 runner.seconds.clear()
                 runner.hidden.clear()
-    if world.rank == 0:
-        text = markdown(result, runners, arguments)
-        print(text)
-        if arguments.output:
-            arguments.output.write_text(text)
-        if arguments.json:
-            measured = [{"overlap": one.overlap, "rate": one.rate, "seconds": one.seconds} for one in runners]
-            arguments.json.write_text(json.dumps(result | {"runs": measured}, indent=1))
+    text = markdown(result, runners, chosen)
+    result["runs"] = [{"overlap": one.overlap, "rate": one.rate, "seconds": one.seconds} for one in runners]
+    on_rank_zero(world, lambda: publish(text, result, output=chosen["output"], json_file=chosen["json"]))
     for runner in runners:
         runner.trainer.close()
 
 
-def markdown(result: dict[str, object], runners: list[Runner], arguments: argparse.Namespace) -> str:
+def markdown(result: dict[str, Any], runners: list[Runner], chosen: dict[str, Any]) -> str:
     """The table for people."""
     lines = [
         *heading("Overlapping the reduction of gradients with backward", result),
-        f"- {result['ranks']} data-parallel ranks, {arguments.rounds} rounds in random order; medians, quartiles",
+        f"- {result['ranks']} data-parallel ranks, {chosen['rounds']} rounds in random order; medians, quartiles",
         "- GPT of 4 layers, hidden 512, vocabulary 8192, sequence 256, fp32; samples a rank and step: "
-        f"{arguments.micro_batch_size}",
+        f"{chosen['micro_batch_size']}",
         "",
         "| link | s per step without | with overlap | hidden | speed-up by overlap |",
         "|---|---:|---:|---:|---|",
@@ -113,4 +130,4 @@ def markdown(result: dict[str, object], runners: list[Runner], arguments: argpar
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

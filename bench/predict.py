@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.clusters.cluster import Cluster, load, names
+from bench.command.files import check_writable
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable, new_parser
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import user_errors
+from bench.command.values import flag
 from bench.prediction import paper, plan
 from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import PredictedStep, predict, slowdown
-from commengine import UsageError
 from commengine.cost import TransformerShape, parameters
 
+COMMAND = "bench.predict"
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 RECOMPUTE = ("none", "selective", "full")
 LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
@@ -36,11 +39,10 @@ COUNTS = (*SHAPE, "gpus", "tensor_model_parallel_size", "micro_batch_size", "glo
 RESERVE_GB, TOP = 2.0, 12
 
 
-def parse(argv: Sequence[str] | None = None) -> Any:
-    """The command line, and its parser for errors that are found later."""
-    options = new_parser("bench.predict", __doc__)
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
     add(
         "--cluster",
         default="dgx-2h",
@@ -49,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     )
     add("--model", choices=sorted(MODELS), help="a model of the literature, instead of or before its sizes below")
     for name in SHAPE:
-        add(_flag(name), type=int, metavar="N", help="default: that of --model")
+        add(flag(name), type=int, metavar="N", help="default: that of --model")
     add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size; --plan needs it)")
     add(
         "--global-batch-size",
@@ -96,11 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
         "and all candidates, best first. Otherwise: the model, the cluster, the layout and its step",
     )
     add("--output", type=Path, metavar="FILE", help="write the tables as markdown")
-    return options.parse_args(argv), options
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return options
 
 
 def check(arguments: Any) -> None:
@@ -111,14 +109,14 @@ def check(arguments: Any) -> None:
         raise ValueError("--paper or --plan, not both")
     for name in ("reserve_gb", "top"):
         if getattr(arguments, name) is not None and not arguments.plan:
-            raise ValueError(f"{_flag(name)} goes with --plan")
+            raise ValueError(f"{flag(name)} goes with --plan")
     for name in ("model", *SHAPE, "gpus", "global_batch_size", *LAYOUT):
         if getattr(arguments, name) is not None and arguments.paper:
-            raise ValueError(f"--paper takes no {_flag(name)}: the models and layouts are the paper's")
+            raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
     for name in COUNTS:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ValueError(f"{_flag(name)} {value}: at least 1")
+            raise ValueError(f"{flag(name)} {value}: must be at least 1")
 
 
 def shape_of(arguments: Any) -> TransformerShape:
@@ -128,7 +126,7 @@ def shape_of(arguments: Any) -> TransformerShape:
         known = MODELS[arguments.model]
         defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
         given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
-    missing = [_flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
+    missing = [flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
     if missing:
         raise ValueError(f"give --model, or also {', '.join(missing)}")
     return TransformerShape(*given)
@@ -220,8 +218,8 @@ def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict and report; the exit status."""
-    arguments, options = parse(argv)
-    try:
+    with user_errors(COMMAND):
+        arguments = parser().parse_args(argv)
         check(arguments)
         check_writable(output=arguments.output, json=arguments.json)
         cluster = load(arguments.cluster)
@@ -236,8 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape, layout = shape_of(arguments), layout_of(arguments)
             lines, numbers = describe(shape, layout, cluster)
             result = _context(arguments, shape, cluster) | {"layout": _layout(layout)} | numbers
-    except (UsageError, ValueError) as error:
-        options.error(str(error))
     print("\n".join(lines))
     if arguments.output:
         arguments.output.write_text("\n".join([*heading("Prediction", _surroundings()), "", *lines, ""]))
@@ -250,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _surroundings() -> dict[str, Any]:
-    return environment("bench.predict") | {"hardware": "arithmetic; hardware does not matter"}
+    return environment(COMMAND) | {"hardware": "arithmetic; hardware does not matter"}
 
 
 def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[str, Any]:

@@ -19,66 +19,53 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable, new_parser
-from bench.step_study import recording
+from bench.command.parser import TrainerCommandParser, new_trainer_parser
+from bench.command.start import run_on_ranks
+from bench.command.values import check_least
+from bench.step_study import recorder, recording
 from bench.step_study.recording import RecordedCall, Recording
-from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, launch, trace
+from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.data.corpus import open_corpus
-from trainers.run.startup import read_config
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.tasks.gpt import GPTTrainConfig
+
+COMMAND = "bench.replay"
 
 
-def _refuse(message: str) -> NoReturn:
-    raise UsageError(message)
-
-
-def parser() -> Any:
-    """The command line; with --record, what is left is pretrain_gpt's."""
-    options = new_parser("bench.replay", __doc__)
-    options.error = _refuse
+def parser() -> TrainerCommandParser:
+    """The command line; with --record, the other options are pretrain_gpt's."""
+    options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("trace", metavar="TRACE", help="folder with rank-0.jsonl, rank-1.jsonl, ...")
+    add("trace", metavar="TRACE", help="the folder of a recording: rank-0.jsonl, rank-1.jsonl, ...")
     add("--record", action="store_true", help="write TRACE: one training step of pretrain_gpt's options")
+    add("--overwrite", action="store_true", help="with --record: replace the recording that TRACE holds")
     add("--warmup", type=int, default=3, help="steps before the recorded one, or replays before those that count")
     add("--rounds", type=int, default=7, help="replays; a collective's time is its median over them")
     add("--scale", action="store_true", help="replay on fewer ranks than were recorded")
-    add("--json", metavar="FILE", help="write every collective of every rank")
-    add("--output", metavar="FILE", help="write the table as markdown")
+    add_files(options, json="write every collective of every rank")
     return options
 
 
 # ---- recording
 
 
-def record(world: Communicator, folder: Path, rest: list[str], warmup: int) -> None:
-    """Trace one training step on every rank, and save it. Collective."""
+def record(world: Communicator, folder: Path, rest: list[str], warmup: int, *, overwrite: bool = False) -> None:
+    """Record a step of pretrain_gpt's options ``rest``, as ``bench.step --save`` does. Collective."""
 
     def read() -> dict[str, Any]:
-        config = read_config(GPTTrainConfig, rest, "python -m bench.replay --record", world.size)
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("rank-*.jsonl"):
-            old.unlink()
+        config = recorder.read_traceable(rest, f"python -m {COMMAND} --record", world.size)
+        recorder.make_folder(folder, "TRACE", overwrite=overwrite)
         return config.to_json()
 
     config = GPTTrainConfig(**on_rank_zero(world, read))
-    trainer = gpt_trainer(config, world, on_every_rank(world, lambda: open_corpus(config)))
-    for _ in range(warmup):
-        trainer.step()
-    trainer.optimizer.wait_for_parameters()
-    world.barrier()
-    with trace(trainer.grid.tensor, trainer.grid.data) as log:
-        trainer.step()
-        trainer.optimizer.wait_for_parameters()
-    on_every_rank(world, lambda: log.save(folder / f"rank-{world.rank}.jsonl"))
+    log = recorder.record(world, config, folder, warmup)
     if world.rank == 0:
         print(f"recorded {len(log.events)} collectives a rank on {world.size} ranks in {folder}\n\n{log.summary()}")
-    trainer.close()
 
 
 # ---- replaying
@@ -281,22 +268,23 @@ def _ratio(one: float, other: float) -> str:
     return f"{one / other:.2f}" if other else "-"
 
 
-def main(world: Communicator) -> None:
-    """One rank of a recording or a replay."""
+def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
+    """Record or replay a step, as one rank of the job."""
 
     def read() -> dict[str, Any]:
-        arguments, rest = parser().parse_known_args()
-        if arguments.warmup < 0 or arguments.rounds < 1:
-            raise UsageError("need --warmup >= 0 and --rounds >= 1")
+        arguments, rest = parser().parse_known_args(argv)
+        check_least(arguments, warmup=0, rounds=1)
         if not arguments.record and rest:
-            raise UsageError(f"unknown: {' '.join(rest)} (pretrain_gpt's options go with --record)")
+            raise ValueError(f"{' '.join(rest)}: unknown; pretrain_gpt's options go with --record")
+        if arguments.overwrite and not arguments.record:
+            raise ValueError("--overwrite goes with --record")
         check_writable(json=arguments.json, output=arguments.output)
-        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment("bench.replay")}
+        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND)}
         return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
 
     options = on_rank_zero(world, read)
     if options["record"]:
-        record(world, Path(options["trace"]), options["rest"], options["warmup"])
+        record(world, Path(options["trace"]), options["rest"], options["warmup"], overwrite=options["overwrite"])
         return
     what = recording.parse(options["data"])
     recorded = what.size
@@ -333,4 +321,4 @@ def main(world: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

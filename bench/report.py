@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 from bench import fit
 from bench.collective_study.results import read
 from bench.collective_study.tables import draw
-from bench.command.options import new_parser
+from bench.command.files import check_writable
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import user_errors
 from commengine import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COMMAND = "bench.report"
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg"}
 KINDS = (".md", ".json", *PICTURES)
 MOST_ROWS = 100  # of a table of other JSON
@@ -224,17 +227,21 @@ def page(folder: Path) -> str:
     return "\n".join([f"{head}<style>{STYLE}</style></head>", "<body>", *lines, "</body>", "</html>", ""])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; the exit status."""
-    options = new_parser("bench.report", __doc__)
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
     options.add_argument("folder", type=Path, metavar="DIR", help="results: markdown, JSON, pictures")
     options.add_argument("--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html)")
-    arguments = options.parse_args(argv)
-    output = arguments.output or arguments.folder / "report.html"
-    try:
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page. Returns the exit status."""
+    with user_errors(COMMAND):
+        arguments = parser().parse_args(argv)
+        output = arguments.output or arguments.folder / "report.html"
+        check_writable(output=output if arguments.output else None)
         output.write_text(page(arguments.folder), encoding="utf-8")
-    except (UsageError, OSError, UnicodeError) as error:
-        options.error(str(error))
     print(output)
     return 0
 

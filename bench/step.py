@@ -12,52 +12,41 @@ commengine.cost's formulas, on every rank and in every step: where one differs, 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.collective_study.tables import write_csv
+from bench.command.files import add_files, check_picture, check_writable
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable
-from bench.step_study import step_tables, timeline, volumes
+from bench.command.parser import TrainerCommandParser, new_trainer_parser
+from bench.command.start import progress, run_on_ranks
+from bench.command.values import check_least
+from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
-from commengine import Communicator, UsageError, launch
-from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.data.corpus import open_corpus
-from trainers.options import OptionError
-from trainers.run.startup import read_config, watched
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from commengine import Communicator
+from commengine.rank_zero import on_rank_zero
+from trainers.run.startup import watched
+from trainers.tasks.gpt import GPTTrainConfig
 
+COMMAND = "bench.step"
 FORMAT = 1
 
 
-class Options(ArgumentParser):
-    """A parser that raises instead of printing and exiting; ``--config`` is left to pretrain_gpt's."""
-
-    def error(self, message: str) -> Any:
-        raise OptionError(message)
-
-
-def parser() -> Options:
+def parser() -> TrainerCommandParser:
     """The options that are not pretrain_gpt's."""
-    options = Options(
-        prog="python -m bench.step", description=__doc__, formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
     add("--warmup", type=int, default=3, help="steps before the traced ones (default: %(default)s)")
     add("--steps", type=int, default=5, help="traced steps (default: %(default)s)")
-    add("--json", metavar="FILE", help="every number, of every rank and step")
-    add("--csv", metavar="FILE", help="a line for each row of the table and rank")
-    add("--output", metavar="FILE", help="the tables as markdown")
-    add("--timeline", metavar="FILE", help="a picture of the median step: .png, .svg or .pdf")
-    add("--chrome", metavar="FILE", help="the median step for chrome://tracing and ui.perfetto.dev")
+    add_files(
+        options,
+        json="write every number of every rank and step",
+        csv="write a line for each row of the table and each rank",
+        timeline="draw the median step: .png, .svg or .pdf",
+        chrome="write the median step for chrome://tracing and ui.perfetto.dev",
+    )
     add("--save", metavar="DIR", help="the median step's collectives, as bench.replay reads them")
     add("--overwrite", action="store_true", help="replace the recording that --save's folder holds")
     return options
@@ -66,54 +55,29 @@ def parser() -> Options:
 def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     """The options and the trainer's settings, as JSON types. Raises ValueError or UsageError that names the option."""
     given, rest = parser().parse_known_args(argv)
-    for option, value, least in (("--warmup", given.warmup, 0), ("--steps", given.steps, 1)):
-        if value < least:
-            raise ValueError(f"{option} {value}: at least {least}")
+    check_least(given, warmup=0, steps=1)
     check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
-    if given.timeline and Path(given.timeline).suffix not in timeline.SUFFIXES:
-        raise ValueError(f"--timeline {given.timeline}: the name ends in .png, .svg or .pdf")
-    config = read_config(GPTTrainConfig, rest, "python -m bench.step", world_size)
-    if config.compile:
-        raise UsageError(
-            "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
-        )
+    if given.timeline:
+        check_picture("timeline", given.timeline)
+    config = recorder.read_traceable(rest, f"python -m {COMMAND}", world_size)
     if given.save:
-        prepare(Path(given.save), overwrite=given.overwrite)
+        recorder.make_folder(Path(given.save), "--save", overwrite=given.overwrite)
     return vars(given) | {"config": config.to_json()}
-
-
-def prepare(folder: Path, *, overwrite: bool) -> None:
-    """Make the folder of ``--save``, without an older recording, whose ranks would mix with ours."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--save {folder}: {error.strerror}; give a folder that can be made") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--save {folder}: cannot be written to")
-    older = sorted(folder.glob("rank-*.jsonl"))
-    if older and not overwrite:
-        raise ValueError(
-            f"--save {folder}: holds a recording of {len(older)} ranks; give another folder, or --overwrite"
-        )
-    for file in older:
-        file.unlink()
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. The exit status."""
-    surroundings = environment("bench.step")  # now: the load average is to be that of others
+    surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = GPTTrainConfig(**options["config"])
     with watched(config, world) as comm:
-        trainer = gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
+        trainer = recorder.open_trainer(config, comm)
         total = options["warmup"] + options["steps"]
-        quiet = None if world.rank == 0 else True  # None: where stderr is no terminal
-        with tqdm(total=total, disable=quiet, file=sys.stderr, desc="steps", leave=False) as bar:
+        with progress(world, total, "steps") as bar:
             traced = trace_steps(trainer, options["warmup"], options["steps"], bar.update)
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
-            path = Path(options["save"], f"rank-{world.rank}.jsonl")
-            on_every_rank(world, lambda: traced.recordings[shown].save(path))
+            recorder.save(world, Path(options["save"]), traced.recordings[shown])
         trainer.close()
     different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown))
     return int(different)
@@ -199,4 +163,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

@@ -3,31 +3,33 @@
     python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
     python -m bench.step_contest --only ddp --only dtensor        # some of them; --list names all
 
-All contestants train the same GPT on the same tokens from the same weights (bench/contests/training_task.py). They
+All contestants train the same GPT on the same tokens from the same weights (bench/contests/step_task.py). They
 alternate within one run (bench/contests/driver.py) and must report the same losses; if they do not, the status is 1.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import configargparse
 from safetensors.torch import save_file
 
+from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import user_errors
+from bench.command.values import check_least, listed
 from bench.contests.driver import Contestant, Running, Spread, ratio, rounds, started
-from bench.contests.training_task import TrainingTask
+from bench.contests.step_task import StepTask
 from bench.peers.gpt import reference_state
 
+COMMAND = "bench.step_contest"
 COMPARED_STEPS = 4  # the losses of these first steps must agree: before training, and after 1, 2 and 3 steps
 TOLERANCE = 1e-4
 IDLE_SHARE = 0.01  # a contestant that takes more of a core than this while others run disturbs them
@@ -77,7 +79,7 @@ def disagreement(running: Sequence[Running]) -> float:
 
 
 def report(
-    task: TrainingTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
+    task: StepTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
 ) -> dict[str, Any]:
     """Everything measured, as it goes into --json, without environment()."""
     rows: list[dict[str, Any]] = []
@@ -146,25 +148,18 @@ def markdown(result: dict[str, Any], count: int, steps: int) -> str:
     return "\n".join([*lines, ""])
 
 
-def parse(argv: Sequence[str] | None = None) -> Any:
-    """The command line, and its parser for errors that are found later."""
-    default = TrainingTask()
-    options = configargparse.ArgumentParser(
-        prog="python -m bench.step_contest",
-        description=__doc__,
-        formatter_class=configargparse.RawDescriptionHelpFormatter,
-        config_file_parser_class=configargparse.YAMLConfigFileParser,
-    )
+def parser() -> CommandParser:
+    """The command line."""
+    default = StepTask()
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--config", is_config_file=True, help="YAML file of these options; the command line wins")
     add("--rounds", type=int, default=7)
     add("--steps", type=int, default=2, help="steps of each contestant in a round")
     add("--warmup", type=int, default=4, help=f"steps before the first round, at least {COMPARED_STEPS}")
     add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
     add("--baseline", metavar="NAME", help="what the ratios are to (default: the first that is measured)")
     add("--list", action="store_true", help="print the names of all contestants and end")
-    add("--json", type=Path, metavar="FILE", help="write every measured number")
-    add("--output", type=Path, metavar="FILE", help="write the table as markdown")
+    add_files(options)
     add("--vocab-size", type=int, default=default.vocab_size)
     add("--hidden-size", type=int, default=default.hidden_size)
     add("--num-layers", type=int, default=default.num_layers)
@@ -175,38 +170,43 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--weight-decay", type=float, default=default.weight_decay)
     add("--clip-grad", type=float, default=default.clip_grad, help="largest gradient norm; 0: no clipping")
     add("--seed", type=int, default=default.seed)
-    return options.parse_args(argv), options
+    return options
 
 
-def choose(arguments: Any, options: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
-    """Who is measured: whom --only names, if their program exists."""
+def choose(arguments: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
+    """The contestants that --only names and whose program exists. Raises ValueError where none is left."""
     names = [contestant.name for contestant in everyone]
-    unknown = set(arguments.only or []) | {arguments.baseline or names[0]}
-    if unknown := unknown - set(names):
-        options.error(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    for option, given in (("--only", arguments.only or []), ("--baseline", [arguments.baseline or names[0]])):
+        if given:
+            listed(given, names, option)
     chosen = [one for one in everyone if not arguments.only or one.name in arguments.only]
     for missing in [one for one in chosen if not exists(one)]:
         print(f"left out, no module {missing.argv[1]}: {missing.name}", file=sys.stderr)
     chosen = [one for one in chosen if exists(one)]
-    if not chosen or (arguments.baseline and arguments.baseline not in [one.name for one in chosen]):
-        options.error("nothing to measure, or the baseline is not among the measured")
+    if not chosen:
+        raise ValueError("nothing to measure: no program of the contestants is there")
+    measured = [one.name for one in chosen]
+    if arguments.baseline and arguments.baseline not in measured:
+        raise ValueError(f"--baseline {arguments.baseline}: is not measured; valid: {', '.join(measured)}")
     return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report; the exit status."""
-    arguments, options = parse(argv)
-    if arguments.warmup < COMPARED_STEPS or arguments.rounds < 1 or arguments.steps < 1:
-        options.error(f"need --warmup >= {COMPARED_STEPS}, --rounds >= 1 and --steps >= 1")
+    with user_errors(COMMAND):
+        arguments = parser().parse_args(argv)
+        check_least(arguments, warmup=COMPARED_STEPS, rounds=1, steps=1)
+        check_writable(output=arguments.output, json=arguments.json)
     if arguments.list:
         print("\n".join(one.name for one in contestants("task.json")))
         return 0
-    surroundings = environment("bench.step_contest")  # now: the load average is to be that of others, not of this run
+    surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
-        everyone = choose(arguments, options, contestants(task_file))
-        sizes = {name: getattr(arguments, name) for name in asdict(TrainingTask()) if name != "weights"}
-        task = TrainingTask(**sizes, weights=weights)
+        with user_errors(COMMAND):
+            everyone = choose(arguments, contestants(task_file))
+        sizes = {name: getattr(arguments, name) for name in asdict(StepTask()) if name != "weights"}
+        task = StepTask(**sizes, weights=weights)
         save_file(reference_state(task), weights)
         task.save(task_file)
         with started(everyone) as running:
@@ -216,11 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds = rounds(running, arguments.rounds, arguments.steps)
             result = surroundings | report(task, running, seconds, arguments.baseline or running[0].name)
     text = markdown(result, arguments.rounds, arguments.steps)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+    publish(text, result, output=arguments.output, json_file=arguments.json)
     for error in result["errors"]:
         print(f"error: {error}", file=sys.stderr)
     return 1 if result["errors"] else 0

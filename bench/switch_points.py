@@ -17,28 +17,27 @@ does not move it. It is never where that saves nothing. A way through memory cou
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from bench.collectives import parse_bytes
+from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
-from bench.command.options import check_writable
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import progress, run_on_ranks
+from bench.command.values import check_positive, size_of
 from bench.timing.sampling import mean_seconds
-from commengine import Communicator, UsageError, launch
+from commengine import Communicator, UsageError
 from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 from commengine.rank_zero import on_rank_zero
-from trainers.options import Parser
 
+COMMAND = "bench.switch_points"
 SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
           ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
@@ -129,32 +128,29 @@ def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) ->
     return [*lines, ""]
 
 
-def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The command line, as JSON types. Raises ValueError, which names the option."""
-    options = Parser(
-        prog="python -m bench.switch_points", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     add("--seconds", type=float, default=120.0, help="about, in total (default: %(default)s)")
     add("--largest", default="64M", metavar="SIZE", help="the last size, 32K to 64M (default: %(default)s)")
     add("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
     add("--margin", type=float, default=1.25, metavar="FACTOR",
         help="MPI is left for less time than 1 / this of its (default: %(default)s)")  # fmt: skip
-    add("--json", metavar="FILE", help="write or complete the file that SwitchPoints.load reads")
-    add("--output", metavar="FILE", help="write the tables as markdown")
-    found: dict[str, Any] = vars(options.parse_args(argv))
-    for name in ("seconds", "margin"):
-        if not 0 < found[name] < math.inf:
-            raise ValueError(f"--{name} {found[name]}: a number above 0")
-    try:
-        largest = parse_bytes(found["largest"])
-    except ValueError as error:
-        raise ValueError(f"--largest: {error}") from None
+    add_files(options, json="write the file that SwitchPoints.load reads, or complete it")
+    return options
+
+
+def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The settings that the command line gives, as JSON types. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    check_positive(given, "seconds", "margin")
+    largest = size_of("--largest", given.largest)
     if not SIZES[0] <= largest <= SIZES[-1]:
-        raise ValueError(f"--largest {found['largest']}: from {SIZES[0] >> 10}K to {SIZES[-1] >> 20}M")
-    check_writable(json=found["json"], output=found["output"])
-    before(found["json"])
-    return found | {"sizes": [size for size in SIZES if size <= largest]}
+        raise ValueError(f"--largest {given.largest}: valid: from {SIZES[0] >> 10}K to {SIZES[-1] >> 20}M")
+    check_writable(json=given.json, output=given.output)
+    before(given.json)
+    return {**vars(given), "sizes": [size for size in SIZES if size <= largest]}
 
 
 def before(path: str | None) -> SwitchPoints:
@@ -173,10 +169,10 @@ def completed(base: SwitchPoints, node: int, found: dict[tuple[str, str], dict[s
     return SwitchPoints({key: Point(*(b if b == NEVER else int(b) for b in point)) for key, point in rows.items()})
 
 
-def main(launched: Communicator) -> int:
+def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes."""
-    result: dict[str, Any] = environment("bench.switch_points")  # now: the load average is to be that of others
-    chosen = on_rank_zero(launched, parse)
+    result: dict[str, Any] = environment(COMMAND)  # before measuring: the load average is that of other programs
+    chosen = on_rank_zero(launched, lambda: parse(argv))
     sizes = chosen["sizes"]
     if launched.size < 2:
         raise UsageError("a switch point needs two ranks or more: start it with mpiexec -n 2")
@@ -194,8 +190,7 @@ def main(launched: Communicator) -> int:
         lines: list[str] = []
         series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
         ends, cells_left = time.perf_counter() + chosen["seconds"], len(series) * len(sizes)
-        quiet = None if launched.rank == 0 else True  # None: where stderr is no terminal
-        with tqdm(total=cells_left, disable=quiet, file=sys.stderr, leave=False) as bar:
+        with progress(launched, cells_left) as bar:
             for operation, kind in series:
                 ways = ways_of(operation, world, memory, spans)
                 cells = []
@@ -228,9 +223,7 @@ def main(launched: Communicator) -> int:
                 *lines,
             ]
         )
-        print(text, flush=True)
-        if chosen["output"]:
-            Path(chosen["output"]).write_text(text)
+        publish(text, result, output=chosen["output"])
         if chosen["json"]:
             completed(before(chosen["json"]), node, found).save(Path(chosen["json"]))
 
@@ -239,4 +232,4 @@ def main(launched: Communicator) -> int:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_on_ranks(COMMAND, main, parser)

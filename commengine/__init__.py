@@ -1,4 +1,4 @@
-"""Collectives on torch tensors, started by MPI. Importing this starts nothing."""
+"""Collectives on torch tensors, started by MPI. Importing the package does not start MPI."""
 
 from . import launch
 from .communicator import Communicator

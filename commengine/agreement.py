@@ -1,9 +1,14 @@
-"""The ranks of a group agree: on each collective before it starts (``Communicator(..., checked=True)``), or to fail."""
+"""The ranks of a group compare what they are about to do, or tell each other what went wrong.
+
+`agree` runs before each collective of a ``Communicator(..., checked=True)``. `raise_together` is for set-up steps that
+can fail on one rank while the others wait for it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,49 +19,64 @@ from .mpi import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .calls.dispatch import Runs
-    from .stream import Stream
-
-#: bytes of one rank's description; of a longer one (a shape of very many dimensions) the end is a hash of the whole
+#: bytes of one rank's description. A longer description (a shape of very many dimensions) ends in a hash of the whole
 RECORD_BYTES = 256
 
-#: bytes of one rank's problem that the others are told
+#: bytes of one rank's problem that the other ranks are told
 PROBLEM_BYTES = 1024
 
 
-def agree(
-    comm: Runs,
-    operation: str,
-    tensor: Tensor | None,
-    redop: str | None,
-    root: int | None,
-    stream: Stream | None,
-) -> None:
-    """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when they differ.
+class GroupMember(Protocol):
+    """This rank's place in a group of ranks."""
 
-    Runs on the communicator itself, also for a collective on a stream: so a rank that forgot its stream is found
-    too. Collective over ``comm``.
+    rank: int
+    size: int
+    name: str
+
+
+class Described(Protocol):
+    """A tensor, or only its shape, dtype and place."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def is_cpu(self) -> bool: ...
+
+
+def agree(member: GroupMember, all_gather: Callable[[Tensor, Tensor], None], asked: str) -> None:
+    """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when the ranks differ.
+
+    asked: this rank's call in one line, from `describe`. all_gather: gathers host tensors over the group, outside of
+    any stream, also for a collective on a stream: so a rank that forgot its stream is found too. Collective.
     """
-    asked = describe(operation, tensor, redop, root, stream)
     mine = torch.zeros(RECORD_BYTES, dtype=torch.uint8, device="cpu")
     encoded = asked.encode()
     if len(encoded) > RECORD_BYTES:
         digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
         encoded = encoded[: RECORD_BYTES - 20] + f"... {digest}".encode()
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    everybody = torch.empty((comm.size, RECORD_BYTES), dtype=torch.uint8, device="cpu")
-    comm._host.all_gather(everybody, mine)
+    everybody = torch.empty((member.size, RECORD_BYTES), dtype=torch.uint8, device="cpu")
+    all_gather(everybody, mine)
     if bool((everybody == mine).all()):
         return
     ranks: dict[str, list[int]] = {}
     for rank, record in enumerate(everybody):
         ranks.setdefault(bytes(record.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
     asks = "; ".join(f"rank{'s' * (len(who) > 1)} {_listed(who)} asked for {what}" for what, who in ranks.items())
-    raise CollectiveMismatch(f"rank {comm.rank} of group {comm.name!r} (size {comm.size}): the ranks disagree: {asks}")
+    raise CollectiveMismatch(
+        f"rank {member.rank} of group {member.name!r} (size {member.size}): the ranks disagree: {asks}"
+    )
 
 
-def describe(operation: str, tensor: Tensor | None, redop: str | None, root: int | None, stream: Stream | None) -> str:
-    """One call in one line, such as ``all_reduce(float32 [4, 8], op=sum)``."""
+def describe(
+    operation: str, tensor: Described | None, redop: str | None = None, root: int | None = None, stream: int = 0
+) -> str:
+    """Describe one call in one line, such as ``all_reduce(float32 [4, 8], op=sum)``.
+
+    stream: the number of the call's stream; 0 for a call without a stream.
+    """
     parts = []
     if tensor is not None:
         place = "" if tensor.is_cpu else "cuda "
@@ -65,8 +85,8 @@ def describe(operation: str, tensor: Tensor | None, redop: str | None, root: int
         parts.append(f"op={redop}")
     if root is not None:
         parts.append(f"root={root}")
-    if stream is not None:
-        parts.append(f"stream {stream.index}")
+    if stream:
+        parts.append(f"stream {stream}")
     return f"{operation}({', '.join(parts)})"
 
 
@@ -76,9 +96,10 @@ def _listed(ranks: list[int]) -> str:
 
 
 def raise_together(comm: MPI.Intracomm, problem: str | None) -> None:
-    """Exchange what went wrong on each rank; raise one `CollectiveError` on every rank if anything did.
+    """Exchange the ranks' problems; raise one `CollectiveError` on every rank if any rank has a problem.
 
-    Collective over ``comm``. It ends when every rank is here: a barrier.
+    problem: what went wrong on this rank, or None. Collective over ``comm``, and a barrier: no rank returns before
+    every rank has called it.
     """
     mine = bytearray(PROBLEM_BYTES)
     encoded = (problem or "").encode()[:PROBLEM_BYTES]

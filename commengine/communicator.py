@@ -3,61 +3,78 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import compiled_ops as operators
-from .calls.checks import INT_MAX, TensorLike, is_c_int
-from .calls.dispatch import DONE, Call, Closed, Runs, exchanges_first
+from . import compiled_ops
+from .calls.checks import (
+    INT_MAX,
+    TensorLike,
+    call_error,
+    check_alike,
+    check_disjoint,
+    check_rank,
+    check_reduction,
+    checked_pair,
+    checked_tensor,
+    is_c_int,
+    root_tensor,
+)
+from .calls.dispatch import Dispatcher
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
 from .errors import CollectiveError
 from .host.switch_points import SwitchPoints, agreed
-from .host.transport import HostTransport, TransferError
+from .host.transport import HostTransport
 from .mpi import load_mpi, ranks_in
 from .shared_memory.windows import SharedTensors
-from .stream import GroupedWork, Stream, Work
-from .timeout.watcher import Watch, WatchedGroup, check_timeout
+from .stream import Stream, Work
+from .timeout.entries import WatchedGroup
+from .timeout.watcher import Watch, check_timeout
 from .trace import Trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Communicator(Runs):
+class Communicator:
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
 
-    mpi_comm: any mpi4py intracommunicator; what the caller does with it is never seen here, nor the reverse.
-    device: where device tensors lie: "cuda:N", or "cuda" for one CUDA device per rank of a node, in turn; "cpu": this
-        group has host tensors only. None: "cuda" where torch finds a device. Host tensors go by MPI in every case.
-    checked: before each collective the group agrees on operation, shape, dtype, reduction, root and stream; if it
-        does not, every rank raises `CollectiveMismatch`. Costs a round trip: for finding faults.
-    name: what errors and traces call the group.
-    deterministic: every reduction of host tensors is in rank order, so that its bits depend on nothing but its inputs
-        and the size of the group; MPI may choose by size, placement or luck. Where MPI moves them it costs a copy of
-        the tensor, and time; through memory nothing. Groups that span nodes then never reduce in two levels.
-    timeout: seconds after which a collective that is not done ends the job, with a report that names the ranks which
-        are missing; holds for what is split from it, too, until it is closed. Below THREAD_MULTIPLE: see
-        `commengine.timeout.watcher`.
-    transport: how device tensors travel: "nccl"; "mpi", an MPI that takes device addresses; "staged", through pinned
-        host memory. cuda_aware_mpi: whether the MPI takes them; None: ask it.
-    switch_points: from how many bytes on host collectives go through a node's memory; None: as measured on the
-        machine of ``bench/results/switch_points-*.md``. The same table on every rank.
+    mpi_comm: any mpi4py intracommunicator. Its own messages and those of the Communicator never mix.
+    device: where device tensors lie. "cuda:N": this device; "cuda": one CUDA device for each rank of a node, in turn;
+        "cpu": the group has host tensors only; None: "cuda" if torch finds a device, else "cpu". Host tensors go by MPI
+        in every case.
+    checked: before each collective the group compares operation, shape, dtype, reduction, root and stream; if they
+        differ, every rank raises `CollectiveMismatch`. It costs a round trip and is meant for finding faults.
+    deterministic: reduce host tensors in rank order, so that the bits of the result depend only on the inputs and the
+        size of the group. MPI may choose another order by size, placement or timing. Where MPI moves the data this
+        costs a copy of the tensor; in shared memory it costs nothing. Groups that span nodes then never reduce in two
+        levels.
+    name: the group's name in errors and traces.
+    timeout: seconds after which a collective that is not done ends the job, with a report that names the missing ranks.
+        It also holds for communicators that are split from this one, until this one is closed. For MPI below
+        THREAD_MULTIPLE see `commengine.timeout.watcher`.
+    transport: how device tensors travel. "nccl"; "mpi": by an MPI that takes device addresses; "staged": by any MPI,
+        through pinned host memory.
+    cuda_aware_mpi: whether the MPI takes device addresses; None: ask it.
+    switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
+        rank; None: as measured on the machine of ``bench/results/switch_points-*.md``.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
-    collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d and empty ones and
-    groups of one rank work. An operation given ``stream=`` is enqueued there and returns at once; the tensors may be
-    touched again after ``work.wait()``. Without, it is done on return, and so is the Work. A collective changes its
-    output in place, behind autograd's back: `tplayers` has the differentiable forms.
+    collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d tensors, empty tensors
+    and groups of one rank work. An operation with ``stream=`` is enqueued there and returns at once; its tensors may be
+    touched again after ``work.wait()``. An operation without a stream is done on return, and its Work is done, too. A
+    collective writes its output in place, and autograd does not see it: `tplayers` has the differentiable forms.
 
-    On a device, NCCL's collectives are the device's work and the host does not wait for them: without ``stream=`` they
-    run on torch's current stream, after and before what else is put there, and ``work.wait()`` makes the current stream
-    wait. The other transports block the host as host tensors do.
+    On a device, NCCL's collectives are work of the device, and the host does not wait for them. Without ``stream=``
+    they run on torch's current stream, in order with everything else that is enqueued there, and ``work.wait()`` makes
+    the current stream wait. With the other transports a collective on a device tensor blocks the host, as one on a
+    host tensor does.
 
-    Raises `CollectiveError` where the arguments show that the operation cannot be done, before anything is sent.
+    Raises `CollectiveError`, before anything is sent, if the arguments show that an operation cannot be done.
     """
 
     def __init__(
@@ -84,40 +101,46 @@ class Communicator(Runs):
         own = mpi_comm.Dup()
         self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._own(own, checked, deterministic, name, watched, points)
+        self._set_up(own, checked, deterministic, name, watched, points)
         try:
-            with self._watching("device", "start"):
+            with self._calls.watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
             self._use(backend)
         except CollectiveError:  # on every rank
             self.close()
             raise
 
-    def _own(
+    def _set_up(
         self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None,
         points: SwitchPoints,
     ) -> None:  # fmt: skip
-        """Take over ``comm``, which nobody else knows."""
+        """Set all fields, and take over the MPI communicator ``comm``, which nobody else uses."""
         self.mpi: MPI.Intracomm = comm
-        # Inherited from the caller's: an error must not end the process before it can be told.
+        # The caller's error handler is inherited. It could end the process before an error can be reported.
         comm.Set_errhandler(load_mpi().ERRORS_RETURN)
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world_rank: int = load_mpi().COMM_WORLD.rank
-        self.checked = checked
-        self.name = name
-        self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
+        self.checked, self.deterministic, self.name, self.switch_points = checked, deterministic, name, points
+        self.device = torch.device("cpu")
+        self._backend: Backend | None = None
         self._watched = watched
         self._shared = SharedTensors(comm)
-        self.deterministic, self.switch_points = deterministic, points
-        self._host: Any = self._new_host(comm)
-        self._use(None)
         self._streams: list[Stream] = []
-        self._logs: tuple[Trace, ...] = ()
-        self._group: list[tuple[Call, GroupedWork]] | None = None
-        self._slow = checked  # whether a call takes more looks than one
+        self._host = self._new_host(comm)
+        self._calls = Dispatcher(
+            self.rank,
+            self.size,
+            name,
+            self._host,
+            checked=checked,
+            streams=self._streams,
+            shared=self._shared,
+            watched=watched,
+            least=points.least,
+        )
         #: names this communicator in a compiled graph
-        self.handle = operators.register(self)
+        self.handle = compiled_ops.register(self)
 
     def _new_host(self, comm: Any, *, polling: bool = False) -> HostTransport:
         return HostTransport(
@@ -130,22 +153,29 @@ class Communicator(Runs):
         )
 
     def _use(self, backend: Backend | None) -> None:
-        """Let ``backend``, which nobody else knows, carry device tensors."""
-        self._backend = backend
-        self._device: Any = None if backend is None else backend.transport
-        self.device = torch.device("cpu") if backend is None else backend.device
+        """Let ``backend``, which nobody else uses, carry device tensors; None: there are none."""
+        if backend is None:
+            return
+        self._backend, self.device = backend, backend.device
+        self._calls.use(backend)
         if isinstance(backend, NcclBackend):
             self._alarm(backend.transport.failure)
 
     def _alarm(self, failure: Callable[[], str | None]) -> None:
-        """Have ``failure`` asked by the watcher."""
+        """Let the watcher ask ``failure`` at every look."""
         if self._watched is not None:
             self._watched.alarms.append(failure)
 
     def _look(self) -> Callable[[], None] | None:
-        """What a rank without a watcher thread does while it waits."""
+        """Return what this rank does while it waits, if it has no watcher thread."""
         watch = None if self._watched is None else self._watched.watch
         return None if watch is None or watch.threaded else watch.look
+
+    def _attach_trace(self, log: Trace) -> None:
+        self._calls.attach(log)
+
+    def _detach_trace(self, log: Trace) -> bool:
+        return self._calls.detach(log)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank={self.rank}, size={self.size})"
@@ -153,160 +183,151 @@ class Communicator(Runs):
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
-        """Reduce ``tensor`` over the group, in place, on every rank. op: sum, prod, min, max or avg."""
-        tensor = self._checked_tensor("all_reduce", tensor)
-        self._check_reduction("all_reduce", tensor, op)
-        return self._run("all_reduce", (tensor, op), tensor, stream, redop=op)
+        """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg"."""
+        tensor = checked_tensor(self, "all_reduce", tensor)
+        check_reduction(self, "all_reduce", tensor, op)
+        return self._calls.run("all_reduce", (tensor, op), tensor, stream)
 
     def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
-        """Reduce ``tensor`` over the group into ``root``'s tensor; elsewhere it is left as it is."""
-        tensor = self._checked_tensor("reduce", tensor)
-        self._check_reduction("reduce", tensor, op)
-        root = self._check_rank("reduce", "root", root)
-        return self._run("reduce", (tensor, root, op), tensor, stream, redop=op, root=root)
+        """Reduce ``tensor`` over the group into the tensor of rank ``root``; the other ranks' tensors do not change."""
+        tensor = checked_tensor(self, "reduce", tensor)
+        check_reduction(self, "reduce", tensor, op)
+        root = check_rank(self, "reduce", "root", root)
+        return self._calls.run("reduce", (tensor, root, op), tensor, stream)
 
     def reduce_scatter(
         self, output: TensorLike, input: TensorLike, op: str = "sum", *, stream: Stream | None = None
     ) -> Work:
-        """Reduce ``input`` [size * d0, ...] over the group; rank r gets rows r * d0 ... in ``output`` [d0, ...]."""
-        output, input = self._checked_pair("reduce_scatter", output, input, whole="input")
-        self._check_reduction("reduce_scatter", input, op)
-        return self._run("reduce_scatter", (output, input, op), input, stream, redop=op)
+        """Reduce ``input`` [size * d0, ...] over the group; rank r gets its rows r * d0 ... in ``output`` [d0, ...]."""
+        output, input = checked_pair(self, "reduce_scatter", output, input)
+        check_reduction(self, "reduce_scatter", input, op)
+        return self._calls.run("reduce_scatter", (output, input, op), input, stream)
 
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
         """Concatenate every rank's ``input`` [d0, ...] in rank order into ``output`` [size * d0, ...].
 
-        In place where ``input`` is this rank's rows of ``output``.
+        It works in place if ``input`` is this rank's rows of ``output``.
         """
-        output, input = self._checked_pair("all_gather", output, input, whole="output")
-        return self._run("all_gather", (output, input), output, stream)
+        output, input = checked_pair(self, "all_gather", output, input)
+        return self._calls.run("all_gather", (output, input), output, stream)
 
     def broadcast(self, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
-        """Copy ``root``'s tensor into everybody's."""
-        tensor = self._checked_tensor("broadcast", tensor)
-        root = self._check_rank("broadcast", "root", root)
-        return self._run("broadcast", (tensor, root), tensor, stream, root=root)
+        """Copy the tensor of rank ``root`` into every rank's ``tensor``, of the same shape and dtype."""
+        tensor = checked_tensor(self, "broadcast", tensor)
+        root = check_rank(self, "broadcast", "root", root)
+        return self._calls.run("broadcast", (tensor, root), tensor, stream)
 
     def gather(
         self, output: TensorLike | None, input: TensorLike, root: int = 0, *, stream: Stream | None = None
     ) -> Work:
-        """Concatenate every rank's ``input`` [d0, ...] into ``root``'s ``output`` [size * d0, ...] (None elsewhere)."""
-        root = self._check_rank("gather", "root", root)
-        input = self._checked_tensor("gather", input, "input")
-        output = self._root_tensor("gather", "output", output, input, root)
-        whole = input.nbytes * self.size
-        return self._run("gather", (output, input, root), input, stream, root=root, nbytes=whole)
+        """Concatenate every rank's ``input`` [d0, ...] into ``output`` [size * d0, ...] of rank ``root``.
+
+        output: ignored on the other ranks, and usually None there.
+        """
+        root = check_rank(self, "gather", "root", root)
+        input = checked_tensor(self, "gather", input, "input")
+        output = root_tensor(self, "gather", "output", output, input, root)
+        return self._calls.run("gather", (output, input, root), input, stream)
 
     def scatter(
         self, output: TensorLike, input: TensorLike | None, root: int = 0, *, stream: Stream | None = None
     ) -> Work:
-        """Rank r gets r * d0 ... of ``root``'s ``input`` [size * d0, ...] (None elsewhere) as ``output`` [d0, ...]."""
-        root = self._check_rank("scatter", "root", root)
-        output = self._checked_tensor("scatter", output, "output")
-        input = self._root_tensor("scatter", "input", input, output, root)
-        whole = output.nbytes * self.size
-        return self._run("scatter", (output, input, root), output, stream, root=root, nbytes=whole)
+        """Give rank r the rows r * d0 ... of rank ``root``'s ``input`` [size * d0, ...] in ``output`` [d0, ...].
+
+        input: ignored on the other ranks, and usually None there.
+        """
+        root = check_rank(self, "scatter", "root", root)
+        output = checked_tensor(self, "scatter", output, "output")
+        input = root_tensor(self, "scatter", "input", input, output, root)
+        return self._calls.run("scatter", (output, input, root), output, stream)
 
     def all_to_all(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
-        """Send block j of ``input`` to rank j, get rank j's in block j of ``output``; both [size * d0, ...]."""
-        output = self._checked_tensor("all_to_all", output, "output")
-        input = self._checked_tensor("all_to_all", input, "input")
-        self._check_alike("all_to_all", output, input)
+        """Send block j of ``input`` to rank j, and receive rank j's block in block j of ``output``.
+
+        output, input: both [size * d0, ...]; block j is the rows j * d0 ... of a tensor.
+        """
+        output = checked_tensor(self, "all_to_all", output, "output")
+        input = checked_tensor(self, "all_to_all", input, "input")
+        check_alike(self, "all_to_all", output, input)
         if output.shape != input.shape or input.dim() == 0 or input.shape[0] % self.size:
-            raise self._error(
+            raise call_error(
+                self,
                 "all_to_all",
                 f"output {list(output.shape)} and input {list(input.shape)} must have one shape whose dim 0 "
                 f"the group's size {self.size} divides",
             )
-        return self._run("all_to_all", (output, input), input, stream)
+        return self._calls.run("all_to_all", (output, input), input, stream)
 
     def barrier(self, *, stream: Stream | None = None) -> Work:
-        """Wait until every rank is here. On a stream: what is enqueued later starts when all ranks got here."""
-        return self._run("barrier", (), None, stream)
+        """Wait until every rank is here. On a stream, work enqueued later starts when all ranks have reached it."""
+        return self._calls.run("barrier", (), None, stream)
 
     # Point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
-        """Send ``tensor`` to rank ``dst``, which must `recv` as many elements. May block until then: see `sendrecv`.
+        """Send ``tensor`` to rank ``dst``, which must `recv` a tensor of as many elements and the same dtype.
 
-        A message is matched within one stream: both sides give their stream of the same number, or none.
+        It may block until then; `sendrecv` and `coalesce` exchange messages without a deadlock. A message is matched
+        within one stream: both ranks give their stream of the same number, or no stream.
         """
-        tensor = self._checked_tensor("send", tensor)
-        dst = self._check_rank("send", "dst", dst)
-        return self._run("send", (tensor, dst), tensor, stream, root=dst, peers=(dst,))
+        tensor = checked_tensor(self, "send", tensor)
+        dst = check_rank(self, "send", "dst", dst)
+        return self._calls.run("send", (tensor, dst), tensor, stream)
 
     def recv(self, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
-        """Fill ``tensor`` with what rank ``src`` sends."""
-        tensor = self._checked_tensor("recv", tensor)
-        src = self._check_rank("recv", "src", src)
-        return self._run("recv", (tensor, src), tensor, stream, root=src, peers=(src,))
+        """Fill ``tensor`` with the message from rank ``src``. A message of another length raises CollectiveError."""
+        tensor = checked_tensor(self, "recv", tensor)
+        src = check_rank(self, "recv", "src", src)
+        return self._calls.run("recv", (tensor, src), tensor, stream)
 
     def sendrecv(
         self, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *, stream: Stream | None = None
     ) -> Work:
-        """Send to ``dst`` while receiving from ``src``: exchanges in any pattern, without deadlock."""
-        sent = self._checked_tensor("sendrecv", sendtensor, "sendtensor")
-        received = self._checked_tensor("sendrecv", recvtensor, "recvtensor")
-        self._check_disjoint("sendrecv", sent, received)
-        dst = self._check_rank("sendrecv", "dst", dst)
-        src = self._check_rank("sendrecv", "src", src)
-        return self._run("sendrecv", (sent, dst, received, src), sent, stream, root=dst, peers=(dst, src))
+        """Send to ``dst`` while receiving from ``src``. Exchanges in any pattern do not deadlock."""
+        sent = checked_tensor(self, "sendrecv", sendtensor, "sendtensor")
+        received = checked_tensor(self, "sendrecv", recvtensor, "recvtensor")
+        check_disjoint(self, "sendrecv", sent, received)
+        dst = check_rank(self, "sendrecv", "dst", dst)
+        src = check_rank(self, "sendrecv", "src", src)
+        return self._calls.run("sendrecv", (sent, dst, received, src), sent, stream)
 
-    @contextlib.contextmanager
-    def coalesce(self, *, stream: Stream | None = None) -> Iterator[None]:
-        """Group the calls of the block: they start together at its end, so that sends and receives cannot deadlock.
+    def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
+        """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
 
-        Host collectives of the group run in their order; NCCL's are one launch and have none, so that no call of the
-        block may touch what another one writes. The tensors may be touched when the block has ended, or, with
-        ``stream=``, when the stream has got there: every call's Work is done when all of the group is. An exception in
-        the block sends nothing.
+        Host collectives of the group run in their order. NCCL's are one launch and have no order: no call of the block
+        may touch memory that another one writes. The tensors may be touched when the block has ended, or, with
+        ``stream=``, when the stream has reached the group's end; the Work of each call is done when the whole group is.
+        If the block raises an exception, nothing is sent.
         """
-        if self._group is not None:
-            raise self._error("coalesce", "is already open: groups do not nest")
-        self._group, self._slow = [], True
-        try:
-            yield
-            group = self._group
-        finally:
-            self._group = None
-            self._slow = self.checked
-        host: list[Call] = []
-        device: list[Call] = []
-        for call, _ in group:
-            (device if self._is_nccl(call.tensor, stream) else host).append(call)
-        if device:
-            device = exchanges_first(device)
-            self._check_independent([(call.name, call.args) for call in device])
-            self._run_on_device(device, stream)
-        for call in exchanges_first(host):
-            self._run(*call[:3], stream, **call.about)
-        whole = DONE if stream is None else stream.record()
-        for _, work in group:
-            work.started(whole)
+        return self._calls.coalesce(stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised host tensor in memory that the ranks of a node share: large collectives on it copy nothing.
+        """Return an uninitialised host tensor in memory that the ranks of a node share.
 
-        all_reduce, reduce_scatter (``input``), all_gather (either tensor) and broadcast use it, from their switch
-        points on, where every rank gives its tensor of the same call, or the same part of it (another on any rank of
-        the node, or a private one, is CollectiveMismatch there); of a group that spans nodes the first two do.
-        Private memory where a node has one rank of the group, or another number of them than the others, or too little
-        to share. Collective; the same shape and dtype on every rank. The memory lives until `close`, or, where a tensor
-        still refers to it then, as long as the process.
+        Large collectives on such a tensor copy nothing. all_reduce, reduce_scatter (``input``), all_gather (either
+        tensor) and broadcast use the memory in place, from their switch points on; in a group that spans nodes only the
+        first two do. Every rank of a node must then give its tensor of the same call of `empty`, or the same part of
+        it. If a rank gives another tensor or a private one, all ranks of the node raise CollectiveMismatch.
+
+        The tensor is in private memory if a node has only one rank of the group, if the nodes have different numbers of
+        ranks, or if there is too little memory to share.
+
+        Collective; the same shape and dtype on every rank. The memory lives until `close`, and as long as the process
+        if a tensor still refers to it then.
         """
         self._live_mpi()
-        with self._watching("empty", "life"):
+        with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
 
     # Streams, groups, life ------------------------------------------------------------------------------------
 
     def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
-        """An ordered queue that runs beside the caller. Collective: every rank, in the same order.
+        """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
 
-        device: "cpu" for host tensors, "cuda" for those that NCCL carries; None: "cuda" where there is NCCL. priority:
-        of a CUDA stream, -1 (high) or 0. The other transports' device tensors go on host streams.
+        device: "cpu" for host tensors, "cuda" for tensors that NCCL carries; None: "cuda" if the group has NCCL. Device
+        tensors that MPI carries go on host streams. priority: of a CUDA stream, -1 (high) or 0.
         """
         mpi = load_mpi()
         index = len(self._streams) + 1
@@ -314,34 +335,41 @@ class Communicator(Runs):
         backend, name = self._backend, f"{self.name}/stream{index}"
         nccl = isinstance(backend, NcclBackend)
         if device not in ((None, "cpu", "cuda") if nccl else (None, "cpu")):
-            raise self._error("new_stream", f"device={device!r} is not " + ("'cuda' or 'cpu'" if nccl else "'cpu'"))
+            problem = f"device={device!r} is not " + ("'cuda' or 'cpu'" if nccl else "'cpu'")
+            raise call_error(self, "new_stream", problem)
         stream: Stream
-        with self._watching("new_stream", "life"):
+        with self._calls.watching("new_stream", "life"):
             if isinstance(backend, NcclBackend) and device != "cpu":
                 stream = backend.new_stream(comm, name, index, priority)
                 self._alarm(stream.transport.failure)
             else:
-                transport = self._new_host(comm.Dup(), polling=True)
-                transport.open_paths()
-                threaded = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-                stream = Stream(name, index, transport, threaded=threaded)
-                if isinstance(backend, HostedBackend):
-                    stream.device_transport = backend.over(transport).transport
+                own = comm.Dup()
+                transport = self._new_host(own, polling=True)
+                transport.open_routes()
+                stream = Stream(
+                    name,
+                    index,
+                    transport,
+                    threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
+                    device_transport=backend.over(transport).transport if isinstance(backend, HostedBackend) else None,
+                    release=own.Free,
+                )
         self._streams.append(stream)
         return stream
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
-        """Part the group: ranks of one ``color`` form a Communicator, ordered by (key, rank); None for color None.
+        """Split the group: the ranks of each ``color`` form a Communicator, ordered by (key, rank).
 
-        Collective over this group. The caller closes the result.
+        color: 0 or more, or None to join no part; the result is then None. Collective over this group. The caller
+        closes the result.
         """
         mpi = load_mpi()
         if color is not None and not is_c_int(color, 0):
-            raise self._error("split", f"color={color!r} must be None or an integer from 0 to {INT_MAX}")
+            raise call_error(self, "split", f"color={color!r} must be None or an integer from 0 to {INT_MAX}")
         if not is_c_int(key, -INT_MAX):
-            raise self._error("split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
+            raise call_error(self, "split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
         comm = self._live_mpi()
-        with self._watching("split", "life"):
+        with self._calls.watching("split", "life"):
             part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             backend: Backend | None = None
             if isinstance(self._backend, NcclBackend):
@@ -353,38 +381,39 @@ class Communicator(Runs):
         made = Communicator.__new__(Communicator)
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
-        made._own(part, self.checked, self.deterministic, name, watched, self.switch_points)
+        made._set_up(part, self.checked, self.deterministic, name, watched, self.switch_points)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)
         return made
 
     def world_ranks(self) -> list[int]:
-        """The ranks of the group in MPI.COMM_WORLD, in its order. Of this rank alone."""
+        """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective."""
         return ranks_in(self._live_mpi(), load_mpi().COMM_WORLD)
 
     @property
     def node_size(self) -> int | None:
-        """Ranks of the group on each node, where they share its memory; None where they do not, or differ by node.
+        """The number of the group's ranks on each node, if they share its memory. Collective the first time.
 
-        Collective the first time.
+        None, on all ranks, if a node has only one of the ranks, if the nodes have different numbers of them, or if a
+        node has no memory left to share.
         """
         self._live_mpi()
         node = self._shared.node
         return None if node is None else node.size
 
     def close(self) -> None:
-        """End the streams and free what was made from MPI; MPI itself is left alone. Collective; idempotent.
+        """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
 
-        Raises CollectiveError, everything freed, for a failure on a stream that nobody waited for.
+        If a collective failed on a stream and nobody waited for it, everything is freed, and then CollectiveError is
+        raised.
         """
-        if isinstance(self._host, Closed):
+        if self._calls.closed:
             return
-        host, self._host = self._host, Closed(self)
-        self._device = self._host
-        operators.unregister(self.handle)
+        compiled_ops.unregister(self.handle)
         alive = not load_mpi().Is_finalized()
-        with self._watching("close", "life"):
+        with self._calls.watching("close", "life"):
+            self._calls.close()
             for stream in self._streams:
                 stream.close()
                 if alive:
@@ -392,7 +421,7 @@ class Communicator(Runs):
             if self._backend is not None:
                 self._backend.close()
             if alive:
-                host.close()
+                self._host.close()
                 self._shared.close()
                 self.mpi.Free()
         untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
@@ -403,21 +432,21 @@ class Communicator(Runs):
             self._root_watch.close()
         if untold:
             problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
-            raise self._error("close", problem) from untold[0]
+            raise call_error(self, "close", problem) from untold[0]
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        """Itself: a copy of a layer belongs to the group that the layer belongs to."""
+        """Return the communicator itself: a copied layer belongs to the same group."""
         return self
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # After an exception the other ranks may not be here: a collective free would hang.
+        # After an exception the other ranks may not be here, and a collective free would hang.
         if exception[0] is None:
             self.close()
 
     def _live_mpi(self) -> MPI.Intracomm:
-        if isinstance(self._host, Closed):
-            raise self._error("new_stream, split, empty or world_ranks", "the communicator is closed")
+        if self._calls.closed:
+            raise call_error(self, "new_stream, split, empty or world_ranks", "the communicator is closed")
         return self.mpi

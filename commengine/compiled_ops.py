@@ -1,46 +1,59 @@
-"""The collectives under f and g, called eagerly or recorded as operators by `torch.compile`.
+"""The collectives under f and g, called directly or recorded as operators by `torch.compile`.
 
 `torch.library` operators take no Python objects, so a compiled graph names a communicator by its handle, an integer.
-The table from handles to the live communicators is the one table at module level; it holds them weakly, loses them
-when they are closed, and answers no other question. The operators change their output in place and return nothing:
-the compiler keeps such operators in the order of the program, which must be the same on every rank.
+The table from handles to live communicators is the only state at module level. It holds them weakly, and a communicator
+that closes leaves it. The operators change their output in place and return nothing: the compiler keeps such operators
+in the order of the program, which must be the same on every rank.
 
-Compiled, a collective whose result nobody uses is removed: all ranks of a group must compile, or none. Its errors are
-those of the `Communicator`, raised where the graph runs.
+The compiler removes a collective whose result nobody uses. Therefore all ranks of a group must compile, or none of
+them. The errors are those of the `Communicator`, raised when the graph runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import CollectiveError
+from .stream import Stream, Work
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-    from .stream import Stream, Work
 
-_live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+class Collectives(Protocol):
+    """The collectives of a `commengine.communicator.Communicator` that have operators."""
+
+    handle: int
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, stream: Stream | None = None) -> Work:
+        """Reduce ``tensor`` over the group, in place."""
+
+    def all_gather(self, output: Tensor, input: Tensor, *, stream: Stream | None = None) -> Work:
+        """Concatenate every rank's ``input`` into ``output``."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", *, stream: Stream | None = None) -> Work:
+        """Reduce ``input`` over the group; each rank gets its rows in ``output``."""
+
+
+_live: weakref.WeakValueDictionary[int, Collectives] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
 
-def register(comm: Communicator) -> int:
-    """A handle for ``comm``, never given before in this process; it need not be the same on all ranks."""
+def register(comm: Collectives) -> int:
+    """Return a handle for ``comm``, new in this process. The ranks of a group may have different handles."""
     handle = next(_handles)
     _live[handle] = comm
     return handle
 
 
 def unregister(handle: int) -> None:
-    """Forget a communicator that was closed. May be called again."""
+    """Forget a communicator that is closed. May be called again."""
     _live.pop(handle, None)
 
 
-def _communicator(handle: int) -> Communicator:
+def _communicator(handle: int) -> Collectives:
     comm = _live.get(handle)
     if comm is None:
         raise CollectiveError(f"a compiled graph uses communicator {handle}, which is closed")
@@ -50,26 +63,27 @@ def _communicator(handle: int) -> Communicator:
 # As the layers call them -------------------------------------------------------------------------------------------
 
 
-def all_reduce_(x: Tensor, comm: Communicator, op: str = "sum", stream: Stream | None = None) -> Work | None:
-    """`Communicator.all_reduce`; compiled, an operator in the graph, which knows no ``stream`` and returns None."""
+def all_reduce_(x: Tensor, comm: Collectives, op: str = "sum", stream: Stream | None = None) -> Work | None:
+    """Call `Communicator.all_reduce`. Inside `torch.compile`, record an operator, which ignores ``stream``.
+
+    Returns the Work, or None inside `torch.compile`.
+    """
     if torch.compiler.is_compiling():
         torch.ops.commengine.all_reduce_(x, comm.handle, op)
         return None
     return comm.all_reduce(x, op, stream=stream)
 
 
-def all_gather_into_(output: Tensor, input: Tensor, comm: Communicator, stream: Stream | None = None) -> Work | None:
-    """`Communicator.all_gather`, as `all_reduce_` does it."""
+def all_gather_into_(output: Tensor, input: Tensor, comm: Collectives, stream: Stream | None = None) -> Work | None:
+    """Call `Communicator.all_gather`, or record an operator, as `all_reduce_` does."""
     if torch.compiler.is_compiling():
         torch.ops.commengine.all_gather_into_(output, input, comm.handle)
         return None
     return comm.all_gather(output, input, stream=stream)
 
 
-def reduce_scatter_into_(
-    output: Tensor, input: Tensor, comm: Communicator, stream: Stream | None = None
-) -> Work | None:
-    """`Communicator.reduce_scatter`, as `all_reduce_` does it."""
+def reduce_scatter_into_(output: Tensor, input: Tensor, comm: Collectives, stream: Stream | None = None) -> Work | None:
+    """Call `Communicator.reduce_scatter`, or record an operator, as `all_reduce_` does."""
     if torch.compiler.is_compiling():
         torch.ops.commengine.reduce_scatter_into_(output, input, comm.handle)
         return None
@@ -92,7 +106,7 @@ def _reduce_scatter(output: Tensor, input: Tensor, comm: int) -> None:
 
 
 def _fake(*args: object) -> None:
-    """Nothing happens to shapes and dtypes."""
+    """Do nothing: the operators change no shapes and no dtypes."""
 
 
 _library: Any = torch.library.Library("commengine", "DEF")  # type: ignore[no-untyped-call]
@@ -101,7 +115,7 @@ for _schema, _implementation in (
     ("all_gather_into_(Tensor(a!) output, Tensor input, int comm) -> ()", _all_gather),
     ("reduce_scatter_into_(Tensor(a!) output, Tensor input, int comm) -> ()", _reduce_scatter),
 ):
-    # What MPI and NCCL are given is contiguous: the compiler must keep the strides that the program gave.
+    # MPI and NCCL need contiguous tensors: the compiler must keep the strides that the program gave.
     _name = _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"commengine::{_name}", _fake, lib=_library)

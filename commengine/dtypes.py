@@ -1,22 +1,23 @@
-"""torch dtype <-> MPI datatype <-> NCCL code, and how each dtype is reduced. The only table of its kind.
+"""The table of dtypes: the MPI datatype and the NCCL code of each torch dtype, and how it is reduced.
 
 On the host:
 
 ==================  =====================================================================================
 dtype               reduction
 ==================  =====================================================================================
-float64, float32    MPI's own, in that precision; through a node's memory in rank order
+float64, float32    by MPI, in that precision; through a node's memory in rank order
 float16, bfloat16   summed in float32 in rank order and rounded once: MPI has no bfloat16 (mpi4py sends its
                     bytes, and MPICH's extension rounds at every step), and its float16 is slow
 int8, uint8, int16  by torch, in rank order; wraps around, where Open MPI 5 saturates; no ``avg``
-int32, int64        MPI's own; wraps around as torch does; no ``avg``
+int32, int64        by MPI; wraps around as torch does; no ``avg``
 bool                ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*; no ``avg``
 ==================  =====================================================================================
 
-``max`` and ``min`` of NaN are unspecified in float32 and float64 (MPI leaves them open); NaN wins in the halves.
+``max`` and ``min`` of NaN are unspecified in float32 and float64 (MPI leaves them open). In float16 and bfloat16 (the
+*halves*) NaN wins.
 
-On a device NCCL reduces every dtype as it is, the halves in an order and with roundings of its own; bool as on the
-host; int16, for which NCCL has no type, not at all. What only moves, moves as bytes.
+On a device NCCL reduces every dtype in its own precision; it chooses the order and the roundings of the halves. bool is
+reduced as on the host. NCCL has no type for int16 and cannot reduce it. Operations that only move data move bytes.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
-#: what is summed up beside the output goes through this many elements: they stay in the caches, and malloc keeps them
+#: a reduction that needs memory beside its output works on this many elements at a time: they stay in the caches, and
+#: malloc keeps the memory
 SCRATCH_ELEMENTS = 128 * 1024
 
-#: what is reduced by torch, in rank order, and not by MPI
+#: the dtypes that torch reduces, in rank order, and not MPI
 OUR_TYPES = HALF_TYPES | {torch.int8, torch.uint8, torch.int16}
 
 FLOATING_TYPES = frozenset({torch.float64, torch.float32}) | HALF_TYPES
 
 DTYPES = FLOATING_TYPES | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
 
-#: NCCL's codes (ncclDataType_t). It has none for 16-bit integers; a bool is a byte that is 0 or 1
+#: NCCL's codes (ncclDataType_t). There is none for 16-bit integers; a bool is a byte that is 0 or 1
 _NCCL_TYPES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -58,7 +60,7 @@ _NCCL_TYPES = {
 _NCCL_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _NCCL_BOOL_OPS = {"sum": 2, "max": 2, "prod": 3, "min": 3}
 
-#: what carries bytes through NCCL
+#: the code for plain bytes
 NCCL_BYTE = _NCCL_TYPES[torch.uint8]
 
 #: (dtype, reduction) -> (ncclDataType_t, ncclRedOp_t)
@@ -71,11 +73,11 @@ NCCL_REDUCTIONS = {
 
 
 class MpiTypes:
-    """The MPI side of the table. An object, because reading mpi4py's constants starts MPI in some set-ups."""
+    """The MPI side of the table, made on demand: reading mpi4py's constants starts MPI in some set-ups."""
 
     def __init__(self, mpi: Any) -> None:
         unsigned = {1: mpi.UINT8_T, 2: mpi.UINT16_T, 4: mpi.UINT32_T, 8: mpi.UINT64_T}
-        #: what carries a dtype where nothing is computed: an unsigned integer of the same width, bfloat16 included
+        #: the datatype that moves a dtype without computing: an unsigned integer of the same width
         self.move: dict[torch.dtype, MPI.Datatype] = {d: unsigned[d.itemsize] for d in DTYPES}
         native = {
             torch.float64: mpi.DOUBLE,
@@ -84,7 +86,7 @@ class MpiTypes:
             torch.int64: mpi.INT64_T,
         }
         ops = {"sum": mpi.SUM, "prod": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
-        #: (dtype, reduction) -> (MPI datatype, MPI operation) where MPI itself reduces; ``avg``: a sum, then a division
+        #: (dtype, reduction) -> (MPI datatype, MPI operation), if MPI reduces it. ``avg`` is a sum, then a division
         self.reduce: dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]] = {
             (dtype, name): (datatype, op) for dtype, datatype in native.items() for name, op in ops.items()
         }
@@ -100,7 +102,7 @@ _STEPS: dict[str, Any] = {
 
 
 def reduction_error(dtype: torch.dtype, op: object) -> str | None:
-    """Why ``op`` cannot reduce ``dtype``, in words for an error message, or None when it can."""
+    """Return why ``op`` cannot reduce ``dtype``, in words for an error message, or None if it can."""
     if op not in REDUCTIONS:
         return f"op={op!r} is not one of {', '.join(REDUCTIONS)}"
     if op == "avg" and dtype not in FLOATING_TYPES:
@@ -109,29 +111,31 @@ def reduction_error(dtype: torch.dtype, op: object) -> str | None:
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
-    """Reduce ``parts``, tensors of one shape and dtype, in their order into ``out``, which may be one of them.
+    """Reduce ``parts`` in their order into ``out``, and return ``out``.
 
-    Halves are reduced in float32 and rounded once. The order makes the result the same on every rank and in every
-    run. Autograd sees nothing. Returns ``out``.
+    parts: tensors of one shape and dtype. out: of that shape; it may be one of the parts. Halves are reduced in float32
+    and rounded once. The fixed order makes the result the same on every rank and in every run. Autograd does not see
+    the reduction.
     """
     with torch.inference_mode():
         return reduce_unseen(parts, op, out)
 
 
 def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
-    """`reduce_in_order` for who is in inference mode already: to enter it takes longer than to add a few kilobytes."""
+    """`reduce_in_order` for a caller in inference mode. Entering the mode takes longer than adding a few kilobytes."""
     if isinstance(parts, torch.Tensor):
-        parts = parts.unbind()  # once: each row that is taken out of a tensor costs a microsecond
+        parts = parts.unbind()  # in one call: taking one row out of a tensor costs a microsecond
     if len(parts) == 1:
         return out.copy_(parts[0])
     if len(parts) == 2 and op == "sum" and parts[0].dtype == out.dtype != torch.bool:
-        return torch.add(parts[0], parts[1], out=out)  # what is left below, without the looking
+        return torch.add(parts[0], parts[1], out=out)  # a short cut: the code below would end in this line
     if out.dtype == torch.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)
         reduce_unseen([part.view(torch.uint8) for part in parts], op, out.view(torch.uint8))
         return out
     total = out
-    # torch adds two halves in float32; an operand after the second is still to be read when out is written first.
+    # torch adds two halves in float32, so a sum of two needs no scratch memory. Other reductions of halves need it. So
+    # does an output that is also the third part or a later one: the output is written before that part is read.
     if (out.dtype in HALF_TYPES and (op != "sum" or len(parts) > 2)) or any(
         part.data_ptr() == out.data_ptr() for part in parts[2:]
     ):

@@ -1,28 +1,39 @@
-"""What commengine raises."""
+"""The exceptions that commengine raises."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective was asked for something that it cannot do, or failed while doing it.
+    """A collective was asked for something that it cannot do, or it failed.
 
-    The message names the rank, the group and the operation. Raised before anything is sent wherever the cause
-    can be seen on this rank alone: shape, dtype, device, layout, root, reduction.
+    The message names the rank, the group and the operation. Shape, dtype, device, layout, root and reduction are
+    checked on each rank by itself, and the error is raised before anything is sent.
     """
 
 
 class CollectiveMismatch(CollectiveError):
-    """The ranks of a group asked for different collectives (``Communicator(..., checked=True)`` only).
+    """The ranks of a group asked for different collectives.
 
-    Raised on every rank of the group; the message lists which rank asked for what.
+    With ``Communicator(..., checked=True)`` every collective is compared on all ranks of the group. Without it, only
+    large host collectives are compared: those that go through a node's shared memory, and, once a group has tensors
+    from `Communicator.empty`, those that are large enough to go there. These compare the ranks of one node.
+
+    Raised on every rank that took part in the comparison; the message lists which rank asked for what.
     """
 
 
 class CollectiveTimeout(CollectiveError):
-    """A collective did not finish within the time it was given."""
+    """A collective did not finish within the communicator's ``timeout``."""
+
+
+class TransferError(Exception):
+    """A transport could not move a tensor: a message had another length than expected, or NCCL refused the call.
+
+    Internal: the Communicator turns it into a `CollectiveError` that names the rank, the group and the operation.
+    """
 
 
 class LaunchError(RuntimeError):
-    """The launcher and MPI disagree about how many processes there are."""
+    """The launcher and MPI disagree about the number of processes."""
 
 
 class UsageError(Exception):
-    """Bad input that every rank knows of: rank 0 prints the message, all ranks exit with code 2."""
+    """Bad input that every rank knows about: rank 0 prints the message, and all ranks exit with code 2."""

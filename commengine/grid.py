@@ -1,4 +1,7 @@
-"""ProcessGrid: tensor groups of adjacent ranks, data groups of equal positions (paper, appendix B.1, Figure 8)."""
+"""ProcessGrid: tensor groups of adjacent ranks, and data groups across them.
+
+The layout is that of Shoeybi et al. 2019, appendix B.1, Figure 8.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from .mpi import load_mpi
 
 @dataclass(frozen=True)
 class GridLayout:
-    """Which ranks of a world of ``world_size`` form groups: a pure function of two numbers."""
+    """The groups of a world of ``world_size`` ranks with tensor groups of ``tensor`` ranks: pure arithmetic.
+
+    Raises CollectiveError if ``tensor`` does not divide ``world_size``.
+    """
 
     world_size: int
     tensor: int
@@ -30,29 +36,29 @@ class GridLayout:
         return self.world_size // self.tensor
 
     def tensor_group(self, rank: int) -> range:
-        """The ranks that hold the shards of one model replica with ``rank``: adjacent."""
+        """Return the ranks of the tensor group of ``rank``: adjacent ranks, with the shards of one model replica."""
         first = rank - rank % self.tensor
         return range(first, first + self.tensor)
 
     def data_group(self, rank: int) -> range:
-        """The ranks that hold the same shard as ``rank``: equal positions in their tensor groups."""
+        """Return the ranks of the data group of ``rank``: those that hold the same shard in their tensor groups."""
         return range(rank % self.tensor, self.world_size, self.tensor)
 
 
 def divisors(number: int) -> list[int]:
-    """The positive divisors of ``number``, ascending."""
+    """Return the positive divisors of ``number`` in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 class ProcessGrid:
-    """``world.size`` ranks as tensor x data groups.
+    """The ranks of ``world`` as a grid: each rank belongs to one tensor group and one data group.
 
-    world: the Communicator to part; it stays the caller's. Collective over it, as is `close`.
-    tensor: ranks of a tensor group; must divide ``world.size``. The data groups get the rest.
+    world: the Communicator to split; it stays the caller's. Construction and `close` are collective over it.
+    tensor: the size of a tensor group; it must divide ``world.size``. A data group has the other factor as its size.
 
-    tensor, data: this rank's two Communicators. layout: the `GridLayout`.
+    The attributes ``tensor`` and ``data`` are this rank's two Communicators, ``layout`` is the `GridLayout`.
 
-    Warns, on rank 0, when a tensor group crosses nodes: its collectives then run over the network for every layer.
+    Warns on rank 0 when a tensor group crosses nodes, because its collectives run over the network for every layer.
     """
 
     def __init__(self, world: Communicator, tensor: int = 1) -> None:
@@ -77,7 +83,7 @@ class ProcessGrid:
             )
 
     def close(self) -> None:
-        """Free the two groups; the world stays. Collective."""
+        """Free the two groups; the world stays open. Collective."""
         self.tensor.close()
         self.data.close()
 
@@ -94,5 +100,5 @@ class ProcessGrid:
 
 def _split(world: Communicator, color: int, key: int, name: str) -> Communicator:
     part = world.split(color, key, name=name)
-    assert part is not None  # a colour was given
+    assert part is not None  # because a color was given
     return part

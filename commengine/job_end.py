@@ -1,4 +1,4 @@
-"""Ending a job: last words, then every rank of MPI.COMM_WORLD."""
+"""Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import sys
 import time
 from typing import Any, NoReturn
 
-#: how long a rank that aborts leaves the launcher to forward its last words: MPICH's kills at once, words and all
+#: seconds that an aborting rank leaves to the launcher to forward its last message. MPICH's launcher kills the rank at
+#: once, and without this pause the message is lost
 FORWARD_SECONDS = 0.5
 
 
 def say(text: str) -> None:
-    """Print to standard error, if there still is one: an error must reach `abort` whatever happened to it."""
+    """Print ``text`` to standard error, if it is still open. Never raises, so that `abort` is always reached."""
     with contextlib.suppress(Exception):
-        sys.stderr.write(f"{text}\n")  # at once: print writes the line's end apart, and ranks' words get mixed
+        sys.stderr.write(f"{text}\n")  # one write: print writes the newline by itself, and lines of ranks would mix
         sys.stderr.flush()
 
 
 def process_status(code: int) -> int:
-    """``code`` as the eight bits that a process ends with, an error never becoming 0."""
+    """Return ``code`` as the eight bits of a process's exit status. An error code never becomes 0."""
     return code and (code & 0xFF or 1)
 
 
 def abort(code: int) -> NoReturn:
-    """End every rank of MPI.COMM_WORLD now, with ``code``, or 1 where that would read as success. Does not return."""
+    """End every rank of MPI.COMM_WORLD now with exit code ``code``, or with 1 if ``code`` would read as success."""
     code = process_status(code) or 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or a broken pipe: no reason to let the others hang
+        with contextlib.suppress(Exception):  # a closed stream or a broken pipe must not keep the other ranks waiting
             stream.flush()
     time.sleep(FORWARD_SECONDS)
     mpi: Any = sys.modules.get("mpi4py.MPI")

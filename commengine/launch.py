@@ -1,7 +1,7 @@
-"""Starting a program of ranks, and ending all of them when one fails.
+"""Starting a program of MPI ranks, and ending all ranks when one of them fails.
 
-Nothing here happens on import. A command of ours is ``launch.run(main)``; somebody else's MPI program, which owns
-its start and its end, uses `Communicator` alone, or asks for `abort_on_error`.
+Nothing happens on import. A command of this project is ``launch.run(main)``. Another MPI program, which starts and ends
+MPI itself, uses `Communicator` alone, or `abort_on_error` besides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .errors import LaunchError, UsageError
 from .job_end import abort, process_status, say
 from .mpi import load_mpi
 
-#: what launchers tell their tasks about the number of tasks. The first that is set speaks: an mpiexec inside a Slurm
-#: allocation sets its own and inherits Slurm's
+#: the environment variables in which launchers tell their tasks the number of tasks. The first one that is set counts:
+#: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
 TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
-
-#: a rank that ends with an error waits this long for the others to end too, before it ends them
+#: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `LaunchError` when the launcher started another number of tasks than MPI sees.
+    """Raise `LaunchError` when the launcher started another number of tasks than MPI has ranks.
 
-    With the wrong launcher N tasks become N worlds of size 1, which would each train and overwrite one checkpoint.
+    size: the size of MPI.COMM_WORLD. With the wrong launcher, N tasks become N worlds of size 1. Each of them would
+    train, and all would overwrite one checkpoint.
     """
     for variable in TASK_COUNTS:
         if variable in environ:
@@ -58,17 +58,19 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
 
 
 def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
-    """Run ``main(world)`` as one rank of a job, then exit the process with what it returns (None is 0).
+    """Run ``main(world)`` as one rank of a job, then exit the process with the code that it returns (None is 0).
 
-    world: a Communicator over MPI.COMM_WORLD, closed afterwards. An uncaught exception, ``sys.exit`` with an error
-    or Ctrl-C on any rank ends all ranks at once, with that rank's traceback and a non-zero code. `UsageError`, which
-    every rank must raise together, is printed by rank 0 alone. device: the Communicator's.
+    main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device.
+
+    An uncaught exception, ``sys.exit`` with an error, or Ctrl-C on any rank ends all ranks at once, with the traceback
+    of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
     """
     with abort_on_error():
         mpi = load_mpi()
         if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            # mpi4py leaves it to whoever initialised; first registered, so after the threads of ours are ended.
+            # mpi4py finalises only what it has initialised. Exit functions run in reverse order: this one is registered
+            # first and runs after our threads have ended.
             atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
         check_world_size(mpi.COMM_WORLD.size)
         world = Communicator(mpi.COMM_WORLD, device=device)
@@ -85,9 +87,10 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
 
 
 def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -> None:
-    """Wait for every rank, then close ``world``. A rank with an error does not wait long for the others.
+    """Wait for every rank, then close ``world``.
 
-    They may be waiting for it, and so would MPI_Finalize.
+    A rank with an error waits only LEAVE_SECONDS, because the other ranks may be waiting for it. Then it aborts the
+    job, because MPI_Finalize would wait, too.
     """
     request = farewell.Ibarrier()
     deadline = time.monotonic() + LEAVE_SECONDS
@@ -99,15 +102,15 @@ def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -
             abort(code)
         time.sleep(1e-3)
     farewell.Free()
-    if code == 0:  # else its streams may hold collectives that not every rank enqueued
+    if code == 0:  # after an error its streams may hold collectives that not every rank has enqueued
         world.close()
 
 
 @contextlib.contextmanager
 def abort_on_error() -> Iterator[None]:
-    """End every rank of MPI.COMM_WORLD when the block raises on this one.
+    """End every rank of MPI.COMM_WORLD when the block raises an exception on this rank.
 
-    Shows the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
+    Prints the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
     """
     try:
         yield
@@ -118,7 +121,7 @@ def abort_on_error() -> Iterator[None]:
             say(f"[rank {_world_rank()}] {stop.code}")
         abort(stop.code if isinstance(stop.code, int) else 1)
     except LaunchError as error:
-        # Each task is a world of its own here, so each would print: the first task speaks for all.
+        # Each task is a world of its own, so each one would print this. Only the first task does.
         tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
         if next((task for task in tasks if task is not None), "0") == "0":
             say(f"error: {error}")

@@ -1,4 +1,4 @@
-"""mpi4py, imported on first use."""
+"""mpi4py, imported on first use, and one question about MPI groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def load_mpi() -> Any:
-    """``mpi4py.MPI``: importing it initialises MPI, and importing commengine must not."""
+    """Return ``mpi4py.MPI``. Importing it initialises MPI, which importing commengine must not do."""
     from mpi4py import MPI
 
     return MPI
 
 
 def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:
-    """The rank in ``other`` of each of ``comm``'s ranks, in order. Of this rank alone."""
+    """Return the rank in ``other`` of each rank of ``comm``, in the order of ``comm``. Not collective."""
     mine, theirs = comm.Get_group(), other.Get_group()
     ranks = list(mine.Translate_ranks(None, theirs))
     mine.Free()

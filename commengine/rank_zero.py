@@ -1,4 +1,4 @@
-"""What one rank does for all, or all do alike: its result, or its error, on every rank."""
+"""Work that rank 0 does for all ranks, or that every rank does: the result or the error reaches every rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import Communicator, UsageError
+from .communicator import Communicator
+from .errors import UsageError
 
 T = TypeVar("T")
 
 
 def broadcast_json(world: Communicator, value: Any) -> Any:
-    """Rank 0's ``value``, which JSON can hold, on every rank. Collective."""
+    """Return rank 0's ``value``, which must be representable in JSON, on every rank. Collective."""
     encoded = json.dumps(value).encode() if world.rank == 0 else b""
     return json.loads(_broadcast_bytes(world, encoded, 0))
 
@@ -31,10 +32,10 @@ def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
 
 
 def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
-    """Run ``work()`` on rank 0 and give its JSON result to all. Collective.
+    """Run ``work()`` on rank 0, and return its result, which must be representable in JSON, on all ranks. Collective.
 
-    What rank 0 raises as `UsageError`, ValueError or OSError becomes one `UsageError` on every rank; a SystemExit
-    (--help) ends all ranks with its code.
+    If rank 0 raises `UsageError`, ValueError or OSError, every rank raises `UsageError` with the same message. A
+    SystemExit on rank 0 (after --help) ends all ranks with its code.
     """
     outcome: dict[str, Any] = {}
     if world.rank == 0:
@@ -53,9 +54,9 @@ def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
 
 
 def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
-    """Run ``work()`` on every rank. Collective.
+    """Run ``work()`` on every rank, and return this rank's result. Collective.
 
-    If it raises `UsageError`, ValueError or OSError anywhere, all ranks raise `UsageError`, with the words of the
+    If it raises `UsageError`, ValueError or OSError on any rank, all ranks raise `UsageError` with the message of the
     first rank that failed. ``work`` must not communicate.
     """
     problem = ""

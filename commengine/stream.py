@@ -1,8 +1,8 @@
-"""Stream, Event, Work: ordered queues of collectives.
+"""Stream, Event and Work: ordered queues of collectives.
 
-A host stream is what a CUDA stream is on a device: work enqueued on it runs in order, beside the caller. Here a
-worker thread runs it, over a duplicate of the MPI communicator that is the stream's own, so that its collectives
-cannot match those of another stream.
+A host stream is to the host what a CUDA stream is to a device: the collectives enqueued on it run in order, beside the
+caller. A worker thread runs them over a duplicate of the MPI communicator that belongs to the stream alone, so that its
+collectives cannot match those of another stream.
 """
 
 from __future__ import annotations
@@ -11,40 +11,68 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .errors import CollectiveError
+from .trace import CollectiveEvent
 
-if TYPE_CHECKING:
-    from .host.transport import HostTransport
-    from .trace import CollectiveEvent
-
-
-#: traced collectives that a stream remembers for whoever waits for all of them at once
+#: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
 MOST_RECORDS = 1024
+
+
+class Point(Protocol):
+    """A point in a stream that its work reaches."""
+
+    def done(self) -> bool:
+        """Whether the point was reached. Never blocks."""
+
+    def block(self) -> None:
+        """Block the calling thread until the point is reached."""
+
+
+class Gate:
+    """A point in a host stream, which the stream's worker opens."""
+
+    def __init__(self) -> None:
+        self._open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        """Whether the gate is open. Never blocks."""
+        return self._open
+
+    def block(self) -> None:
+        """Block the calling thread until the gate is open."""
+        if not self._open:
+            self._lock.acquire()
+            self._lock.release()
+
+    def open(self) -> None:
+        """Let every waiting thread go on. Called once."""
+        self._open = True
+        self._lock.release()
 
 
 class Event:
     """A point in a stream: done when all that was enqueued before it is done."""
 
-    def __init__(self, records: Sequence[CollectiveEvent] = ()) -> None:
-        self._records = records  # of the traced collectives that whoever waits here waits for
-        self._finished = False
+    def __init__(self, point: Point | None = None, records: Sequence[CollectiveEvent] = ()) -> None:
+        self._point: Any = Gate() if point is None else point
+        self._records = records  # the traced collectives that a caller waits for when it waits here
         self._error: BaseException | None = None
         self._told = False
-        self._gate = threading.Lock()
-        self._gate.acquire()
 
     def done(self) -> bool:
         """Whether the point was reached. Never blocks."""
-        return self._finished
+        return bool(self._point.done())
 
     def wait(self) -> None:
-        """Block the calling thread until the point is reached; raise if the stream failed before it."""
+        """Block the calling thread until the point is reached. Raises the stream's failure if it failed before."""
         waited = [record for record in self._records if record.wait_start is None]
         for record in waited:
             record.wait_start = time.perf_counter()
-        self._block()
+        self._point.block()
         for record in waited:
             record.wait_end = time.perf_counter()
         self._records = ()
@@ -52,32 +80,27 @@ class Event:
             self._told = True
             raise self._error
 
-    def _block(self) -> None:
-        if not self._finished:
-            self._gate.acquire()
-            self._gate.release()
-
     def _follow(self) -> None:
-        """Wait without being the caller, whose wait and tensors are another matter."""
-        self._block()
+        """Wait on behalf of another stream: the caller's waiting times and tensors stay as they are."""
+        self._point.block()
         if self._error is not None:
             raise self._error
-
-    def _finish(self) -> None:
-        self._finished = True
-        self._gate.release()
 
 
 class Work(Event):
     """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
 
-    def __init__(self, tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None) -> None:
-        super().__init__(() if record is None else (record,))
+    def __init__(
+        self,
+        point: Point | None = None,
+        tensors: tuple[Any, ...] = (),
+        records: Sequence[CollectiveEvent] = (),
+    ) -> None:
+        super().__init__(point, records)
         self._tensors = tensors
-        self._record = record
 
     def wait(self) -> None:
-        """Block until the collective is done; re-raise what failed there. May be called again, on any thread."""
+        """Block until the collective is done. Raises its failure again. Any thread may call it, also repeatedly."""
         try:
             super().wait()
         finally:
@@ -92,64 +115,84 @@ class GroupedWork(Work):
         self._group: Event | None = None
 
     def started(self, group: Event) -> None:
-        """The block has ended; ``group`` is done when all of it is."""
+        """Tell that the block has ended; ``group`` is done when all collectives of the block are done."""
         self._group = group
 
     def done(self) -> bool:
-        """Whether the group is done."""
+        """Whether all collectives of the block are done."""
         return self._group is not None and self._group.done()
 
     def wait(self) -> None:
-        """Wait until the group is done. Raises CollectiveError inside the block: nothing was sent yet."""
+        """Wait until all collectives of the block are done. Raises CollectiveError while the block is open."""
         self.group.wait()
 
     @property
     def group(self) -> Event:
-        """What is done when all of the group is."""
+        """The event that is done when all collectives of the block are done."""
         if self._group is None:
             raise CollectiveError("wait for a collective of a coalesce() block that has not ended, or failed")
         return self._group
 
 
 def finished_work() -> Work:
-    """A Work that is done: what a collective without a stream returns."""
-    work = Work()
-    work._finish()
-    return work
+    """Return a Work that is done: the result of a collective without a stream."""
+    gate = Gate()
+    gate.open()
+    return Work(gate)
+
+
+class StreamTransport(Protocol):
+    """The transport of one stream: it has a method for each operation (`commengine.operations`)."""
+
+    def close(self) -> None:
+        """Free what the transport made from MPI. Collective."""
 
 
 class Stream:
     """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
 
-    transport: runs the collectives, on an MPI communicator of the stream's own. device_transport: those of device
-        tensors, where MPI carries them.
-    threaded: run them on a worker thread. Without it (MPI offers less than THREAD_MULTIPLE) each runs where it is
-        enqueued: the same order, the same results, no overlap.
+    name, index: the stream's name in errors and traces, and its number in its communicator, from 1.
+    transport: runs the collectives, on an MPI communicator that belongs to the stream alone.
+    device_transport: the same for device tensors, if MPI moves them.
+    release: frees the MPI communicator. Collective.
+    threaded: run the collectives on a worker thread. Without it (when MPI offers less than THREAD_MULTIPLE) each
+        collective runs when it is enqueued: the same order and the same results, but no overlap.
     """
 
     def __init__(
-        self, name: str, index: int, transport: HostTransport, *, threaded: bool, device_transport: Any = None
+        self,
+        name: str,
+        index: int,
+        transport: StreamTransport,
+        *,
+        threaded: bool,
+        device_transport: Any = None,
+        release: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
         self.index = index
         self.threaded = threaded
-        self.transport = transport
+        self.transport: Any = transport
         self.device_transport = device_transport
+        self._release = release
         self._failure: BaseException | None = None
-        self._records: list[CollectiveEvent] = []  # traced, and not waited for one by one
-        self._failed: list[Event] = []  # what whoever waits for it learns of a failure from
+        self._records: list[CollectiveEvent] = []  # traced collectives that nobody has waited for one by one
+        self._failed: list[Event] = []  # events that hand the failure to whoever waits for them
         self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
         if threaded:
-            # A daemon: a program that ends without close() must not hang on an idle worker.
+            # A daemon thread: a program that ends without close() must not hang on an idle worker.
             self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
             self._worker.start()
 
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
     ) -> Work:
-        """Run ``call()`` after all that is in the stream already. ``tensors`` live until the Work is waited for."""
-        work = Work(tensors, record)
+        """Run ``call()`` after everything that is in the stream already. ``tensors`` live until the Work is waited for.
+
+        record: the traced collective, if there is one.
+        """
+        work = Work(None, tensors, () if record is None else (record,))
         if record is not None:
             if len(self._records) >= MOST_RECORDS:
                 self._forget_waited()
@@ -158,22 +201,22 @@ class Stream:
         return work
 
     def record(self) -> Event:
-        """An event that is done when all that is enqueued now is done."""
+        """Return an event that is done when everything enqueued so far is done."""
         self._forget_waited()
-        event = Event(tuple(self._records))
+        event = Event(None, tuple(self._records))
         self._put(_nothing, event)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what is enqueued from now on start only when ``event``, of another stream say, is done."""
+        """Let everything enqueued from now on start only when ``event`` is done; it may belong to another stream."""
         self._put((event.group if isinstance(event, GroupedWork) else event)._follow, Event())
 
     def synchronize(self) -> None:
-        """Block until the stream is empty; raise if anything in it failed."""
+        """Block until the stream is empty. Raises the first failure in it."""
         self.record().wait()
 
     def __deepcopy__(self, memo: object) -> Stream:
-        """Itself, as the communicator of a copied layer is."""
+        """Return the stream itself: a copied layer keeps its stream, as it keeps its communicator."""
         return self
 
     def close(self) -> None:
@@ -186,7 +229,8 @@ class Stream:
     def free(self) -> None:
         """Free what was made from MPI, after `close`. Collective."""
         self.transport.close()
-        self.transport._comm.Free()
+        if self._release is not None:
+            self._release()
 
     def _forget_waited(self) -> None:
         unwaited = [record for record in self._records if record.wait_start is None]
@@ -194,7 +238,7 @@ class Stream:
 
     @property
     def untold_failure(self) -> BaseException | None:
-        """What failed here, if nobody who waited was told."""
+        """The stream's failure, unless somebody who waited was told about it."""
         return None if any(event._told for event in self._failed) else self._failure
 
     def _put(self, call: Callable[[], None], event: Event) -> None:
@@ -204,13 +248,14 @@ class Stream:
             raise CollectiveError(f"stream {self.name} is closed")
         else:
             self._run(call, event)
-            if isinstance(event, Work) and event._record is not None:  # the caller waited for all of it
-                event._record.wait_start, event._record.wait_end = event._record.enqueue, time.perf_counter()
+            if isinstance(event, Work):
+                for record in event._records:  # the caller waited for all of it
+                    record.wait_start, record.wait_end = record.enqueue, time.perf_counter()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             self._run(*item)
-            del item  # else the last tensors would live until the next collective
+            del item  # otherwise the last tensors would live until the next collective
 
     def _run(self, call: Callable[[], None], event: Event) -> None:
         try:
@@ -223,7 +268,7 @@ class Stream:
             event._error = error
             self._failed.append(event)
         finally:
-            event._finish()
+            event._point.open()
 
 
 def _nothing() -> None:

@@ -1,11 +1,12 @@
-"""What ran, on which group, how many bytes, when.
+"""The log of what ran: which collective, on which group, how many bytes, and when.
 
     with commengine.trace(grid.tensor, grid.data) as log:
         step()
     print(log.summary()); log.save_chrome("trace.json")      # chrome://tracing, ui.perfetto.dev
 
-Bytes are those of nccl-tests: the whole buffer of a rank (all-reduce, broadcast, reduce), or the larger of its two
-(all-gather: the output; reduce-scatter: the input; gather and scatter: the root's buffer, on every rank).
+The bytes of a collective are counted as nccl-tests counts them: the whole buffer of a rank (all-reduce, broadcast,
+reduce), or the larger of its two buffers (all-gather: the output; reduce-scatter: the input; gather and scatter: the
+root's buffer, on every rank). `commengine.operations` has the table.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .calls.checks import ArgumentChecks
-    from .communicator import Communicator
-    from .device.clock import DeviceTimes
+    from torch import Tensor
 
-
-#: of the files that `Trace.save` writes, and what they say of an event. Format 1 had no peers and no buffers
+#: the format of the files that `Trace.save` writes, and the fields of an event in them. Format 1 had no peers and no
+#: buffers
 FORMAT = 2
 SAVED = (
     "operation", "redop", "root", "peers", "dtype", "shape", "bytes", "buffers", "group", "size", "stream",
@@ -32,15 +31,51 @@ SAVED = (
 )  # fmt: skip
 
 
+class Clocked(Protocol):
+    """The times of a collective that a device measures: `commengine.device.clock.DeviceTimes`."""
+
+    def settle(self, record: CollectiveEvent) -> None:
+        """Wait for the collective and write its times into ``record``."""
+
+    def start(self, stream: Any) -> None:
+        """Mark that ``stream`` reaches the collective."""
+
+    def end(self, stream: Any) -> None:
+        """Mark that the collective is done."""
+
+    def wait_starts(self, stream: Any) -> None:
+        """Mark that ``stream`` begins to wait for the collective."""
+
+    def wait_ends(self, stream: Any) -> None:
+        """Mark that ``stream`` goes on."""
+
+
+class TracedGroup(Protocol):
+    """A communicator, as far as a trace knows it."""
+
+    name: str
+    world_rank: int
+
+    def world_ranks(self) -> list[int]:
+        """The ranks of the group in MPI.COMM_WORLD."""
+
+    def _attach_trace(self, log: Trace) -> None:
+        """Log the group's collectives in ``log``, too."""
+
+    def _detach_trace(self, log: Trace) -> bool:
+        """Stop that; whether ``log`` was attached."""
+
+
 @dataclass(slots=True)
 class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
 
-    peers: the ranks of the group that a message goes to and comes from. buffers: of each tensor among the arguments,
-    in their order, the bytes, and whether the other ranks read or write it where it lies (see `Communicator.empty`).
-    Without a stream enqueue equals start, and the caller waits from start to end. Of a collective on a device the
-    waiting is that of the stream which waits, and all times but ``enqueue`` are there after `settle`, which
-    `Trace.events` calls.
+    peers: the ranks of the group that a message goes to and comes from. buffers: for each tensor among the arguments,
+    in order, its bytes and whether the other ranks read or write it in place (see `Communicator.empty`).
+
+    Without a stream ``enqueue`` equals ``start``, and the caller waits from ``start`` to ``end``. For a collective on
+    a device, ``wait_start`` and ``wait_end`` are those of the CUDA stream that waits, and all times except ``enqueue``
+    are known only after `settle`, which `Trace.events` calls.
     """
 
     operation: str
@@ -60,21 +95,21 @@ class CollectiveEvent:
     wait_end: float | None = None
     peers: tuple[int, ...] = ()
     buffers: tuple[tuple[int, bool], ...] = ()
-    times: DeviceTimes | None = field(default=None, repr=False, compare=False)
+    times: Clocked | None = field(default=None, repr=False, compare=False)
 
     def settle(self) -> None:
-        """Of a collective on a device: wait until it is done, and fill in when it ran."""
+        """For a collective on a device: wait until it is done, and fill in its times. Does nothing otherwise."""
         if self.times is not None:
             self.times.settle(self)
 
     @property
     def seconds(self) -> float:
-        """From start to end; 0 while it runs, and for one that never did."""
+        """Seconds from start to end; 0 while the collective runs, and if it never ran to its end."""
         return self.end - self.start if self.end else 0.0
 
     @property
     def hidden_seconds(self) -> float:
-        """How much of that the caller did not wait for: hidden under compute."""
+        """Those of `seconds` in which the caller did not wait: the part that is hidden under compute."""
         if self.stream is None:
             return 0.0
         if self.wait_start is None or self.wait_end is None:
@@ -96,6 +131,7 @@ class Total:
     hidden_seconds: float = 0.0
 
     def add(self, event: CollectiveEvent) -> None:
+        """Add one collective."""
         self.count += 1
         self.bytes += event.bytes
         self.seconds += event.seconds
@@ -103,53 +139,44 @@ class Total:
 
 
 class Trace:
-    """The log of a traced region, of this rank alone. `trace` makes one."""
+    """The log of a traced region, on this rank only. Made by `trace`."""
 
-    def __init__(self) -> None:
-        self.rank = 0
+    def __init__(self, *comms: TracedGroup) -> None:
+        self.rank = comms[0].world_rank if comms else 0
         self._events: list[CollectiveEvent] = []
         self._settled: dict[tuple[str, int, str], Total] = {}
-        self._comms: tuple[Communicator, ...] = ()
+        self._comms = tuple(dict.fromkeys(comms))
 
     @property
     def events(self) -> list[CollectiveEvent]:
-        """All collectives since `settle`, in the order of the calls. Waits for those on a device."""
+        """All collectives since the last `settle`, in the order of the calls. Waits for those on a device."""
         for event in self._events:
             event.settle()
         return self._events
 
     def add(self, event: CollectiveEvent) -> None:
-        """Log ``event``."""
+        """Append ``event`` to the log."""
         self._events.append(event)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Log nothing inside the block."""
-        logged = [comm for comm in self._comms if self in comm._logs]
-        self._detach()
+        logged = [comm for comm in self._comms if comm._detach_trace(self)]
         try:
             yield
         finally:
             for comm in logged:
-                comm._logs += (self,)
-
-    def _attach(self) -> None:
-        for comm in self._comms:
-            comm._logs += (self,)
-
-    def _detach(self) -> None:
-        for comm in self._comms:
-            comm._logs = tuple(other for other in comm._logs if other is not self)
+                comm._attach_trace(self)
 
     def totals(self) -> list[Total]:
-        """One row per group and operation, the largest first."""
+        """Return one row per group and operation, the row with the most seconds first."""
         rows = {key: Total(**{n: getattr(t, n) for n in Total.__slots__}) for key, t in self._settled.items()}
         for event in self.events:
             _add(rows, event)
         return sorted(rows.values(), key=lambda row: -row.seconds)
 
     def settle(self) -> None:
-        """Fold the events so far into the totals and forget them: a long run's log stays small.
+        """Add the events so far to the totals and forget them, so that the log of a long run stays small.
 
         Call it when no traced collective is in flight.
         """
@@ -158,7 +185,7 @@ class Trace:
         self.events.clear()
 
     def summary(self) -> str:
-        """A table: per group and operation the count, bytes, seconds, and the share hidden under compute."""
+        """Return a table: for each group and operation the count, megabytes, seconds and share hidden under compute."""
         lines = [f"{'group':<16}{'operation':<16}{'count':>9}{'MB':>12}{'seconds':>10}{'hidden':>8}"]
         for row in self.totals():
             hidden = row.hidden_seconds / row.seconds if row.seconds else 0.0
@@ -169,27 +196,28 @@ class Trace:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Write JSON lines: first the format, this rank and the world ranks of each group, then the events in order.
+        """Write a file of JSON lines, which ``bench.replay`` reads.
 
-        Call it when nothing traced is in flight and the communicators are open. Raises ValueError where two of them
-        have one name, for then the file could not tell them apart.
+        The first line has the format, this rank and the world ranks of each group; the events follow in order. Call it
+        when no traced collective is in flight and while the communicators are open. Raises ValueError when two traced
+        groups have the same name, because the file could not tell them apart.
         """
         groups = {comm.name: comm.world_ranks() for comm in self._comms}
         if len(groups) < len(self._comms):
-            raise ValueError(f"traced groups need names of their own, not {[comm.name for comm in self._comms]}")
+            raise ValueError(f"traced groups need different names, not {[comm.name for comm in self._comms]}")
         lines: list[dict[str, Any]] = [{"format": FORMAT, "rank": self.rank, "groups": groups}]
         lines += [{name: getattr(event, name) for name in SAVED} for event in self.events]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write the events as a Chrome trace (microseconds); the process is the rank, a thread is a stream."""
-        lanes = {name: lane for lane, name in enumerate(dict.fromkeys(e.stream for e in self.events))}
+        """Write a Chrome trace in microseconds, with one process for this rank and one thread for each stream."""
+        threads = {name: number for number, name in enumerate(dict.fromkeys(e.stream for e in self.events))}
         entries: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
         ]
-        for name, lane in lanes.items():
+        for name, thread in threads.items():
             label = {"name": name or "caller"}
-            entries.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": lane, "args": label})
+            entries.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": thread, "args": label})
         for event in self.events:
             details = {
                 "group": event.group, "size": event.size, "dtype": event.dtype, "shape": list(event.shape),
@@ -198,7 +226,7 @@ class Trace:
             }  # fmt: skip
             entries.append(
                 {"ph": "X", "name": f"{event.operation} {event.group}", "cat": "collective", "pid": self.rank,
-                 "tid": lanes[event.stream], "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details}
+                 "tid": threads[event.stream], "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details}
             )  # fmt: skip
         Path(path).write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
 
@@ -209,26 +237,27 @@ def _add(rows: dict[tuple[str, int, str], Total], event: CollectiveEvent) -> Non
 
 
 @contextlib.contextmanager
-def trace(*comms: Communicator) -> Iterator[Trace]:
-    """Log every collective of ``comms`` on this rank while the block runs. Traces nest; ranks may differ.
+def trace(*comms: TracedGroup) -> Iterator[Trace]:
+    """Log every collective of the communicators ``comms`` on this rank while the block runs.
 
-    Costs about a microsecond a collective inside the block, and one attribute test outside.
+    Not collective: each rank may trace other groups. Traces nest. Costs about a microsecond a collective inside the
+    block, and nothing outside.
     """
-    log = Trace()
-    if comms:
-        log.rank = comms[0].world_rank
-    log._comms = tuple(dict.fromkeys(comms))
-    log._attach()
+    log = Trace(*comms)
+    for comm in log._comms:
+        comm._attach_trace(log)
     try:
         yield log
     finally:
-        log._detach()
+        for comm in log._comms:
+            comm._detach_trace(log)
 
 
 def begin(
     operation: str,
-    tensor: Any,
-    comm: ArgumentChecks,
+    tensor: Tensor | None,
+    group: str,
+    size: int,
     stream: str | None,
     redop: str | None,
     root: int | None,
@@ -236,13 +265,13 @@ def begin(
     peers: tuple[int, ...],
     buffers: tuple[tuple[int, bool], ...],
 ) -> CollectiveEvent:
-    """The record of a collective that is about to be enqueued."""
+    """Return the record of a collective that is about to be enqueued. group, size: the group's name and size."""
     now = time.perf_counter()
     shape, dtype, elements = (
         ((), "none", 0) if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.numel())
     )
     name = dtype.removeprefix("torch.")
     return CollectiveEvent(
-        operation, redop, root, name, shape, elements, nbytes, comm.name, comm.size, stream, now, now,
+        operation, redop, root, name, shape, elements, nbytes, group, size, stream, now, now,
         peers=peers, buffers=buffers,
     )  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from bench.command.parser import ProgramParser, new_program_parser
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def parser(program: str, description: str | None) -> ProgramParser:
     """A parser of the size of the all-reduce and of the number of calls."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--bytes", type=int, default=1 << 20, help="of the tensor, fp32")
-    options.add_argument("--calls", type=int, default=100, help="per step")
+    options = new_program_parser(program, description)
+    options.add_argument("--bytes", type=int, default=1 << 20, help="size of the fp32 tensor (default: %(default)s)")
+    options.add_argument("--calls", type=int, default=100, help="calls in a step (default: %(default)s)")
     return options

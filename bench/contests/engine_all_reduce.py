@@ -1,4 +1,4 @@
-"""All-reduces of a device tensor through a Communicator, one after another: a contestant of bench.gpu_overhead.
+"""All-reduces of a device tensor through a Communicator: our contestant of ``python -m bench.gpu overhead``.
 
 mpiexec -n N python -m bench.contests.engine_all_reduce --bytes N --calls N
 """
@@ -14,7 +14,7 @@ from commengine import Communicator, launch
 
 def main(world: Communicator) -> None:
     """Set up, then obey the driver."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser("bench.contests.engine_all_reduce", __doc__).parse_args()
     tensor = torch.ones(arguments.bytes // 4, device=world.device)
 
     def step() -> float:

@@ -5,13 +5,14 @@ mpiexec -n 2 python -m bench.contests.training_step [--task FILE] --tensor-model
 
 from __future__ import annotations
 
-import argparse
+from argparse import BooleanOptionalAction
 
 import torch
 from safetensors.torch import load_file
 
+from bench.command.parser import new_program_parser
 from bench.contests.serving import serve
-from bench.contests.training_task import TrainingTask
+from bench.contests.step_task import StepTask
 from commengine import Communicator, ProcessGrid, launch
 from tplayers import GPT, GPTConfig, placements
 from trainers.training.clipping import clip, gradient_norm
@@ -41,12 +42,12 @@ def load(model: GPT, path: str) -> None:
 
 def main(world: Communicator) -> None:
     """Set up, then obey the driver."""
-    options = argparse.ArgumentParser()
+    options = new_program_parser("bench.contests.training_step", __doc__)
     options.add_argument("--task", required=True)
     options.add_argument("--tensor-model-parallel-size", type=int, default=2)
-    options.add_argument("--overlap-grad-reduce", action=argparse.BooleanOptionalAction, default=False)
+    options.add_argument("--overlap-grad-reduce", action=BooleanOptionalAction, default=False)
     arguments = options.parse_args()
-    task = TrainingTask.load(arguments.task)
+    task = StepTask.load(arguments.task)
     grid = ProcessGrid(world, tensor=arguments.tensor_model_parallel_size)
     config = GPTConfig(
         task.num_layers, task.hidden_size, task.num_attention_heads, task.vocab_size, task.seq_length,

@@ -1,4 +1,4 @@
-"""All-reduces of a device tensor through torch.distributed: the peer of bench.contests.engine_all_reduce."""
+"""All-reduces of a device tensor through torch.distributed: the peer in ``python -m bench.gpu overhead``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.contests.serving import serve
 
 def main() -> None:
     """Set up, then obey the driver."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser("bench.peers.all_reduce", __doc__).parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")

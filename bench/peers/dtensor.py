@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.contests.serving import serve
-from bench.contests.training_task import TrainingTask
+from bench.contests.step_task import StepTask
 from bench.peers.gpt import PlainGPT, adamw, batch, build, make_step, parser, read_task
 
 
@@ -62,7 +62,7 @@ def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
-def make_sharded_clip(task: TrainingTask, model: nn.Module) -> Callable[[], None]:
+def make_sharded_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     """Clip by the global norm with one all-reduce of one number.
 
     clip_grad_norm_ on DTensors redistributes every parameter's norm on its own; this works on local shards.
@@ -88,7 +88,7 @@ def make_sharded_clip(task: TrainingTask, model: nn.Module) -> Callable[[], None
 
 def main() -> None:
     """Set up, then obey the driver."""
-    options = parser(__doc__)
+    options = parser("bench.peers.dtensor", __doc__)
     options.add_argument("--loss-parallel", action="store_true", help="split the vocabulary as well")
     arguments = options.parse_args()
     task = read_task(arguments.task)

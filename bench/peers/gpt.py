@@ -7,7 +7,6 @@ One process, as many threads as OMP_NUM_THREADS says. This is the reference for 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 from collections.abc import Callable, Iterable
@@ -18,8 +17,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bench.command.parser import ProgramParser, new_program_parser
 from bench.contests.serving import serve
-from bench.contests.training_task import TrainingTask
+from bench.contests.step_task import StepTask
 
 
 class PlainAttention(nn.Module):
@@ -79,7 +79,7 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """tokens (batch, sequence) -> logits (batch * sequence, vocabulary)."""
 
-    def __init__(self, task: TrainingTask, packed: bool = True) -> None:
+    def __init__(self, task: StepTask, packed: bool = True) -> None:
         super().__init__()
         self.wte = nn.Embedding(task.vocab_size, task.hidden_size)
         self.wpe = nn.Embedding(task.seq_length, task.hidden_size)
@@ -98,7 +98,7 @@ class PlainGPT(nn.Module):
         return logits
 
 
-def reference_state(task: TrainingTask) -> dict[str, Tensor]:
+def reference_state(task: StepTask) -> dict[str, Tensor]:
     """The weights everybody starts from, in torch's (out, in) layout; the head is wte.weight, not listed.
 
     Weights are N(0, 0.02), the two projections onto the residual stream divided by sqrt(2 * layers); biases
@@ -145,7 +145,7 @@ def split_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def build(task: TrainingTask, packed: bool = True) -> PlainGPT:
+def build(task: StepTask, packed: bool = True) -> PlainGPT:
     """The unsharded model with the reference weights."""
     state = load_file(task.weights) if task.weights else reference_state(task)
     model = PlainGPT(task, packed)
@@ -154,15 +154,13 @@ def build(task: TrainingTask, packed: bool = True) -> PlainGPT:
     return model
 
 
-def batch(task: TrainingTask, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """This data-parallel rank's inputs and targets, contiguous."""
     tokens = torch.from_numpy(task.tokens()).chunk(ranks)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def adamw(
-    task: TrainingTask, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
-) -> torch.optim.AdamW:
+def adamw(task: StepTask, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
     """The optimizer of all peers."""
     return torch.optim.AdamW(groups, lr=task.lr, weight_decay=task.weight_decay, fused=True)
 
@@ -188,7 +186,7 @@ def make_step(
     return step
 
 
-def make_clip(task: TrainingTask, model: nn.Module) -> Callable[[], None]:
+def make_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     """Clip by the norm of whole gradients (not for a sharded model)."""
     parameters = list(model.parameters())
     if not task.clip_grad:
@@ -200,23 +198,23 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options every peer has."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(program: str, description: str | None) -> ProgramParser:
+    """The options that every peer has."""
+    options = new_program_parser(program, description)
     options.add_argument(
-        "--task", type=Path, help="JSON file of a bench.contests.training_task.TrainingTask; default: its default"
+        "--task", type=Path, help="JSON file of a bench.contests.step_task.StepTask; default: its default"
     )
     return options
 
 
-def read_task(path: Path | None) -> TrainingTask:
+def read_task(path: Path | None) -> StepTask:
     """The task of that file; the default task without one."""
-    return TrainingTask.load(path) if path else TrainingTask()
+    return StepTask.load(path) if path else StepTask()
 
 
 def main() -> None:
     """Set up, then obey the driver."""
-    options = parser(__doc__).parse_args()
+    options = parser("bench.peers.gpt", __doc__).parse_args()
     task = read_task(options.task)
     model = build(task)
     optimizer = adamw(task, model.parameters())

@@ -58,7 +58,7 @@ class Spans:
 def followed(trainer: Trainer) -> Iterator[Spans]:
     """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled: a graph runs no hooks."""
     spans, model = Spans(), trainer.model
-    assert isinstance(model, GPT)  # its parts have the names that spans have
+    assert isinstance(model, GPT)  # the parts of a step are those of its layers
     parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
     with ExitStack() as stack:
 

@@ -12,7 +12,6 @@ from typing import Any
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep
 
-SUFFIXES = (".png", ".svg", ".pdf")
 #: of the caller's spans, pale: forward, recomputation and backward, and the parts that have no phase
 PHASES = {
     "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", "gradients": "#e3dcef",
@@ -31,7 +30,7 @@ TITLE, LINE = 150, 0.19  # characters of a line of the title that fit into WIDTH
 
 
 def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
-    """Draw the median step of every rank, times on one clock. ``path`` ends in one of SUFFIXES.
+    """Draw the median step of every rank, times on one clock. ``path`` ends in .png, .svg or .pdf.
 
     A rank has a row for the caller, coloured by phase, in it the collectives it waits for; and a row for each stream.
     The part of a collective before its group's last rank began is hatched.

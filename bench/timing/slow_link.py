@@ -40,7 +40,7 @@ class SlowLink:
 
 def slow_down(comm: Communicator, rate: float) -> None:
     """Put ``comm`` and the streams it has behind a link of ``rate`` bytes a second. For studies and tests only."""
-    comm._host = SlowLink(comm._host, rate)
+    comm._calls.host = SlowLink(comm._calls.host, rate)
     for stream in comm._streams:
         slowed: Any = SlowLink(stream.transport, rate)
         stream.transport = slowed

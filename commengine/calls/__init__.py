@@ -1,1 +1,1 @@
-"""How a call of a Communicator becomes a transport's: checked, agreed on, traced, watched, run or enqueued."""
+"""How a call of a Communicator becomes a call of a transport: checked, agreed on, traced, watched, run or enqueued."""

@@ -1,40 +1,77 @@
-"""How a Communicator's call becomes a transport's: agreed on, traced, watched, run or enqueued."""
+"""The dispatcher: it hands a checked call of a Communicator to a transport.
+
+A call takes one of three paths:
+
+- direct: nobody compares, traces or watches the call, and it has no stream. This is the fast path.
+- observed: a call that runs on the host, perhaps on a stream's worker thread. It is compared on all ranks
+  (``checked=True``), traced and watched.
+- device: a call that NCCL runs. It is observed, too, but enqueued on a CUDA stream; several calls may be one launch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from commengine.agreement import agree
-from commengine.device.backends import NcclBackend
+from commengine.agreement import agree, describe
+from commengine.device.backends import Backend, NcclBackend
+from commengine.device.staged import Hosted
 from commengine.device.stream import DeviceStream
-from commengine.host.switch_points import SwitchPoints
+from commengine.errors import TransferError
+from commengine.mpi import load_mpi
+from commengine.operations import OPERATIONS
 from commengine.shared_memory.windows import SharedTensors
 from commengine.stream import GroupedWork, Stream, Work, finished_work
-from commengine.timeout.watcher import Entry, WatchedGroup
+from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace, begin
 
-from .checks import ArgumentChecks
+from .checks import call_error, check_independent
+
+#: the result of every call without a stream that ran on the host
+DONE = finished_work()
 
 
-class Call(NamedTuple):
-    """A transport's method and its arguments; ``tensor`` and ``about`` stand for it in checks, traces and reports."""
+class TransportCall(NamedTuple):
+    """A call of a transport's method, and what comparisons, traces and reports say about it.
+
+    name, args: the method and its arguments. tensor: the tensor that stands for the call, None for a barrier. redop:
+    the reduction. root: the root, or the peer of a send or receive. nbytes: the size of the call (see
+    `commengine.operations`). peers: the ranks that a message goes to and comes from.
+    """
 
     name: str
     args: tuple[Any, ...]
     tensor: Tensor | None
-    about: dict[str, Any]
+    redop: str | None
+    root: int | None
+    nbytes: int
+    peers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, args: tuple[Any, ...], ranks: int) -> TransportCall:
+        """Return the call of the method ``name``, described by the table of operations. ranks: the group's size."""
+        operation = OPERATIONS[name]
+        named = dict(zip(operation.arguments, args, strict=True))
+        tensor = None if operation.counted is None else named[operation.counted]
+        peers = tuple(named[argument] for argument in ("dst", "src") if argument in named)
+        root = named.get("root", peers[0] if peers else None)
+        nbytes = 0 if tensor is None else operation.nbytes(tensor.nbytes, ranks)
+        return cls(name, args, tensor, named.get("op"), root, nbytes, peers)
 
 
-def exchanges_first(group: list[Call]) -> list[Call]:
-    """The calls of a group as they run: all point-to-point transfers as one exchange, then the collectives."""
+def exchanges_first(calls: list[TransportCall]) -> list[TransportCall]:
+    """Return the calls of a block in the order in which they run.
+
+    All sends and receives become one exchange, which comes first; the collectives follow in their order.
+    """
     transfers: list[tuple[str, Tensor, int]] = []
     collectives = []
-    for call in group:
+    for call in calls:
         if call.name == "sendrecv":
             transfers += [("send", *call.args[:2]), ("recv", *call.args[2:])]
         elif call.name in ("send", "recv"):
@@ -44,101 +81,110 @@ def exchanges_first(group: list[Call]) -> list[Call]:
     if not transfers:
         return collectives
     peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
-    # A device tensor's transport takes host tensors too, the host's none of a device.
+    # A device tensor stands for the exchange if there is one: its transport also takes host tensors, the host transport
+    # takes no device tensors.
     stands = next((tensor for _, tensor, _ in transfers if not tensor.is_cpu), transfers[0][1])
-    about = {"redop": None, "root": None, "nbytes": sum(part.nbytes for _, part, _ in transfers), "peers": peers}
-    return [Call("exchange", (transfers,), stands, about), *collectives]
+    nbytes = sum(part.nbytes for _, part, _ in transfers)
+    return [TransportCall("exchange", (transfers,), stands, None, None, nbytes, peers), *collectives]
 
 
-class Runs(ArgumentChecks):
-    """The part of a Communicator behind its operations."""
+class Dispatcher:
+    """Runs the calls of one communicator, whose arguments have been checked.
 
-    checked: bool
-    _host: Any
-    _device: Any
-    _streams: list[Stream]
-    _logs: tuple[Trace, ...]
-    _group: list[tuple[Call, GroupedWork]] | None
-    _slow: bool
-    _shared: SharedTensors
-    switch_points: SwitchPoints
-    _watched: WatchedGroup | None
-    _failures: tuple[type[Exception], ...]
+    rank, size, name: this rank's place in the group. host: the transport for host tensors.
+    checked: compare each collective on all ranks before it runs.
+    streams: the communicator's streams. shared: its tensors in windows. watched: its group at the watcher, or None.
+    least: the size in bytes below which nothing goes through shared memory.
 
-    def _run(
+    ``host`` may be replaced by a wrapper with the same methods.
+    """
+
+    def __init__(
         self,
+        rank: int,
+        size: int,
         name: str,
-        args: tuple[Any, ...],
-        tensor: Tensor | None,
-        stream: Stream | None,
+        host: Any,
         *,
-        redop: str | None = None,
-        root: int | None = None,
-        nbytes: int | None = None,
-        peers: tuple[int, ...] = (),
-    ) -> Work:
-        """Run or enqueue the transport's method ``name``. ``tensor`` stands for the call in checks and traces."""
-        if self._slow:
-            self._check_stream(name, stream, tensor)
-            if self._group is not None:
-                if stream is not None:
-                    raise self._error(name, "inside coalesce() the stream goes to coalesce(stream=...)")
-                about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
-                work = GroupedWork()
-                self._group.append((Call(name, args, tensor, about), work))
-                return work
-            self._agree(name, tensor, stream, redop, root, peers)
-        if stream is None and not self._logs and self._watched is None:
-            try:
-                getattr(self._host if tensor is None or tensor.is_cpu else self._device, name)(*args)
-            except self._failures as error:
-                raise self._error(name, str(error)) from error
-            return DONE
-        about = {"redop": redop, "root": root, "nbytes": nbytes, "peers": peers}
-        if self._is_nccl(tensor, stream):
-            return self._run_on_device([Call(name, args, tensor, about)], stream)
-        return self._run_observed(Call(name, args, tensor, about), stream)
+        checked: bool,
+        streams: list[Stream],
+        shared: SharedTensors,
+        watched: WatchedGroup | None,
+        least: float,
+    ) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.host = host
+        self.closed = False
+        self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
+        self._hosted: Hosted | None = None  # the same, if MPI carries them
+        self._backend: Backend | None = None
+        self._checked, self._streams, self._shared, self._watched = checked, streams, shared, watched
+        self._least = least
+        self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
+        self._logs: tuple[Trace, ...] = ()
+        self._block: list[tuple[TransportCall, GroupedWork]] | None = None  # the calls of an open coalesce() block
+        self._direct = True
+        self._choose_path()
 
-    def _agree(
-        self, name: str, tensor: Tensor | None, stream: Stream | None, redop: str | None, root: int | None,
-        peers: tuple[int, ...],
-    ) -> None:  # fmt: skip
-        if self.checked and not peers:
-            with self._watching(name, "agreeing", tensor, redop, root):
-                agree(self, name, tensor, redop, root, stream)
-
-    def _notice(self, call: Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
-        """Tell the traces and the watcher of a call that is about to be enqueued."""
-        name, args, tensor, about = call
-        redop, root, nbytes = about["redop"], about["root"], about["nbytes"]
-        record = entry = None
-        if self._logs:
-            size = (0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes
-            lane = None if stream is None else stream.name
-            buffers = tuple(self._buffer(one) for one in args if one is None or isinstance(one, Tensor))
-            record = begin(name, tensor, self, lane, redop, root, size, about["peers"], buffers)
-            for log in self._logs:
-                log.add(record)
-        if self._watched is not None:
-            lane = "" if stream is None else f"stream {stream.index}"
-            entry = self._watched.enqueue(lane, name, tensor, redop, root, about["peers"])
-        return record, entry
-
-    def _buffer(self, tensor: Tensor | None) -> tuple[int, bool]:
-        """What a trace says of a tensor: its bytes, and whether it lies in a window, and is large enough to matter."""
-        if tensor is None:
-            return 0, False
-        shared = tensor.is_cpu and self._shared.reaches(tensor)
-        return tensor.nbytes, shared and tensor.nbytes >= self.switch_points.least
-
-    def _run_observed(self, call: Call, stream: Stream | None) -> Work:
-        name, args, tensor, _ = call
-        self._check_stream(name, stream, tensor)
-        if tensor is None or tensor.is_cpu:
-            transport = self._host if stream is None else stream.transport
+    def use(self, backend: Backend) -> None:
+        """Let ``backend`` carry device tensors."""
+        self._backend = backend
+        if isinstance(backend, NcclBackend):
+            self._nccl = backend.transport
         else:
-            transport = self._device if stream is None else stream.device_transport
-        method = getattr(transport, name)  # now: of a device tensor, it is after what the current stream holds
+            self._hosted = backend.transport
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self.closed = True
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        """Note whether calls without a stream take the direct path, so that a call tests one attribute only."""
+        observed = self._checked or self._logs or self._watched is not None
+        self._direct = not (self.closed or observed or self._block is not None)
+
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    def run(self, name: str, args: tuple[Any, ...], tensor: Tensor | None, stream: Stream | None) -> Work:
+        """Run the operation ``name``, or enqueue it on ``stream``.
+
+        args: the arguments of the transport's method. tensor: the tensor that decides between host and device; None:
+        the host, or the stream's device.
+        """
+        if stream is None and self._direct:
+            try:
+                if tensor is None or tensor.is_cpu:
+                    getattr(self.host, name)(*args)
+                elif self._hosted is None:
+                    getattr(self._nccl, name)(*args)
+                else:
+                    self._hosted.run(name, args, self._hosted.ready())
+            except self._failures as error:
+                raise call_error(self, name, str(error)) from error
+            return DONE
+        return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
+
+    def _run_or_collect(self, call: TransportCall, stream: Stream | None) -> Work:
+        """Run a call, or keep it for the end of the open coalesce() block."""
+        self._check_usable(call, stream)
+        if self._block is None:
+            return self._run(call, stream)
+        if stream is not None:
+            raise call_error(self, call.name, "inside coalesce() the stream goes to coalesce(stream=...)")
+        work = GroupedWork()
+        self._block.append((call, work))
+        return work
+
+    def _run(self, call: TransportCall, stream: Stream | None) -> Work:
+        self._agree(call, stream)
+        if self._is_nccl(call.tensor, stream):
+            return self._run_on_device([call], stream)
+        return self._run_observed(call, stream)
+
+    def _run_observed(self, call: TransportCall, stream: Stream | None) -> Work:
+        """Run a call on the host, traced and watched; on ``stream``, if there is one."""
+        perform = self._bound(call, stream)
         record, entry = self._notice(call, stream)
 
         def run() -> None:
@@ -147,9 +193,9 @@ class Runs(ArgumentChecks):
             if entry is not None:
                 entry.start()
             try:
-                method(*args)
+                perform()
             except self._failures as error:
-                raise self._error(name, str(error)) from error
+                raise call_error(self, call.name, str(error)) from error
             finally:
                 if record is not None:
                     record.end = time.perf_counter()
@@ -159,22 +205,32 @@ class Runs(ArgumentChecks):
         if stream is None:
             run()
             return DONE
-        return stream.enqueue(run, args, record)
+        return stream.enqueue(run, call.args, record)
+
+    def _bound(self, call: TransportCall, stream: Stream | None) -> Callable[[], None]:
+        """Return the transport's method with its arguments.
+
+        For a device tensor it runs after everything that the caller's CUDA stream holds now, at the time of this call.
+        """
+        if call.tensor is None or call.tensor.is_cpu:
+            transport = self.host if stream is None else stream.transport
+            return functools.partial(getattr(transport, call.name), *call.args)
+        hosted: Any = self._hosted if stream is None else stream.device_transport
+        return functools.partial(hosted.run, call.name, call.args, hosted.ready())
 
     def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
-        """Whether a call is one of NCCL's; of those without a tensor the stream decides."""
-        on_device = isinstance(stream, DeviceStream) if tensor is None else not tensor.is_cpu
-        return on_device and isinstance(self._backend, NcclBackend)
+        """Whether NCCL runs a call. If the call has no tensor, its stream decides."""
+        if self._nccl is None:
+            return False
+        return isinstance(stream, DeviceStream) if tensor is None else not tensor.is_cpu
 
-    def _run_on_device(self, calls: list[Call], stream: Stream | None) -> Work:
-        """Enqueue ``calls`` on the device, several as one launch."""
-        for name, _, tensor, about in calls:
-            self._check_stream(name, stream, tensor)
-            if len(calls) > 1:
-                self._agree(name, tensor, stream, about["redop"], about["root"], about["peers"])
-        transport: Any = self._device if stream is None else stream.transport
+    def _run_on_device(self, calls: list[TransportCall], stream: Stream | None) -> Work:
+        """Enqueue ``calls`` on the device, several of them as one launch."""
+        backend = self._backend
+        assert isinstance(backend, NcclBackend)
+        transport: Any = self._nccl if stream is None else stream.transport
         noticed = [self._notice(call, stream) for call in calls]
-        record = noticed[0][0]  # the first of a launch has the launch's time
+        record = noticed[0][0]  # the first call of a launch gets the times of the launch
         entries = [entry for _, entry in noticed if entry is not None]
 
         def launch() -> None:
@@ -183,46 +239,115 @@ class Runs(ArgumentChecks):
                     for call in calls:
                         getattr(transport, call.name)(*call.args)
             except self._failures as error:
-                raise self._error(calls[0].name, str(error)) from error
+                raise call_error(self, calls[0].name, str(error)) from error
 
-        assert isinstance(self._backend, NcclBackend)
-        return self._backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or DONE
+        return backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or DONE
+
+    # Blocks ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _watching(self, operation: str, lane: str, *about: Any) -> Iterator[None]:
-        """Around what is collective and no transport's method: it too must end in time."""
+    def coalesce(self, stream: Stream | None) -> Iterator[None]:
+        """Collect the calls of the block, and run them at its end (see `Communicator.coalesce`)."""
+        if self._block is not None:
+            raise call_error(self, "coalesce", "is already open: groups do not nest")
+        block: list[tuple[TransportCall, GroupedWork]] = []
+        self._block = block
+        self._choose_path()
+        try:
+            yield
+        finally:
+            self._block = None
+            self._choose_path()
+        on_device = [call for call, _ in block if self._is_nccl(call.tensor, stream)]
+        on_host = [call for call, _ in block if not self._is_nccl(call.tensor, stream)]
+        if on_device:
+            launched = exchanges_first(on_device)
+            check_independent(self, [(call.name, call.args) for call in launched])
+            for call in launched:
+                self._check_usable(call, stream)
+                self._agree(call, stream)
+            self._run_on_device(launched, stream)
+        for call in exchanges_first(on_host):
+            self._check_usable(call, stream)
+            self._run(call, stream)
+        whole = DONE if stream is None else stream.record()
+        for _, work in block:
+            work.started(whole)
+
+    # Observing ------------------------------------------------------------------------------------------------
+
+    def attach(self, log: Trace) -> None:
+        """Log all calls in ``log``, too."""
+        self._logs += (log,)
+        self._choose_path()
+
+    def detach(self, log: Trace) -> bool:
+        """Stop logging in ``log``. Returns whether it was attached."""
+        attached = log in self._logs
+        self._logs = tuple(other for other in self._logs if other is not log)
+        self._choose_path()
+        return attached
+
+    @contextlib.contextmanager
+    def watching(self, operation: str, sequence: str, *about: Any) -> Iterator[None]:
+        """Watch a step of the communicator that is collective but no transport's method: it, too, must end in time.
+
+        about: tensor, reduction and root, for the report.
+        """
         if self._watched is None:
             yield
             return
-        entry = self._watched.enqueue(lane, operation, *about)
+        entry = self._watched.enqueue(sequence, operation, *about)
         entry.start()
         try:
             yield
         finally:
             entry.end()
 
-    def _check_stream(self, operation: str, stream: Stream | None, tensor: Tensor | None = None) -> None:
-        if isinstance(self._host, Closed):
-            getattr(self._host, operation)
-        if stream is not None and stream not in self._streams:
+    def _agree(self, call: TransportCall, stream: Stream | None) -> None:
+        """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""
+        if self._checked and not call.peers:
+            with self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
+                number = 0 if stream is None else stream.index
+                agree(self, self.host.all_gather, describe(call.name, call.tensor, call.redop, call.root, number))
+
+    def _notice(self, call: TransportCall, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
+        """Tell the traces and the watcher about a call that is about to be enqueued."""
+        record = entry = None
+        if self._logs:
+            name = None if stream is None else stream.name
+            buffers = tuple(self._buffer(one) for one in call.args if one is None or isinstance(one, Tensor))
+            record = begin(
+                call.name, call.tensor, self.name, self.size, name, call.redop, call.root, call.nbytes, call.peers,
+                buffers,
+            )  # fmt: skip
+            for log in self._logs:
+                log.add(record)
+        if self._watched is not None:
+            sequence = "" if stream is None else f"stream {stream.index}"
+            entry = self._watched.enqueue(sequence, call.name, call.tensor, call.redop, call.root, call.peers)
+        return record, entry
+
+    def _buffer(self, tensor: Tensor | None) -> tuple[int, bool]:
+        """Return a tensor's bytes, and whether it lies in a window and is large enough to be used there in place."""
+        if tensor is None:
+            return 0, False
+        shared = tensor.is_cpu and self._shared.reaches(tensor)
+        return tensor.nbytes, shared and tensor.nbytes >= self._least
+
+    def _check_usable(self, call: TransportCall, stream: Stream | None) -> None:
+        """Check that the communicator is open, and that ``stream`` belongs to it and fits the tensor's device."""
+        if self.closed:
+            raise call_error(self, call.name, "the communicator is closed")
+        if stream is None:
+            return
+        if stream not in self._streams:
             name = getattr(stream, "name", repr(stream))
-            raise self._error(operation, f"stream {name} was not made by this communicator")
-        on_device = isinstance(stream, DeviceStream)
-        if stream is not None and tensor is not None and self._is_nccl(tensor, None) != on_device:
+            raise call_error(self, call.name, f"stream {name} was not made by this communicator")
+        tensor, on_device = call.tensor, isinstance(stream, DeviceStream)
+        if tensor is not None and self._is_nccl(tensor, None) != on_device:
             kind = "a device" if on_device else "a host"
-            raise self._error(
-                operation, f"stream {stream.name} is {kind} stream, the tensor lies on {tensor.device}: see new_stream"
-            )
-
-
-class Closed:
-    """Stands for the transport of a closed communicator, so that no call pays for asking whether it is open."""
-
-    def __init__(self, comm: ArgumentChecks) -> None:
-        self._comm = comm
-
-    def __getattr__(self, operation: str) -> Any:
-        raise self._comm._error(operation, "the communicator is closed")
-
-
-DONE = finished_work()
+            raise call_error(
+                self, call.name,
+                f"stream {stream.name} is {kind} stream, the tensor lies on {tensor.device}: see new_stream",
+            )  # fmt: skip

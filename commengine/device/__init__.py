@@ -1,1 +1,1 @@
-"""Device tensors: by NCCL through CuPy's binding on CUDA streams, or by MPI with the host between."""
+"""Device tensors: by NCCL through CuPy's binding on CUDA streams, or by MPI through the host."""

@@ -1,4 +1,4 @@
-"""What carries a communicator's device tensors: NCCL on CUDA streams, or MPI with the host between."""
+"""The backends for a communicator's device tensors: NCCL on CUDA streams, or MPI through the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from commengine.stream import Stream, Work
 from .choice import TRANSPORTS, DeviceLike, choose_device
 from .clock import DeviceClock, DeviceTimes
 from .nccl import DeviceTransport, Runtime
-from .staged import DeviceAddressTransport, Hosted, StagedTransport, mpi_takes_device_addresses
+from .staged import Hosted, StagedTransport, device_address_transport, mpi_takes_device_addresses
 from .stream import DeviceStream, DeviceWork
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from commengine.timeout.watcher import Entry
+    from commengine.timeout.entries import Entry
     from commengine.trace import CollectiveEvent
 
 
 class NcclBackend:
-    """Device tensors by NCCL: collectives are enqueued on CUDA streams, and the host goes on."""
+    """Device tensors by NCCL: collectives are enqueued on CUDA streams, and the host goes on.
+
+    clock: measures the times of traced collectives; None: a clock of its own.
+    """
 
     def __init__(self, transport: DeviceTransport, clock: DeviceClock | None = None) -> None:
         self.transport: Any = transport
@@ -35,7 +38,7 @@ class NcclBackend:
         self.clock = clock or DeviceClock(transport.runtime.cuda, transport.device)
 
     def refusal(self, dtype: torch.dtype, op: str) -> str | None:
-        """Why NCCL cannot reduce what the host can."""
+        """Return why NCCL cannot reduce ``dtype`` with ``op`` although the host can, or None."""
         if (dtype, op) in NCCL_REDUCTIONS:
             return None
         return f"NCCL has no {dtype} to reduce: convert it to torch.int32, or reduce it on the host"
@@ -48,9 +51,11 @@ class NcclBackend:
         record: CollectiveEvent | None,
         entries: Sequence[Entry],
     ) -> Work | None:
-        """Call ``launch``, which enqueues on ``stream`` (None: the current one), and time and watch what it enqueued.
+        """Call ``launch``, which enqueues collectives, and time and watch them.
 
-        The Work is None where there is no stream: what comes later on the current one waits by itself.
+        tensors: kept alive until they are done. stream: the stream that they go to; None: torch's current one, and the
+        result is None, because everything that is enqueued on that stream later waits by itself. record: gets the
+        times. entries: the watcher's entries, one for each collective.
         """
         if record is not None:
             record.times = DeviceTimes(self.clock)
@@ -80,42 +85,52 @@ class NcclBackend:
         return current.record_event() if watched else None
 
     def split(self, part: MPI.Intracomm | None, color: int | None, key: int) -> NcclBackend | None:
-        """For the rank's part of the group; None where it has none. Collective over the group."""
+        """Return the backend of this rank's part of the group; None if it has no part. Collective over the group.
+
+        part, color, key: see `DeviceTransport.split`.
+        """
         made = self.transport.split(part, color, key)
         return None if made is None else NcclBackend(made, self.clock)
 
     def new_stream(self, comm: MPI.Intracomm, name: str, index: int, priority: int) -> DeviceStream:
-        """A CUDA stream with an NCCL communicator of its own, over the ranks of ``comm``. Collective."""
+        """Return a CUDA stream with an NCCL communicator of its own, over the ranks of ``comm``. Collective.
+
+        priority: of the CUDA stream, -1 (high) or 0.
+        """
         cuda_stream = self.transport.runtime.cuda.Stream(self.device, priority)
         return DeviceStream(name, index, self.transport.split(comm, 0, comm.rank, cuda_stream), cuda_stream)
 
     def close(self) -> None:
-        """Collective."""
+        """End the NCCL communicator. Collective."""
         self.transport.close()
 
 
 class HostedBackend:
-    """Device tensors by MPI: ``kind`` is ``"mpi"`` (it takes device addresses) or ``"staged"`` (pinned memory)."""
+    """Device tensors by MPI.
+
+    kind: "mpi", for an MPI that takes device addresses, or "staged", through pinned host memory. host: the transport
+    that moves the data.
+    """
 
     def __init__(self, kind: str, runtime: Runtime, device: torch.device, host: HostTransport) -> None:
         self.kind, self.device = kind, device
         self._runtime = runtime
-        inner: Any = StagedTransport(runtime, host) if kind == "staged" else DeviceAddressTransport(runtime, host)
-        self.transport: Any = Hosted(inner, runtime, device)
+        inner: Any = StagedTransport(runtime, host) if kind == "staged" else device_address_transport(runtime, host)
+        self.transport = Hosted(inner, runtime, device)
 
     def refusal(self, dtype: torch.dtype, op: str) -> None:
-        """Nothing: the host reduces it."""
+        """Return None: the host reduces every dtype."""
 
     def over(self, host: HostTransport) -> HostedBackend:
-        """The same by another host transport."""
+        """Return the same backend over another host transport."""
         return HostedBackend(self.kind, self._runtime, self.device, host)
 
     def close(self) -> None:
-        """Nothing: the host transport's owner closes it."""
+        """Do nothing: the owner of the host transport closes it."""
 
 
 def _is_over(event: Any) -> bool:
-    """Whether nothing more is to be expected of ``event``; also when the device has failed, which its user is told."""
+    """Whether ``event`` is done, or will never be because the device has failed (its user is told so elsewhere)."""
     try:
         return bool(event.query())
     except RuntimeError:
@@ -128,9 +143,10 @@ Backend = NcclBackend | HostedBackend
 def open_backend(
     comm: MPI.Intracomm, host: HostTransport, device: DeviceLike, transport: str, cuda_aware_mpi: bool | None
 ) -> Backend | None:
-    """What carries device tensors between the ranks of ``comm``; None where the device is the CPU. Collective.
+    """Return the backend for device tensors between the ranks of ``comm``; None if the device is the CPU. Collective.
 
-    Raises CollectiveError, on every rank alike, where a rank cannot have what is asked for.
+    host: the transport for host tensors. device, transport, cuda_aware_mpi: see `Communicator`. Raises CollectiveError
+    on every rank when a rank cannot have what is asked for.
     """
     if transport not in TRANSPORTS:
         raise CollectiveError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
@@ -141,7 +157,7 @@ def open_backend(
         return NcclBackend(DeviceTransport.open(runtime, comm, chosen))
     if transport == "mpi" and not (mpi_takes_device_addresses() if cuda_aware_mpi is None else cuda_aware_mpi):
         raise CollectiveError(
-            "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support); "
-            "cuda_aware_mpi=True says it does, transport='staged' works with any MPI"
+            "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support). "
+            "cuda_aware_mpi=True overrides this; transport='staged' works with any MPI"
         )
     return HostedBackend(transport, runtime, chosen, host)

@@ -1,4 +1,4 @@
-"""Which device a communicator is for, and whether it can be: every rank finds out, and all raise or none does."""
+"""The choice of a communicator's device. If one rank cannot have its device, every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from .nccl import EXTRAS, NCCL_LEAST, Runtime, load_runtime
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: how device tensors travel: by NCCL; by an MPI that takes device addresses; through pinned host memory, by any MPI
+#: how device tensors travel: by NCCL; by an MPI that takes device addresses; by any MPI, through pinned host memory
 TRANSPORTS = ("nccl", "mpi", "staged")
 
-#: the first NCCL (ncclGetVersion's number) that lets ranks share a device, and the variable that asks for it
+#: the first NCCL that lets ranks share a device, as ncclGetVersion writes it, and the environment variable for it
 NCCL_SHARING = 23000
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
-#: the CUDA that torch is built for, as "12.8"; "" where it is built for none
+#: the CUDA version that torch is built for, such as "12.8"; "" if it is built without CUDA
 CUDA_OF_TORCH = str(torch.version.cuda or "")
 
 DeviceLike = str | int | torch.device | None
 
 
 def parse_device(device: DeviceLike, cuda: Any = torch.cuda) -> torch.device:
-    """``device`` as a torch.device, without an index where this rank is to choose one. Raises CollectiveError."""
+    """Return ``device`` as a torch.device, without an index if this rank is to choose one.
+
+    Raises CollectiveError for anything but the CPU and CUDA devices.
+    """
     if device is None:
         return torch.device("cuda" if cuda.is_available() else "cpu")
     try:
@@ -54,10 +57,10 @@ def choose_device(
     cuda: Any = torch.cuda,
     load: Callable[[], Runtime] = load_runtime,
 ) -> tuple[torch.device, Runtime | None]:
-    """This rank's device, and what its tensors travel on (None: it is the CPU). Collective over ``comm``.
+    """Return this rank's device and the runtime for its tensors (None for the CPU). Collective over ``comm``.
 
-    Where no index is asked for, ranks of ``comm`` on one node take its devices in turn. Raises CollectiveError, on
-    every rank alike, where a rank cannot have its device, and for what NCCL would hang or crash at.
+    Without an index in ``device``, the ranks of a node take its devices in turn. Raises CollectiveError, on every rank
+    alike, when a rank cannot have its device, and for settings with which NCCL would hang or crash.
     """
     wanted = parse_device(device, cuda)
     on_cpu = wanted.type == "cpu"
@@ -73,7 +76,7 @@ def choose_device(
         except CollectiveError as error:
             problem = str(error)
     raise_together(comm, None if problem is None else f"device={str(wanted)!r}: {problem}")
-    assert runtime is not None  # else there was a problem
+    assert runtime is not None  # otherwise there was a problem
     node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
     index = node.rank % cuda.device_count() if str(wanted) == "cuda" else wanted.index
     taken = node.allgather(identity(index, cuda))
@@ -85,7 +88,10 @@ def choose_device(
 
 
 def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH) -> str | None:
-    """Why this process has no such device."""
+    """Return why this process has no such device, or None.
+
+    version: the CUDA version that torch is built for.
+    """
     if not version:
         return f"this torch ({torch.__version__}) is built without CUDA: {EXTRAS}, or use device='cpu'"
     count = cuda.device_count() if cuda.is_available() else 0
@@ -97,7 +103,10 @@ def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH
 
 
 def runtime_problem(runtime: Runtime, version: str = CUDA_OF_TORCH, libraries: list[str] | None = None) -> str | None:
-    """Why torch and the binding do not go together."""
+    """Return why torch and the NCCL binding do not fit each other, or None.
+
+    version: the CUDA version that torch is built for. libraries: the loaded NCCL libraries; None: look for them.
+    """
     ours, theirs = int(version.split(".")[0]), runtime.cuda_version // 1000
     if ours != theirs:
         return f"torch is built for CUDA {ours} and CuPy for CUDA {theirs}: {EXTRAS}"
@@ -109,7 +118,10 @@ def runtime_problem(runtime: Runtime, version: str = CUDA_OF_TORCH, libraries: l
 
 
 def loaded_nccl(maps: str | None = None) -> list[str]:
-    """The files of all NCCL libraries in this process; [] where the system does not tell."""
+    """Return the files of all NCCL libraries in this process; [] if the system does not tell.
+
+    maps: the text of ``/proc/self/maps``; None: read it.
+    """
     if maps is None:
         try:
             maps = Path("/proc/self/maps").read_text()
@@ -120,7 +132,7 @@ def loaded_nccl(maps: str | None = None) -> list[str]:
 
 
 def identity(index: int, cuda: Any) -> str:
-    """What tells device ``index`` of this process from all others of the node, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return a name for device ``index`` that is unique on the node, whatever CUDA_VISIBLE_DEVICES says."""
     found = cuda.get_device_properties(index)
     return str(getattr(found, "uuid", None) or f"{found.name} {index}")
 
@@ -131,7 +143,7 @@ def may_share(runtime: Runtime, environ: Mapping[str, str] = os.environ) -> bool
 
 
 def sharing_problem(taken: list[str], count: int) -> str | None:
-    """What is wrong where the ranks of a node took the devices ``taken``, of ``count`` that this rank sees."""
+    """Return why NCCL refuses the devices ``taken`` by the ranks of a node, or None. count: devices this rank sees."""
     if max(Counter(taken).values()) == 1:
         return None
     ranks, devices = len(taken), len(set(taken))
@@ -143,5 +155,5 @@ def sharing_problem(taken: list[str], count: int) -> str | None:
 
 
 def version_text(version: int) -> str:
-    """NCCL's number as people write it."""
+    """Return NCCL's version number as people write it: 21800 is 2.18.0."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,4 +1,4 @@
-"""When collectives ran on a device, in the seconds of ``time.perf_counter``: CUDA events, read when asked for."""
+"""The times of collectives on a device, measured with CUDA events and given in seconds of ``time.perf_counter``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 if TYPE_CHECKING:
     from commengine.trace import CollectiveEvent
 
-#: CUDA tells times between two events as a float32 of milliseconds: after this long that is no longer microseconds
+#: CUDA gives the time between two events as a float32 of milliseconds. After this many seconds it no longer resolves
+#: microseconds
 ANCHOR_SECONDS = 10.0
 
 
 class DeviceClock:
-    """Ties a device's events to the host's clock, to some ten microseconds.
+    """Ties a device's events to the host's clock, to about ten microseconds.
 
-    cuda: ``torch.cuda``, or what stands in for it. Its own stream is always idle, so that an event there is reached at
-    once, whatever the device computes.
+    cuda: ``torch.cuda``, or a stand-in for it. The clock has a stream of its own, which is always idle, so that an
+    event recorded there is reached at once, whatever the device computes.
     """
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
@@ -28,7 +29,7 @@ class DeviceClock:
         self._event: Any = None
 
     def anchor(self) -> tuple[Any, float]:
-        """An event that is done, and when that was."""
+        """Return an event that is done, and the host's time when it was done."""
         if self._event is None or time.perf_counter() - self._seconds > ANCHOR_SECONDS:
             event = self.cuda.Event(enable_timing=True)
             event.record(self._stream)
@@ -38,7 +39,7 @@ class DeviceClock:
 
 
 class DeviceTimes:
-    """The events of one collective; `settle` writes what they say into its record."""
+    """The CUDA events of one collective; `settle` turns them into times."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._cuda = clock.cuda
@@ -46,19 +47,19 @@ class DeviceTimes:
         self._marks: dict[str, Any] = {}
 
     def start(self, stream: Any) -> None:
-        """``stream`` gets to the collective."""
+        """Mark that ``stream`` reaches the collective."""
         self._mark("start", stream)
 
     def end(self, stream: Any) -> None:
-        """The collective is done."""
+        """Mark that the collective is done."""
         self._mark("end", stream)
 
     def wait_starts(self, stream: Any) -> None:
-        """``stream`` gets to where it waits for the collective; of several waits the first counts."""
+        """Mark that ``stream`` begins to wait for the collective. Only the first of several waits counts."""
         self._mark("wait_start", stream)
 
     def wait_ends(self, stream: Any) -> None:
-        """``stream`` goes on."""
+        """Mark that ``stream`` goes on after the wait."""
         self._mark("wait_end", stream)
 
     def _mark(self, what: str, stream: Any) -> None:
@@ -68,7 +69,7 @@ class DeviceTimes:
             self._marks[what] = event
 
     def settle(self, record: CollectiveEvent) -> None:
-        """Wait for the events so far and write their times into ``record``."""
+        """Wait for the events so far, and write their times into ``record``."""
         for what, event in self._marks.items():
             if event is not None:
                 event.synchronize()

@@ -1,7 +1,7 @@
-"""NCCL through CuPy's binding, for device tensors: each operation of a Communicator, enqueued on a CUDA stream.
+"""The NCCL transport for device tensors: each operation of a Communicator, enqueued on a CUDA stream by CuPy's binding.
 
-The only file that imports cupy, and only when a device communicator is made. Nothing here checks its arguments:
-`Communicator` has. Tensors and streams go to the binding as addresses.
+This is the only file that imports cupy, and it does so only when a device communicator is made. The transport checks no
+arguments, because `Communicator` has checked them. Tensors and streams are handed to the binding as addresses.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from commengine.agreement import raise_together
 from commengine.dtypes import NCCL_BYTE, NCCL_REDUCTIONS
-from commengine.errors import CollectiveError
-from commengine.host.transport import TransferError
+from commengine.errors import CollectiveError, TransferError
 from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 EXTRAS = "pip install 'commengine[gpu]' (CUDA 12) or 'commengine[gpu-cuda13]' (CUDA 13)"
 
-#: ncclAvg came with 2.10, ncclCommSplit with 2.18 (ncclGetVersion's numbers)
+#: the first NCCL with ncclAvg (2.10) and with ncclCommSplit (2.18), as ncclGetVersion writes them
 NCCL_LEAST = 21000
 NCCL_SPLIT = 21800
 
@@ -35,10 +34,10 @@ UNIQUE_ID_BYTES = 128
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a device communicator runs on: its own or, in a test, what stands in for it.
+    """The libraries that a device communicator runs on. Tests put stand-ins in their place.
 
-    nccl: the binding, ``cupy.cuda.nccl``. cuda: streams and events, ``torch.cuda``. cuda_version: of CuPy, as
-    cudaRuntimeGetVersion writes it (12090).
+    nccl: the binding, ``cupy.cuda.nccl``. cuda: streams and events, ``torch.cuda``. cuda_version: CuPy's CUDA version,
+    as cudaRuntimeGetVersion writes it (12090).
     """
 
     nccl: Any
@@ -46,17 +45,17 @@ class Runtime:
     cuda_version: int
 
     def byte(self, device: torch.device) -> Tensor:
-        """One byte of device memory."""
+        """Return one byte of device memory."""
         return torch.zeros(1, dtype=torch.uint8, device=device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy between host and device, on the current stream and behind autograd's back, as a collective does."""
+        """Copy between host and device on the current stream. Autograd does not see it, as it sees no collective."""
         with torch.inference_mode():
             target.copy_(source, non_blocking=True)
 
 
 def load_runtime() -> Runtime:
-    """Import the binding. Raises CollectiveError, naming what to install, where it or libnccl is missing."""
+    """Import the binding. Raises CollectiveError, with the package to install, if it or libnccl is missing."""
     try:
         import cupy
         from cupy.cuda import nccl
@@ -71,13 +70,16 @@ def load_runtime() -> Runtime:
 
 
 def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
-    """An NCCL communicator over the ranks of ``comm``, in their order. Collective; raises on every rank or on none."""
+    """Return an NCCL communicator over the ranks of ``comm``, in their order. Collective.
+
+    Raises CollectiveError on every rank or on none.
+    """
     unique, problem = bytearray(UNIQUE_ID_BYTES), None
     if comm.rank == 0:
         try:
-            # CuPy 13's is a tuple of signed bytes.
+            # CuPy 13 returns a tuple of signed bytes.
             unique[:] = bytes(value & 0xFF for value in runtime.nccl.get_unique_id())
-        except Exception as error:  # the others wait: whatever it is, they must learn of it
+        except Exception as error:  # the other ranks wait: they must learn of any error
             problem = f"no unique id: {explain(error)}"
     raise_together(comm, problem)
     comm.Bcast([unique, load_mpi().BYTE], 0)
@@ -104,13 +106,13 @@ def _joined(kind: Any, size: int, unique: bytes, rank: int) -> Any:
 
 @contextlib.contextmanager
 def _on(runtime: Runtime, device: torch.device) -> Iterator[None]:
-    """NCCL takes the calling thread's current device; it is the caller's again afterwards."""
+    """Make ``device`` the thread's current device inside the block, because NCCL takes that one."""
     with runtime.cuda.device(device):
         yield
 
 
 def explain(error: BaseException) -> str:
-    """What an error of the binding means. CuPy's own table ends at code 6: of 7 and 8 it knows the number only."""
+    """Return an error of the binding in words. CuPy's table of codes ends at 6; it raises KeyError for 7 and 8."""
     if isinstance(error, KeyError):
         return f"NCCL error {error.args[0]} ({ {7: 'in progress', 8: 'timeout'}.get(error.args[0], 'unknown') })"
     return str(error) or type(error).__name__
@@ -120,12 +122,12 @@ def explain(error: BaseException) -> str:
 
 
 class DeviceTransport:
-    """Collectives on contiguous tensors of one device, over one NCCL communicator, which it owns.
+    """Collectives on contiguous tensors of one device, over one NCCL communicator, which the transport owns.
 
     comm: the NCCL communicator (see `connect`). stream: the CUDA stream that all calls are enqueued on; None: torch's
-    current one at each call.
+    current stream at each call.
 
-    Each call returns when it is enqueued. Raises TransferError where NCCL refuses one.
+    Each call returns when it is enqueued. A call that NCCL refuses raises TransferError.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, device: torch.device, stream: Any = None) -> None:
@@ -134,7 +136,7 @@ class DeviceTransport:
         self.device = device
         self.runtime = runtime
         self._comm = comm
-        self._life = threading.Lock()  # a watcher's thread asks `failure` while this one closes
+        self._life = threading.Lock()  # the watcher's thread may call `failure` while this thread closes
         self._fixed = stream
         self._last = stream
         self._byte = runtime.byte(device)
@@ -145,9 +147,9 @@ class DeviceTransport:
         return cls(runtime, connect(runtime, comm, device), device)
 
     def split(self, part: MPI.Intracomm | None, color: int | None, key: int, stream: Any = None) -> Any:
-        """The transport of this rank's ``part`` of the group, None where it has none. Collective over the group.
+        """Return the transport of this rank's part of the group; None if it has no part. Collective over the group.
 
-        part: what splitting the MPI communicator by the same color and key gave.
+        part: the result of splitting the MPI communicator by the same color and key.
         """
         nccl = self.runtime.nccl
         if hasattr(self._comm, "commSplit") and nccl.get_version() >= NCCL_SPLIT:
@@ -164,7 +166,10 @@ class DeviceTransport:
             self._last.synchronize()
 
     def failure(self) -> str | None:
-        """An error that came after a call was enqueued (another rank's end, a broken link); never blocks."""
+        """Return an error that came after a call was enqueued (another rank ended, a link broke), or None.
+
+        Never blocks.
+        """
         with self._life:
             if self._comm is None:
                 return None
@@ -181,7 +186,7 @@ class DeviceTransport:
             self._taken().destroy()
 
     def abort(self) -> None:
-        """End the NCCL communicator and the calls that are under way, whatever the other ranks do."""
+        """End the NCCL communicator and the calls under way, without waiting for the other ranks."""
         if getattr(self, "_comm", None) is not None:
             self._taken().abort()
 
@@ -190,11 +195,11 @@ class DeviceTransport:
             comm, self._comm = self._comm, None
             return comm
 
-    # CuPy's destructor destroys, which waits for the other ranks; what was not closed must not hang at its end.
+    # CuPy's destructor waits for the other ranks. A transport that was not closed must not hang when it is dropped.
     __del__ = abort
 
     def _stream(self) -> int:
-        """The address of the stream that this call goes to, after all calls on this communicator before it."""
+        """Return the address of the stream for this call. The stream waits for all earlier calls of the group."""
         stream = self._fixed
         if stream is None:
             stream = self.runtime.cuda.current_stream(self.device)
@@ -213,12 +218,12 @@ class DeviceTransport:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """One launch for all calls of the block, in any order: none may touch what another one writes."""
+        """Launch all calls of the block at once, in no order: no call may touch memory that another one writes."""
         self._call(self.runtime.nccl.groupStart)
         try:
             yield
         except BaseException:
-            with contextlib.suppress(TransferError):  # the error that is under way says more
+            with contextlib.suppress(TransferError):  # the first error says more
                 self._call(self.runtime.nccl.groupEnd)
             raise
         self._call(self.runtime.nccl.groupEnd)
@@ -235,7 +240,7 @@ class DeviceTransport:
         if count := tensor.numel():
             code, redop = NCCL_REDUCTIONS[tensor.dtype, op]
             data = tensor.data_ptr()
-            target = data if self.rank == root else 0  # elsewhere NCCL has nothing to write to
+            target = data if self.rank == root else 0  # NCCL writes on the root only
             self._call(self._comm.reduce, data, target, count, code, redop, root, self._stream())
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
@@ -278,7 +283,7 @@ class DeviceTransport:
                 self._recv(output.data_ptr() + peer * nbytes, nbytes, peer)
 
     def barrier(self) -> None:
-        """What is enqueued on the stream later starts when every rank's stream got here; the host goes on."""
+        """Let later work on the stream start only when every rank's stream has reached this point. The host goes on."""
         self.all_reduce(self._byte, "max")
 
     # Point to point -------------------------------------------------------------------------------------------
@@ -293,7 +298,7 @@ class DeviceTransport:
         self.exchange([("send", sent, dst), ("recv", received, src)])
 
     def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """All sends and receives, ``(verb, tensor, peer)``, in one launch: no order deadlocks."""
+        """Launch all sends and receives, ``(verb, tensor, peer)``, at once. No order of them deadlocks."""
         with self.group():
             for verb, tensor, peer in transfers:
                 (self._send if verb == "send" else self._recv)(tensor.data_ptr(), tensor.nbytes, peer)

@@ -1,7 +1,8 @@
-"""Device tensors by MPI: through pinned host memory, or as device addresses where the MPI takes them.
+"""Device tensors by MPI: through pinned host memory, or as device addresses if the MPI takes them.
 
-Both do on the host what `HostTransport` does, between the caller's stream and the host: `Hosted` waits for the one
-before and leaves the result complete.
+`StagedTransport` and `DeviceAddressTransport` both work on the host, as `HostTransport` does. `Hosted` puts their calls
+in order with the caller's CUDA stream: a call begins after what the stream holds, and returns when its result is
+complete.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commengine.host.switch_points import NEVER
+from commengine.host.polling import BlockingCall, WrappedCalls
 from commengine.host.transport import HostTransport
 
 from .nccl import Runtime
 
-#: of a tensor that goes through host memory one piece of this many bytes is copied while another is on its way
+#: a tensor that goes through host memory is cut into pieces of this many bytes; one piece is copied while another one
+#: is on its way
 CHUNK_BYTES = 4 << 20
 
 
 class Hosted:
-    """The methods of ``inner`` on a stream of their own, each begun after the caller's stream and complete on return.
+    """Runs the operations of a transport for device tensors that works on the host, in order with a CUDA stream.
 
-    To take a method from here says "after what the current stream holds now": a host stream's worker calls it later.
+    inner: a `StagedTransport` or the operations of a `DeviceAddressTransport`. Its calls run on a stream of their own.
     """
 
     def __init__(self, inner: Any, runtime: Runtime, device: torch.device) -> None:
@@ -36,47 +38,53 @@ class Hosted:
         self._cuda = runtime.cuda
         self._own = runtime.cuda.Stream(device)
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        ready = self._cuda.current_stream(self.device).record_event()
-        method = getattr(self.inner, name)
+    def ready(self) -> Any:
+        """Return a CUDA event that is done when everything that the caller's current stream holds now is done."""
+        return self._cuda.current_stream(self.device).record_event()
 
-        def call(*args: Any) -> None:
-            self._own.wait_event(ready)
-            with self._cuda.stream(self._own):
-                method(*args)
-            self._own.synchronize()
+    def run(self, name: str, args: tuple[Any, ...], ready: Any) -> None:
+        """Run the operation ``name`` of the transport after the event ``ready``; the result is complete on return.
 
-        return call
+        A host stream takes ``ready`` when the collective is enqueued, and its worker calls this later.
+        """
+        self._own.wait_event(ready)
+        with self._cuda.stream(self._own):
+            getattr(self.inner, name)(*args)
+        self._own.synchronize()
 
 
-class SynchronizedComm:
-    """The calls of an MPI communicator, each after all that the current stream holds: MPI knows no streams."""
+class SynchronizedCalls(WrappedCalls):
+    """MPI calls that first wait for everything that the current CUDA stream holds, because MPI knows no streams.
+
+    calls: the MPI calls of a `HostTransport`.
+    """
 
     def __init__(self, calls: Any, runtime: Runtime) -> None:
-        self._calls, self._cuda = calls, runtime.cuda
+        self._cuda = runtime.cuda
+        super().__init__(calls, lambda name: self._synchronized(getattr(calls, name)))
+        self.Isend, self.Irecv = self._synchronized(calls.Isend), self._synchronized(calls.Irecv)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._calls, name)
-
-        def call(*args: Any) -> Any:
+    def _synchronized(self, call: BlockingCall) -> BlockingCall:
+        def synchronized(*args: Any) -> Any:
             self._cuda.current_stream().synchronize()
-            return method(*args)
+            return call(*args)
 
-        return call
+        return synchronized
 
 
-class DeviceAddressTransport(HostTransport):
-    """What ``host`` does, for device tensors, on an MPI that takes their addresses."""
+def device_address_transport(runtime: Runtime, host: HostTransport) -> HostTransport:
+    """Return the operations of ``host`` for device tensors, on an MPI that takes device addresses.
 
-    def __init__(self, runtime: Runtime, host: HostTransport) -> None:
-        vars(self).update(vars(host))
-        self._calls = SynchronizedComm(host._calls, runtime)
-        self._comm: Any = SynchronizedComm(host._comm, runtime)
-        self._large = NEVER  # the ways through the node's memory are for host tensors
+    All sizes go by MPI, because the routes through a node's memory are for host tensors.
+    """
+    return host.by_mpi(lambda calls: SynchronizedCalls(calls, runtime))
 
 
 def mpi_takes_device_addresses(maps: str | None = None) -> bool:
-    """Whether the loaded MPI says of itself that it is CUDA-aware (MPIX_Query_cuda_support)."""
+    """Whether the loaded MPI says that it is CUDA-aware (MPIX_Query_cuda_support).
+
+    maps: the text of ``/proc/self/maps``; None: read it.
+    """
     try:
         text = Path("/proc/self/maps").read_text() if maps is None else maps
     except OSError:
@@ -94,7 +102,7 @@ def mpi_takes_device_addresses(maps: str | None = None) -> bool:
 
 @dataclass
 class _Piece:
-    """One piece of a collective: (host, device) copies before, what the host does, (device, host) copies after."""
+    """One piece of a collective: (host, device) copies before, the host's call, and (device, host) copies after."""
 
     down: list[tuple[Tensor, Tensor]]
     call: Callable[[], None]
@@ -104,10 +112,11 @@ class _Piece:
 class StagedTransport:
     """Collectives on device tensors through host memory, on the current stream. Blocks the host.
 
-    Collectives go in pieces: while the host sends one, the device copies the next out and the last one in.
+    A collective is cut into pieces. While the host sends one piece, the device copies the next one to the host and the
+    last one back.
 
-    host: moves the pieces. pinned: whether the host memory is page-locked, which copies beside compute need; not
-    where there is no device.
+    host: moves the pieces. chunk: bytes of a piece. pinned: whether the host memory is page-locked. Copies that run
+    beside compute need it; it is impossible without a device.
     """
 
     def __init__(self, runtime: Runtime, host: HostTransport, *, pinned: bool = True, chunk: int = CHUNK_BYTES) -> None:
@@ -122,7 +131,10 @@ class StagedTransport:
     # Memory and order -----------------------------------------------------------------------------------------
 
     def _buffer(self, slot: int, use: str, like: Tensor, *shape: int) -> Tensor:
-        """Host memory for one piece: two slots alternate, so that one is copied while the other is sent."""
+        """Return host memory for one piece, of ``like``'s dtype.
+
+        Two slots alternate, so that one piece is copied while the other one is sent.
+        """
         count = 1
         for extent in shape:
             count *= extent
@@ -133,9 +145,12 @@ class StagedTransport:
         return found[:nbytes].view(like.dtype).view(shape)
 
     def _run(self, pieces: Sequence[Callable[[int], _Piece]]) -> None:
-        """Run the pieces, each made for one of two slots, every copy of one under the host's work on another."""
+        """Run the pieces, each made for one of two slots.
+
+        The copies of one piece run while the host works on another one.
+        """
         stream = self._cuda.current_stream()
-        copied: list[Any] = [None, None]  # per slot: its copies back to the device are done
+        copied: list[Any] = [None, None]  # per slot: an event that is done when its copies back to the device are done
         made: list[tuple[_Piece, Any]] = []
         for index in range(len(pieces) + 1):
             if index < len(pieces):
@@ -156,13 +171,14 @@ class StagedTransport:
         stream.synchronize()
 
     def _spans(self, count: int, itemsize: int) -> list[tuple[int, int]]:
-        """``count`` elements as (start, length) of pieces; one, empty, where there are none."""
+        """Cut ``count`` elements into pieces, (start, length) each; one empty piece for no elements."""
         step = max(1, self._chunk // itemsize)
         return [(start, min(step, count - start)) for start in range(0, count or 1, step)]
 
-    # Elementwise: pieces of the flat tensor ---------------------------------------------------------------------
+    # Elementwise operations: pieces of the flat tensor ------------------------------------------------------------
 
     def _elementwise(self, tensor: Tensor, call: Callable[[Tensor], None], down: bool, up: bool) -> None:
+        """Run ``call`` on host copies of the pieces. down, up: whether to copy them to the host, and back."""
         flat = _flat(tensor)
 
         def make(start: int, length: int) -> Callable[[int], _Piece]:
@@ -184,7 +200,7 @@ class StagedTransport:
         rooted = self.rank == root
         self._elementwise(tensor, lambda part: self.host.broadcast(part, root), rooted, not rooted)
 
-    # By rank: pieces of the same columns of all ranks' rows -------------------------------------------------------
+    # Operations with a row for each rank: pieces are the same columns of all rows -----------------------------------
 
     def _by_rank(
         self,
@@ -193,7 +209,10 @@ class StagedTransport:
         wide: tuple[bool, bool],
         call: Callable[[Any, Any], None],
     ) -> None:
-        """``wide``: whether (output, input) has a row for each rank. The tensor of a rank that has none is None."""
+        """Run ``call`` on host copies of the same columns of ``output`` and ``input``.
+
+        wide: whether (output, input) has a row for each rank. A rank that gives no output or no input passes None.
+        """
         size = self.size
         out, into = (
             None if tensor is None else _flat(tensor).view(size if rows else 1, tensor.numel() // (size if rows else 1))
@@ -237,7 +256,7 @@ class StagedTransport:
     def barrier(self) -> None:
         self.host.barrier()
 
-    # Point to point: whole messages, whose length the receiver sees -----------------------------------------------
+    # Point to point: whole messages, because the receiver checks their length ---------------------------------------
 
     def send(self, tensor: Tensor, dst: int) -> None:
         self.exchange([("send", tensor, dst)])
@@ -249,7 +268,7 @@ class StagedTransport:
         self.exchange([("send", sent, dst), ("recv", received, src)])
 
     def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """Post all sends and receives, ``(verb, tensor, peer)``, at once; wait for all. Host tensors go as they are."""
+        """Start all sends and receives, ``(verb, tensor, peer)``, and wait for all. Host tensors are not copied."""
         staged = []
         for verb, tensor, peer in transfers:
             buffer = tensor

@@ -1,8 +1,8 @@
-"""DeviceStream, DeviceWork: a CUDA stream with the verbs of `Stream`. Nothing here blocks the host but `synchronize`.
+"""DeviceStream and DeviceWork: a CUDA stream with the methods of `Stream`. Only `synchronize` blocks the host.
 
-A collective enqueued here starts after what the caller's stream (torch's current one) holds at that moment, and
-``work.wait()`` lets the caller's stream go on only when it is done. Until then the Work holds the tensors: their
-memory cannot be given to somebody else while NCCL uses it, so no ``record_stream`` is needed.
+A collective enqueued here starts after everything that the caller's stream (torch's current one) holds at that moment,
+and ``work.wait()`` lets the caller's stream go on only when the collective is done. Until then the Work holds the
+tensors, so that their memory cannot be given to another tensor while NCCL uses it. No ``record_stream`` is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,27 @@ if TYPE_CHECKING:
     from .nccl import DeviceTransport
 
 
-class DeviceWork(Work):
-    """A point in a device stream, and what is in flight before it.
+class DevicePoint:
+    """A point in a CUDA stream. event: the CUDA event recorded there."""
 
-    callers: the streams that the tensors come from: they too go on only when the point is reached, for what is freed
-    after `wait` is given out again there.
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """Whether the point was reached. Never blocks."""
+        return bool(self.event.query())
+
+    def block(self) -> None:
+        """Block the host until the point is reached."""
+        self.event.synchronize()
+
+
+class DeviceWork(Work):
+    """A point in a device stream, and the collectives in flight before it.
+
+    event: the CUDA event at the point. callers: the streams that the tensors come from. They too go on only when the
+    point is reached, because memory that is freed after `wait` is given out again there. before: the works that this
+    one covers.
     """
 
     def __init__(
@@ -35,20 +51,14 @@ class DeviceWork(Work):
         records: Sequence[CollectiveEvent] = (),
         before: Sequence[DeviceWork] = (),
     ) -> None:
+        super().__init__(DevicePoint(event), tensors, records)
         self._transport = transport
         self.event = event
         self._callers = callers
-        self._tensors = tensors
-        self._records = records
         self._before = before
-        self._error = None
-
-    def done(self) -> bool:
-        """Whether the point was reached. Never blocks."""
-        return bool(self.event.query())
 
     def wait(self) -> None:
-        """Let torch's current stream go on only when the point is reached; the host goes on. May be called again."""
+        """Let torch's current stream go on only when the point is reached. The host goes on. May be called again."""
         cuda, device = self._transport.runtime.cuda, self._transport.device
         current = cuda.current_stream(device)
         timed = [record.times for record in self._records if record.times is not None]
@@ -68,25 +78,16 @@ class DeviceWork(Work):
             work._release()
         self._before = ()
 
-    def _block(self) -> None:
-        self.event.synchronize()
-
 
 class DeviceStream(Stream):
     """An ordered queue of device collectives: a CUDA stream, with an NCCL communicator of its own.
 
-    Made by `Communicator.new_stream`, closed with its communicator. transport: runs the collectives; what it enqueues
-    goes to ``cuda_stream``.
+    Made by `Communicator.new_stream`, closed with its communicator. transport: runs the collectives, and enqueues them
+    on ``cuda_stream``.
     """
 
-    threaded = False
-    untold_failure = None
-
     def __init__(self, name: str, index: int, transport: DeviceTransport, cuda_stream: Any) -> None:
-        self.name = name
-        self.index = index
-        self.transport: Any = transport
-        self.device_transport: Any = transport
+        super().__init__(name, index, transport, threaded=False, device_transport=transport)
         self.cuda_stream = cuda_stream
         self._cuda = transport.runtime.cuda
         self._in_flight: deque[DeviceWork] = deque()
@@ -94,9 +95,9 @@ class DeviceStream(Stream):
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
     ) -> DeviceWork:
-        """Run ``call()``, which enqueues on ``cuda_stream``, after what the stream and the caller's stream hold.
+        """Run ``call()``, which enqueues on ``cuda_stream``, after everything that it and the caller's stream hold.
 
-        ``tensors`` live until the Work is waited for, or is dropped and done. What NCCL refuses is raised here.
+        ``tensors`` live until the Work is waited for, or until it is dropped and done. Raises the errors of ``call``.
         """
         self._forget_done()
         caller = self._cuda.current_stream(self.transport.device)
@@ -114,7 +115,7 @@ class DeviceStream(Stream):
         return work
 
     def record(self) -> DeviceWork:
-        """An event that is done when all that is enqueued now is done."""
+        """Return an event that is done when everything enqueued so far is done."""
         self._forget_done()
         before = tuple(self._in_flight)
         callers = list(dict.fromkeys(caller for work in before for caller in work._callers))
@@ -122,7 +123,10 @@ class DeviceStream(Stream):
         return DeviceWork(self.transport, self.cuda_stream.record_event(), callers, (), records, before)
 
     def wait_event(self, event: Event) -> None:
-        """Let what is enqueued from now on start only when ``event`` is done; the host waits for a host stream's."""
+        """Let everything enqueued from now on start only when ``event`` is done.
+
+        For an event of another device stream the device waits, for an event of a host stream the host does.
+        """
         if isinstance(event, GroupedWork):
             event = event.group
         if isinstance(event, DeviceWork):
@@ -141,9 +145,9 @@ class DeviceStream(Stream):
         self._in_flight.clear()
 
     def free(self) -> None:
-        """Nothing: `close` has."""
+        """Do nothing: `close` has freed everything."""
 
     def _forget_done(self) -> None:
-        """Let go of the tensors of what nobody waited for, once the device is done with them."""
+        """Let go of the tensors of works that nobody waited for, once the device is done with them."""
         while self._in_flight and (not self._in_flight[0]._tensors or self._in_flight[0].done()):
             self._in_flight.popleft()

@@ -1,1 +1,1 @@
-"""MPI, for host tensors: the transport, and the routes that large collectives take."""
+"""Host tensors by MPI: the transport, polling waits, and the routes of large collectives through shared memory."""

@@ -1,8 +1,15 @@
-"""Which way a large collective of host tensors goes: by MPI, through a node's memory, or in two levels.
+"""The route of a large collective of host tensors: MPI, the shared memory of one node, or two levels.
 
-Inside a node tensors in windows are reduced where they lie (`commengine.shared_memory.window_collectives`), private
-ones through slots (`commengine.shared_memory.slots`); in a group that spans nodes a reduction has two levels
-(`commengine.shared_memory.two_level`). From how many bytes on, a table says (`commengine.host.switch_points`).
+================  ================================================  ================================================
+route             used for                                          implementation
+================  ================================================  ================================================
+window            tensors that lie in windows, inside one node      `commengine.shared_memory.window_collectives`
+bounce            reductions of private tensors, inside one node    `commengine.shared_memory.slots`
+two levels        reductions of a group that spans nodes            `commengine.shared_memory.two_level`
+MPI               everything else                                   `commengine.host.transport`
+================  ================================================  ================================================
+
+A table of switch points (`commengine.host.switch_points`) says from which size on each route is faster than MPI.
 """
 
 from __future__ import annotations
@@ -14,36 +21,42 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commengine.shared_memory.flags import PRIVATE, Lane, fits
+from commengine.operations import REDUCING_IN_MEMORY
+from commengine.shared_memory.flags import PRIVATE, Flags, fits
+from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.slots import Bounce
-from commengine.shared_memory.two_level import TwoLevel
+from commengine.shared_memory.two_level import AcrossNodes, TwoLevel
 from commengine.shared_memory.window_collectives import InWindow
-from commengine.shared_memory.windows import Place, SharedTensors
+from commengine.shared_memory.windows import SharedTensors, WindowTensor
 
-from .switch_points import NEVER, REDUCING, Point, SwitchPoints
+from .switch_points import NEVER, Point, SwitchPoints
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .transport import HostTransport
 
+class _Route(NamedTuple):
+    """A route through memory.
 
-class _Way(NamedTuple):
-    """Through memory. place: of the tensor in a window; bounce: where it is private; two_level: in both cases."""
+    place: the tensor's place in a window; None: the tensor is private, and ``bounce`` takes it.
+    two_level: in a group that spans nodes, the reduction that uses ``window`` or ``bounce`` inside each node.
+    """
 
     window: InWindow
-    place: Place | None
+    place: WindowTensor | None
     bounce: Bounce | None
     two_level: TwoLevel | None
 
 
-class MemoryPaths:
-    """The ways beside MPI of one lane: the caller's, or a stream's.
+class MemoryRoutes:
+    """The routes through memory for one sequence of collectives: the caller's own, or that of one stream.
 
-    comm: the lane's own MPI communicator. wait: how to wait until a function says so. transport: makes what carries
-    slices between nodes. deterministic: no two levels, whose sums are not in rank order.
+    comm: the MPI communicator of the sequence, which nothing else uses.
+    wait: waits until a function returns True.
+    transport: makes the transport that moves slices between nodes, over a communicator of one rank of each node.
+    deterministic: never two levels, whose sums are not in rank order.
 
-    A method returns whether it has done the collective; where it has not, on all ranks alike, it is for MPI.
+    Each operation returns whether it has done the collective. False, on all ranks alike, leaves it to MPI.
     """
 
     def __init__(
@@ -53,24 +66,24 @@ class MemoryPaths:
         points: SwitchPoints,
         *,
         wait: Callable[[Callable[[], bool]], None],
-        transport: Callable[[MPI.Intracomm], HostTransport],
+        transport: Callable[[MPI.Intracomm], AcrossNodes],
         deterministic: bool,
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
         self._wait, self._transport, self._deterministic = wait, transport, deterministic
-        self._found: dict[tuple[str, torch.dtype], Point] = {}
+        self._point: dict[tuple[str, torch.dtype], Point] = {}
         self._least: dict[tuple[str, torch.dtype], float] = {}
-        self._lane: Lane | None = None
+        self._flags: Flags | None = None
         self._bounce: Bounce | None = None
-        self._bounce_made = False
+        self._bounce_tried = False
         self._two_level: TwoLevel | None = None
-        self._levels: list[Any] = []  # where nodes are several: this node's ranks, and those of this slice
+        self._levels: list[Any] = []  # in a group of several nodes: this node's ranks, and the ranks of this slice
 
     def open(self) -> None:
-        """Be ready for every tensor. Collective, on the ranks' main threads, where a window may be made."""
+        """Make all windows now. Collective; every rank calls it on its main thread, where a window may be made."""
         if self._shared.node is None:
             return
-        self._open_lane()
+        self._open_flags()
         if self._points.private_too(self._shared.node.size, spanning=not self._shared.node.alone):
             self._open_bounce()
 
@@ -78,134 +91,165 @@ class MemoryPaths:
         """Free what was made. Collective."""
         if self._bounce is not None:
             self._bounce.close()
-        if self._lane is not None:
-            self._lane.close()
+        if self._flags is not None:
+            self._flags.close()
         for comm in self._levels:
             comm.Free()
 
+    # The collectives --------------------------------------------------------------------------------------------
+
     def all_reduce(self, tensor: Tensor, op: str) -> bool:
         """See `HostTransport.all_reduce`."""
-        way = self._way("all_reduce", tensor.nbytes, tensor)
-        if way is None:
+        route = self._route("all_reduce", tensor.nbytes, tensor)
+        if route is None:
             return False
-        flat = tensor.data.view(-1)  # .data: writing there is no change that autograd has to know of
+        flat = tensor.data.view(-1)  # .data: autograd must not see the write
         rows = self._rows(flat)
-        if way.two_level is not None:
-            way.two_level.all_reduce(flat, rows, way.place, op)
-        elif way.place is not None:
-            way.window.all_reduce(way.place, rows[self._rank], op)
-        elif way.bounce is not None:
-            way.bounce.all_reduce(flat, rows, op)
+        if route.two_level is not None:
+            route.two_level.all_reduce(flat, rows, route.place, op)
+        elif route.place is not None:
+            route.window.all_reduce(route.place, rows[self._rank], op)
+        elif route.bounce is not None:
+            route.bounce.all_reduce(flat, rows, op)
         return True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
         """See `HostTransport.reduce_scatter`."""
-        way = self._way("reduce_scatter", input.nbytes, input)
-        if way is None:
+        route = self._route("reduce_scatter", input.nbytes, input)
+        if route is None:
             return False
         flat, result = input.data.view(-1), output.data.view(-1)
         rows = self._rows(flat)
-        if way.two_level is not None:
-            way.two_level.reduce_scatter(result, flat, way.place, op)
-        elif way.place is not None:
-            way.window.reduce_scatter(result, way.place, rows[self._rank], op)
-        elif way.bounce is not None:
-            way.bounce.reduce_scatter(result, [flat[row] for row in rows], op)
+        if route.two_level is not None:
+            route.two_level.reduce_scatter(result, flat, route.place, op)
+        elif route.place is not None:
+            route.window.reduce_scatter(result, route.place, rows[self._rank], op)
+        elif route.bounce is not None:
+            route.bounce.reduce_scatter(result, [flat[row] for row in rows], op)
         return True
 
     def all_gather(self, output: Tensor, input: Tensor) -> bool:
         """See `HostTransport.all_gather`."""
         nbytes = output.nbytes
-        way = self._way("all_gather", nbytes, output, input)
-        if way is None or way.place is None:
+        route = self._route("all_gather", nbytes, output, input)
+        if route is None or route.place is None:
             return False
-        if way.place.nbytes == nbytes:
-            way.window.gather_into(way.place, self._rows(output)[self._rank], input)
+        if route.place.nbytes == nbytes:
+            route.window.gather_into(route.place, self._rows(output)[self._rank], input)
         else:
-            way.window.all_gather(output, way.place)
+            route.window.all_gather(output, route.place)
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
         """See `HostTransport.broadcast`."""
-        way = self._way("broadcast", tensor.nbytes, tensor)
-        if way is None or way.place is None:
+        route = self._route("broadcast", tensor.nbytes, tensor)
+        if route is None or route.place is None:
             return False
-        way.window.broadcast(way.place, root)
+        route.window.broadcast(route.place, root)
         return True
 
     @property
     def _rank(self) -> int:
-        """In the node."""
-        return 0 if self._lane is None else self._lane.rank
+        """This rank's number in its node."""
+        return 0 if self._flags is None else self._flags.rank
 
     def _rows(self, tensor: Tensor) -> list[slice]:
-        """A flat tensor in as many parts as the node has ranks."""
-        size, numel = 1 if self._lane is None else self._lane.size, tensor.numel()
+        """Cut a flat tensor into as many parts as the node has ranks."""
+        size, numel = 1 if self._flags is None else self._flags.size, tensor.numel()
         bounds = [numel * rank // size for rank in range(size + 1)]
         return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
-    def _way(self, operation: str, nbytes: int, *tensors: Tensor) -> _Way | None:
-        """The way of a collective of ``nbytes``, given by the first of ``tensors`` that lies in a window, or None.
+    # Choosing a route -------------------------------------------------------------------------------------------
 
-        Collective the first time that it is not None.
+    def _route(self, operation: str, nbytes: int, *tensors: Tensor) -> _Route | None:
+        """Return the route of a collective of ``nbytes``, or None for MPI.
+
+        tensors: the tensors that may lie in a window; the first one that does is used in place.
+        Collective for a collective that may go through memory, because the first one makes the flags and slots.
         """
         dtype = tensors[0].dtype
         least = self._least.get((operation, dtype))
         if least is None:
-            # At least 1: nothing of an empty tensor keeps the ranks in step, and MPI has nothing to do for it either.
-            least = self._least[operation, dtype] = max(1, self._least_bytes(operation, dtype))
-        if nbytes < least:  # first: what goes by MPI is not to be slowed down
+            least = self._look_up(operation, dtype)
+        if nbytes < least:  # tested first: collectives that go by MPI must not become slower
             return None
-        node, point = self._shared.node, self._found[operation, dtype]
-        assert node is not None  # else there is no least
-        place = None
-        if self._shared.segments:
-            place = next(filter(None, map(self._shared.find, tensors)), None)
-        taken = not node.alone or nbytes >= (point.bounce if place is None else point.window)
-        taken = taken and (place is not None or operation in REDUCING)
-        if self._shared.segments and not (taken and (place is not None or self._bounce is not None)):
-            # Where this rank goes to MPI another one, whose tensor does not lie as this one does, would wait in memory.
-            self._open_lane()
-            assert self._lane is not None
-            self._lane.check(operation, PRIVATE if place is None else place.number, nbytes, str(dtype))
-        if not taken:
+        place = self._find(tensors)
+        chosen = self._pays(operation, nbytes, dtype, place)
+        compared_there = chosen and (place is not None or self._bounce is not None)
+        if self._shared.segments and not compared_there:
+            self._compare(operation, nbytes, dtype, place)
+        if not chosen:
             return None
-        window = self._open_lane()
-        bounce = None
-        if place is None and (bounce := self._open_bounce()) is None:
+        window = self._open_flags()
+        bounce = self._open_bounce() if place is None else None
+        if place is None and bounce is None:
             return None
-        return _Way(window, place, bounce, self._two_level)
+        return _Route(window, place, bounce, self._two_level)
 
-    def _least_bytes(self, operation: str, dtype: torch.dtype) -> float:
-        """From how many bytes on there is a way for some tensor. Collective the first time."""
+    def _look_up(self, operation: str, dtype: torch.dtype) -> float:
+        """Return the size in bytes from which on some route may pay. Collective the first time."""
         node = self._shared.node
-        if node is None:
-            return NEVER
-        point = self._found[operation, dtype] = self._points.point(operation, dtype, node.size)
-        if node.alone:
-            return min(point.window, point.bounce)
-        return NEVER if operation not in REDUCING or self._deterministic else point.two_level
+        least = NEVER
+        if node is not None:
+            point = self._point[operation, dtype] = self._points.point(operation, dtype, node.size)
+            if node.alone:
+                least = min(point.window, point.bounce)
+            elif operation in REDUCING_IN_MEMORY and not self._deterministic:
+                least = point.two_level
+        # At least 1 byte: an empty tensor has nothing that keeps the ranks in step, and MPI has nothing to do either.
+        self._least[operation, dtype] = max(1, least)
+        return self._least[operation, dtype]
 
-    def _open_lane(self) -> InWindow:
-        """Flags, and what is between the nodes. Collective the first time."""
+    def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
+        """Return the place of the first tensor that lies in a window."""
+        if not self._shared.segments:
+            return None
+        return next(filter(None, map(self._shared.find, tensors)), None)
+
+    def _pays(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> bool:
+        """Whether a tensor of this size goes through memory: in place, or, for a private tensor, through slots."""
+        if place is None and operation not in REDUCING_IN_MEMORY:
+            return False
+        point = self._point[operation, dtype]
+        return not self._node.alone or nbytes >= (point.bounce if place is None else point.window)
+
+    def _compare(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> None:
+        """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.
+
+        A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
+        MPI. Routes that are ready compare the calls themselves when they begin.
+        """
+        self._open_flags()
+        assert self._flags is not None
+        self._flags.check(operation, PRIVATE if place is None else place.number, nbytes, str(dtype))
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def _node(self) -> Node:
         node = self._shared.node
-        assert node is not None
-        if self._lane is None:
+        assert node is not None  # otherwise `_look_up` has found that no route ever pays
+        return node
+
+    def _open_flags(self) -> InWindow:
+        """Return the collectives in windows. The first call makes the flags and the second level, and is collective."""
+        if self._flags is None:
+            node = self._node
             local: Any = self._comm
             if not node.alone:
                 local = self._comm.Split(node.index, self._comm.rank)
                 self._levels = [local, self._comm.Split(local.rank, node.index)]
-            self._lane = Lane(local, self._wait)
-            self._window = InWindow(self._lane)
+            self._flags = Flags(local, self._wait)
+            self._window = InWindow(self._flags)
             if not node.alone:
                 across = self._transport(self._levels[1])
                 self._two_level = TwoLevel(self._window, self._open_bounce(), across, node.table, local.rank)
         return self._window
 
     def _open_bounce(self) -> Bounce | None:
-        """Slots, or None on all ranks where a node has no memory for them. Collective the first time."""
-        if not self._bounce_made and self._lane is not None:
-            self._bounce_made = True
-            if fits(self._comm, Bounce.nbytes() * self._lane.size):
-                self._bounce = Bounce(self._lane)
+        """Return the slots, or None on all ranks if some node has no memory for them. Collective the first time."""
+        if not self._bounce_tried and self._flags is not None:
+            self._bounce_tried = True
+            if fits(self._comm, Bounce.nbytes() * self._flags.size):
+                self._bounce = Bounce(self._flags)
         return self._bounce

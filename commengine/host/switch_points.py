@@ -1,6 +1,6 @@
-"""From how many bytes on a collective of host tensors goes through a node's memory, as measured.
+"""Switch points: the sizes from which on a collective of host tensors goes through a node's memory, as measured.
 
-`python -m bench.switch_points` measures them, prints them beside the times, and writes a file that
+``python -m bench.switch_points`` measures them, prints them beside the times, and writes a file that
 `SwitchPoints.load` reads: ``Communicator(..., switch_points=SwitchPoints.load("here.json"))``.
 """
 
@@ -17,26 +17,29 @@ import torch
 
 from commengine.dtypes import HALF_TYPES
 from commengine.errors import CollectiveError
+from commengine.operations import IN_MEMORY, REDUCING_IN_MEMORY
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 NEVER = float("inf")
 
-#: the operations that have a way through memory; those that only move have the first alone, in a window
-REDUCING = ("all_reduce", "reduce_scatter")
-OPERATIONS = (*REDUCING, "all_gather", "broadcast")
+#: the operations that have a way through memory. Operations that only move data have it for tensors in windows alone
+REDUCING = REDUCING_IN_MEMORY
+OPERATIONS = IN_MEMORY
 
-#: the dtypes that MPI reduces itself, and the halves, which it does not; what only moves knows "full" alone
+#: "half": float16 and bfloat16, which MPI does not reduce itself; "full": the other dtypes, and every dtype of the
+#: operations that only move data
 KINDS = ("full", "half")
 
 
 class Point(NamedTuple):
-    """Bytes of the whole tensor from which each way is taken; NEVER for one that is not.
+    """The sizes of the whole tensor, in bytes, from which on each route is taken; NEVER for a route never taken.
 
-    window: reading and writing tensors of `Communicator.empty`. bounce: copying others through slots that the ranks
-    of the node share. two_level: in a group that spans nodes, reducing inside each node first (either way, as the
-    tensor lies) and then between nodes; with one rank of each node per slice.
+    window: read and write tensors of `Communicator.empty` in place.
+    bounce: copy private tensors through slots that the ranks of the node share.
+    two_level: in a group that spans nodes, reduce inside each node first (in place or through slots, as the tensor
+        lies), and then between nodes, with one rank of each node for each slice of the tensor.
     """
 
     window: float = NEVER
@@ -45,46 +48,49 @@ class Point(NamedTuple):
 
 
 class Key(NamedTuple):
-    """operation, kind of dtype, and the ranks of the group on a node: used from these on up to the next row."""
+    """A row's operation, kind of dtype (`KINDS`), and the least number of the group's ranks on a node."""
 
     operation: str
     kind: str
     ranks: int
 
 
-#: what bench.switch_points measured, on the machine of bench/results/switch_points-*.md
+#: the table that bench.switch_points measured, on the machine of bench/results/switch_points-*.md
 MEASURED = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class SwitchPoints:
-    """A table of switch points. The same on every rank."""
+    """A table of switch points. Every rank needs the same table."""
 
     rows: Mapping[Key, Point]
 
     def point(self, operation: str, dtype: torch.dtype, ranks: int) -> Point:
-        """The row of the most ranks that are not more than ``ranks``."""
+        """Return the row for ``ranks`` ranks on a node: the row with the most ranks that are not more than these."""
         kind = "half" if operation in REDUCING and dtype in HALF_TYPES else "full"
         fitting = [key for key in self.rows if key[:2] == (operation, kind) and key.ranks <= ranks]
         return self.rows[max(fitting)] if fitting else Point()
 
     def private_too(self, ranks: int, *, spanning: bool) -> bool:
-        """Whether any tensor outside of windows goes through memory, with so many ranks of a group on each node."""
+        """Whether private tensors ever go through memory, with ``ranks`` ranks of a group on each node.
+
+        spanning: the group has several nodes.
+        """
         points = [point for key, point in self.rows.items() if key.ranks <= ranks]
         return any((point.two_level if spanning else point.bounce) < NEVER for point in points)
 
     @property
     def least(self) -> float:
-        """Bytes below which nothing goes through memory."""
+        """The size in bytes below which nothing goes through memory."""
         return min((value for point in self.rows.values() for value in point), default=NEVER)
 
     @property
     def digest(self) -> int:
-        """Equal for equal tables, on any rank."""
+        """A checksum: equal for equal tables, on any rank."""
         return zlib.crc32(json.dumps(sorted((*key, *map(float, point)) for key, point in self.rows.items())).encode())
 
     def save(self, path: Path) -> None:
-        """Write what `load` reads."""
+        """Write a JSON file that `load` reads."""
         rows = [
             key._asdict() | {way: nbytes for way, nbytes in point._asdict().items() if nbytes != NEVER}
             for key, point in self.rows.items()
@@ -93,7 +99,10 @@ class SwitchPoints:
 
     @classmethod
     def load(cls, path: Path | str = MEASURED) -> SwitchPoints:
-        """Read a file of bench.switch_points, or the one that comes with this. Raises ValueError where it is none."""
+        """Read a file of bench.switch_points; without ``path``, the table that comes with the package.
+
+        Raises ValueError if the file cannot be read or has no such table.
+        """
         try:
             rows = json.loads(Path(path).read_text())["switch_points"]
             table = {}
@@ -108,11 +117,14 @@ class SwitchPoints:
 
 
 def agreed(comm: MPI.Intracomm, points: SwitchPoints | None) -> SwitchPoints:
-    """``points``, or those measured. Collective; CollectiveError on every rank where two have different ones."""
+    """Return ``points``, or the measured table for None. Collective over ``comm``.
+
+    Raises CollectiveError on every rank when the ranks have different tables.
+    """
     points = SwitchPoints.load() if points is None else points
     if not isinstance(points, SwitchPoints):
         raise CollectiveError(f"switch_points={points!r} is not a SwitchPoints: SwitchPoints.load(FILE) reads one")
     digests = set(comm.allgather(points.digest))
     if len(digests) > 1:
-        raise CollectiveError("switch_points: the ranks have different tables; give every rank the same")
+        raise CollectiveError("switch_points: the ranks have different tables; give every rank the same table")
     return points

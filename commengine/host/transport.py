@@ -1,13 +1,11 @@
-"""MPI, for host tensors: each operation of a Communicator, run to its end on the calling thread.
+"""The MPI transport for host tensors: each operation of a Communicator, run to its end on the calling thread.
 
-Nothing here checks its arguments: `Communicator` has. Buffers go to mpi4py as addresses (0.25 us instead of the
-0.95 us of a NumPy view or the 5.4 us of DLPack; ``findings.md`` of the project's founding).
+The transport checks no arguments, because `Communicator` has checked them. Buffers are handed to mpi4py as addresses,
+which costs 0.25 us a buffer. A NumPy view costs 0.95 us, and DLPack 5.4 us.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,77 +13,37 @@ import torch
 from torch import Tensor
 
 from commengine.dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
+from commengine.errors import TransferError
 from commengine.mpi import load_mpi
 from commengine.shared_memory.flags import spin
 from commengine.shared_memory.windows import SharedTensors
 
-from .routes import MemoryPaths
+from .polling import PollingCalls, WrappedCalls
+from .routes import MemoryRoutes
 from .switch_points import NEVER, SwitchPoints
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: what is reduced in rank order is all-gathered and reduced everywhere up to this many bytes: one round trip, not two
+#: up to this many bytes, a dtype that is reduced in rank order is all-gathered and reduced on every rank: one round
+#: trip instead of two
 SMALL_BYTES = 16 * 1024
 
-#: reductions of more bytes than LONG_BYTES go in pieces. An MPI's temporary copy of such a one no longer fits the
+#: a reduction of more than LONG_BYTES is cut into pieces. MPI's temporary copy of a longer tensor does not fit the
 #: caches, and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md)
 LONG_BYTES = 8 << 20
 PIECE_BYTES = 4 << 20
 
-#: how often a polling thread yields its core before it starts to sleep between polls
-YIELDS_BEFORE_SLEEP = 2000
-SLEEP_SECONDS = 50e-6
-
-
-class TransferError(Exception):
-    """A message had another length than the receiver expected; the Communicator makes a CollectiveError of it."""
-
-
-class PollingComm:
-    """The blocking calls of an MPI communicator, each made of its non-blocking form and a poll that yields.
-
-    For a stream's worker thread: a blocking MPI call spins on the core that compute needs. look: called now and then
-    while waiting.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, look: Callable[[], None] | None = None) -> None:
-        self.comm = comm
-        self.look = look
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        start = getattr(self.comm, "I" + name.lower())
-
-        def call(*args: Any) -> None:
-            self.wait(start(*args).Test)
-
-        setattr(self, name, call)
-        return call
-
-    def waitall(self, requests: list[MPI.Request], statuses: list[MPI.Status]) -> None:
-        """Wait for all of them."""
-        testall = load_mpi().Request.Testall
-        self.wait(lambda: testall(requests, statuses))
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Poll until ``done``."""
-        for _ in range(YIELDS_BEFORE_SLEEP):
-            if done():
-                return
-            os.sched_yield()
-        while not done():
-            time.sleep(SLEEP_SECONDS)
-            if self.look is not None:
-                self.look()
-
 
 class HostTransport:
-    """Collectives on contiguous host tensors over one MPI communicator, which it does not own.
+    """Collectives on contiguous host tensors over one MPI communicator, which the caller owns.
 
     comm: an MPI intracommunicator that nothing else communicates on.
-    polling: give the core away while waiting (see `PollingComm`). look: implies it; called now and then meanwhile.
-    shared: the tensors in windows; with it large collectives go through memory, from ``points`` on (see
-        `commengine.host.routes`). deterministic: reduce every dtype in rank order.
+    polling: give the core away while waiting (see `PollingCalls`).
+    look: called now and then while waiting; implies ``polling``.
+    shared: the tensors in shared windows. With it, large collectives go through the memory of a node, from the sizes in
+        ``points`` on (see `commengine.host.routes`). Without it, everything goes by MPI.
+    deterministic: reduce every dtype in rank order.
     """
 
     def __init__(
@@ -101,22 +59,24 @@ class HostTransport:
         mpi = load_mpi()
         self.rank = comm.rank
         self.size = comm.size
+        self.deterministic = deterministic
         self._comm = comm
         self._calls: Any = comm
         self._waitall: Callable[..., Any] = mpi.Request.Waitall
+        wait = spin
         if polling or look is not None:
-            self._calls = PollingComm(comm, look)
-            self._waitall = self._calls.waitall
-        self._large = NEVER  # bytes from which on the paths are asked
-        self._paths: Any = None
+            polled = PollingCalls(comm, look)
+            self._calls, self._waitall, wait = polled, polled.waitall, polled.wait
+        self._large = NEVER  # the size in bytes from which on the routes are asked
+        self._routes: Any = None
         if shared is not None and comm.size > 1:
             points = SwitchPoints.load() if points is None else points
             self._large = points.least
-            self._paths = MemoryPaths(
+            self._routes = MemoryRoutes(
                 comm,
                 shared,
                 points,
-                wait=self._calls.wait if isinstance(self._calls, PollingComm) else spin,
+                wait=wait,
                 transport=lambda across: HostTransport(across, polling=polling, look=look),
                 deterministic=deterministic,
             )
@@ -126,25 +86,34 @@ class HostTransport:
         self._status = mpi.Status
         self._in_place = mpi.IN_PLACE
 
+    def by_mpi(self, wrap: Callable[[Any], WrappedCalls]) -> HostTransport:
+        """Return a transport over the same MPI communicator whose calls are wrapped and whose route is always MPI.
+
+        wrap: gets the calls of this transport and returns the wrapped ones. The result owns nothing.
+        """
+        made = HostTransport(self._comm, deterministic=self.deterministic)
+        made._calls, made._waitall = wrap(self._calls), self._waitall
+        return made
+
     def _moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:
-        """The tensor as a buffer of opaque elements."""
+        """Return the tensor as a buffer of opaque elements of its width."""
         return self._address(tensor.data_ptr(), tensor.nbytes), self._types.move[tensor.dtype]
 
-    def open_paths(self) -> None:
-        """Be ready for large collectives: a worker thread must not make a window. Collective."""
-        if self._paths is not None:
-            self._paths.open()
+    def open_routes(self) -> None:
+        """Make the windows for large collectives now, because a worker thread must not make one. Collective."""
+        if self._routes is not None:
+            self._routes.open()
 
     def close(self) -> None:
-        """Free what it made, the communicator being the caller's. Collective."""
-        if self._paths is not None:
-            self._paths.close()
+        """Free what the transport made; the communicator is the caller's. Collective."""
+        if self._routes is not None:
+            self._routes.close()
 
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         nbytes = tensor.nbytes
-        if nbytes >= self._large and self._paths.all_reduce(tensor, op):
+        if nbytes >= self._large and self._routes.all_reduce(tensor, op):
             return
         dtype = tensor.dtype
         if dtype in self._in_order:
@@ -160,7 +129,7 @@ class HostTransport:
             _divide(tensor, self.size)
 
     def _pieces(self, tensor: Tensor) -> Iterator[Any]:
-        """The memory of a reduction, as MPI is to have it; one piece where there is none."""
+        """Yield the tensor's memory in the pieces that MPI reduces one by one; one empty piece for an empty tensor."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         step = PIECE_BYTES if nbytes > LONG_BYTES else nbytes or 1
         for start in range(0, nbytes or 1, step):
@@ -184,7 +153,7 @@ class HostTransport:
             _divide(tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        if input.nbytes >= self._large and self._paths.reduce_scatter(output, input, op):
+        if input.nbytes >= self._large and self._routes.reduce_scatter(output, input, op):
             return
         if input.dtype in self._in_order:
             parts = torch.empty_like(input)
@@ -211,7 +180,7 @@ class HostTransport:
         self._calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
 
     def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
-        """Each rank reduces one chunk of the flat tensor: (this rank's chunk, all counts, all starts)."""
+        """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, all counts and all starts."""
         base, extra = divmod(tensor.numel(), self.size)
         counts = [base + (rank < extra) for rank in range(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
@@ -227,13 +196,13 @@ class HostTransport:
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        if output.nbytes >= self._large and self._paths.all_gather(output, input):
+        if output.nbytes >= self._large and self._routes.all_gather(output, input):
             return
         in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
         self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        if tensor.nbytes >= self._large and self._paths.broadcast(tensor, root):
+        if tensor.nbytes >= self._large and self._routes.broadcast(tensor, root):
             return
         self._calls.Bcast(self._moved(tensor), root)
 
@@ -261,10 +230,13 @@ class HostTransport:
         self.exchange([("send", sent, dst), ("recv", received, src)])
 
     def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """Post all sends and receives, ``(verb, tensor, peer)``, at once and wait for all: no order deadlocks."""
+        """Start all sends and receives, ``(verb, tensor, peer)``, and wait for all. No order of them deadlocks.
+
+        verb: "send" or "recv". Raises TransferError for a message of another length than its tensor.
+        """
         requests, statuses = [], []
         for verb, tensor, peer in sorted(transfers, key=lambda transfer: transfer[0]):  # receives first
-            start = self._comm.Irecv if verb == "recv" else self._comm.Isend
+            start = self._calls.Irecv if verb == "recv" else self._calls.Isend
             requests.append(start(self._moved(tensor), peer))
             statuses.append(self._status())
         self._waitall(requests, statuses)
@@ -278,6 +250,6 @@ class HostTransport:
 
 
 def _divide(tensor: Tensor, divisor: int) -> None:
-    # MPI, which writes to an address, does not ask autograd and the thread's modes; nor must what torch does here.
+    # MPI writes to an address, which autograd and the thread's modes do not see. torch must write in the same way.
     with torch.inference_mode():
         tensor.div_(divisor)

@@ -1,1 +1,1 @@
-"""Collectives through memory that the ranks of a node share."""
+"""Collectives through memory that the ranks of a node share: windows, flags, slots, and the level between nodes."""

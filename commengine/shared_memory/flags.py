@@ -1,7 +1,7 @@
-"""Where the ranks of a node meet without a message: flags in a window that all of them see.
+"""Flags in a shared window, by which the ranks of a node meet and compare their calls without a message.
 
-A lane is one ordered sequence of collectives through memory: the caller's, or a stream's. Its ranks come together at
-the beginning of each and tell each other what they are about to do.
+Each sequence of collectives has flags of its own: one sequence is the caller's, and each stream has another. At the
+beginning of each collective through memory the ranks meet, and each rank tells the others what it is about to do.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 from commengine.errors import CollectiveMismatch
 from commengine.mpi import load_mpi
+from commengine.operations import IN_MEMORY
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: looks at another's flag between two calls of MPI
+#: how often a waiting rank looks at another rank's flag between two calls of MPI
 LOOKS_PER_PROGRESS = 256
 
-#: a rank's flags have a cache line of their own: round; where, what and how; progress in a pipeline of three stages
+#: the flags of a rank fill a cache line of their own: the round; three words for the call (place, size and operation,
+#: checksum of the rest); then this rank's progress in each stage of a pipeline, up to three
 LINE_BYTES = 64
 _ROUND, _ASKED, _STAGES = 0, slice(1, 4), 4
 
-#: shared memory that is left for MPI itself
+#: bytes of shared memory that are left for MPI itself
 MARGIN_BYTES = 8 << 20
 
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
-_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "gather_into", "broadcast")
+#: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
+_OPERATIONS = (*IN_MEMORY, "gather_into")
 
 
-class Lane:
-    """The flags of the ranks of one node. Collective to make, on the main threads, and to close.
+class Flags:
+    """The flags of one node's ranks, for one sequence of collectives.
 
-    comm: the lane's own MPI communicator. wait: how to wait until a function says so.
+    comm: the MPI communicator of the sequence, over the ranks of the node. wait: waits until a function returns True.
+    Collective to make, on the ranks' main threads, and to close.
     """
 
     def __init__(self, comm: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> None:
@@ -47,7 +51,7 @@ class Lane:
         self._wait = wait
         self._progress = comm.Iprobe
         self._window = new_window(comm, LINE_BYTES)
-        self._window.Lock_all()  # Sync asks for it
+        self._window.Lock_all()  # MPI_Win_sync needs a passive access epoch
         self._sync = self._window.Sync
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self.size)]
         self._flags = [memoryview(part).cast("q") for part in memory]
@@ -55,10 +59,10 @@ class Lane:
         for word in range(len(self._mine)):
             self._mine[word] = 0
         self._round = 0
-        comm.Barrier()  # every flag is 0 before anybody looks
+        comm.Barrier()  # every flag is 0 before any rank looks
 
     def close(self) -> None:
-        """Collective."""
+        """Free the window. Collective."""
         for flags in self._flags:
             flags.release()
         self._flags.clear()
@@ -66,10 +70,11 @@ class Lane:
         self._window.Free()
 
     def begin(self, operation: str, place: int, nbytes: int, how: str) -> None:
-        """Wait until every rank is at the beginning of a collective; it must be the same one.
+        """Wait until every rank begins a collective, and compare the calls.
 
-        place: where the tensor lies, as a number that is the same on all ranks. how: dtype and reduction or root.
-        A tensor that lies elsewhere on one rank would be written over: CollectiveMismatch on all of them.
+        place: where the tensor lies, as a number that is the same on all ranks, or PRIVATE. how: dtype, and reduction
+        or root. Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over
+        a tensor that belongs to another collective.
         """
         self._mine[1] = place
         self._mine[2] = nbytes << 8 | _OPERATIONS.index(operation)
@@ -78,18 +83,21 @@ class Lane:
         first = self._flags[0][_ASKED]
         if any(flags[_ASKED] != first for flags in self._flags):
             asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
-            self.meet()  # nobody goes on to overwrite what another has not read
+            self.meet()  # no rank overwrites its flags before all ranks have read them
             raise CollectiveMismatch(
                 f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}"
             )
 
     def check(self, operation: str, place: int, nbytes: int, how: str) -> None:
-        """`begin`, for who goes on without the lane: CollectiveMismatch on all ranks where one would stay in it."""
+        """Compare the calls before this rank falls back to MPI; the arguments are those of `begin`.
+
+        Raises CollectiveMismatch on all ranks if one of them would stay in shared memory.
+        """
         self.begin(operation, place, nbytes, how)
-        self.meet()  # everybody has read what the next `begin` overwrites
+        self.meet()  # no rank overwrites its flags before all ranks have read them
 
     def meet(self) -> None:
-        """Wait until every rank is here, and all that it wrote can be seen."""
+        """Wait until every rank is here. Each rank then sees everything that the others wrote before."""
         self._round += 1
         self._sync()
         self._mine[_ROUND] = self._round
@@ -102,12 +110,12 @@ class Lane:
         return bool(flags[_ROUND] >= self._round)
 
     def post(self, stage: int, count: int) -> None:
-        """Tell all that this rank has done ``count`` of a pipeline's ``stage``; what it wrote can be seen."""
+        """Tell the other ranks that this rank has done ``count`` chunks of a pipeline's ``stage``, and publish them."""
         self._sync()
         self._mine[_STAGES + stage] = count
 
     def reached(self, stage: int, count: int) -> bool:
-        """Whether every rank has posted as much."""
+        """Whether every rank has posted at least ``count`` chunks of ``stage``."""
         word = _STAGES + stage
         for flags in self._flags:
             if flags[word] < count:
@@ -116,12 +124,12 @@ class Lane:
         return True
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Wait for the others until ``done``."""
+        """Wait for the other ranks until ``done`` returns True."""
         if not done():
             self._wait(self._progressing(done))
 
     def _progressing(self, done: Callable[[], bool]) -> Callable[[], bool]:
-        """``done``, and now and then it lets MPI work on what another rank may wait for."""
+        """Wrap ``done`` so that MPI makes progress now and then, because another rank may wait for a message."""
         looks = 0
 
         def looked() -> bool:
@@ -135,10 +143,10 @@ class Lane:
 
 
 def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
-    """A window of ``nbytes`` a rank. Collective, on the ranks' main threads.
+    """Make a window of ``nbytes`` bytes a rank. Collective, on the ranks' main threads.
 
-    All ranks come here first: MPICH makes a window without letting another thread of the process into MPI, and that
-    one may be what another rank waits for.
+    The ranks meet in a barrier first. While MPICH makes a window it lets no other thread of the process into MPI, and
+    another rank may be waiting for that thread.
     """
     comm.Barrier()
     window: MPI.Win = load_mpi().Win.Allocate_shared(nbytes, 1, comm=comm)
@@ -146,12 +154,12 @@ def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
 
 
 def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
-    """Whether every node has ``nbytes`` to share: touching a window that it has not would end the process.
+    """Whether every node has ``nbytes`` bytes of shared memory left. Collective over ``comm``; the same on all ranks.
 
-    Collective, the same on all ranks.
+    Touching a window that the node has no memory for would end the process.
     """
     try:
-        space = os.statvfs("/dev/shm")  # where Linux keeps it; in a container often 64 MB
+        space = os.statvfs("/dev/shm")  # where Linux keeps shared memory; often 64 MB in a container
         room = space.f_bavail * space.f_frsize
     except OSError:
         room = sys.maxsize
@@ -168,6 +176,6 @@ def _described(flags: memoryview) -> str:
 
 
 def spin(done: Callable[[], bool]) -> None:
-    """Wait for what comes in microseconds, giving the core to whoever else wants it."""
+    """Wait until ``done`` returns True, for microseconds; other threads may take the core in between."""
     while not done():
         os.sched_yield()

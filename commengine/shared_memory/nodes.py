@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Node:
-    """A node, one of as many ranks each. comm: of its ranks, in the group's order; owned.
+    """This rank's node, in a group that has the same number of ranks, two or more, on every node.
 
-    table: [node][rank in it] -> rank in the group; index: this rank's node.
+    comm: an MPI communicator over the node's ranks, in the group's order; owned by the node.
+    index: the number of the node.
+    table: [node][rank in the node] -> rank in the group.
     """
 
     comm: MPI.Intracomm
@@ -24,17 +26,20 @@ class Node:
 
     @property
     def size(self) -> int:
-        """Ranks of the group on each node."""
+        """The number of the group's ranks on each node."""
         return self.comm.size
 
     @property
     def alone(self) -> bool:
-        """Whether the whole group is here."""
+        """Whether the whole group is on this node."""
         return len(self.table) == 1
 
 
 def find_node(comm: MPI.Intracomm) -> Node | None:
-    """This rank's node, or None, on all ranks, where one node has one rank or more than another. Collective."""
+    """Return this rank's node. Collective over ``comm``.
+
+    Returns None, on all ranks, when a node has only one rank of the group or the nodes have different numbers of them.
+    """
     local: Any = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
     mine = ranks_in(local, comm)
     table = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in comm.allgather(mine)})]

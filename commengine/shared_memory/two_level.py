@@ -1,13 +1,14 @@
-"""Reductions of a group that spans nodes: inside each node in memory, between nodes by MPI.
+"""Reductions of a group that spans nodes: inside each node in shared memory, between nodes by MPI.
 
-Rank i of a node reduces the i-th slice over its node, then with the i-th ranks of the other nodes: all slices are on
-their way at once, and the bytes between two nodes are those of one rank a node, not of all (hierarchical all-reduce).
+The tensor is cut into one slice for each rank of a node. Rank i of each node reduces slice i over its node, then with
+the ranks i of the other nodes. So all slices travel at once, and a node sends the bytes of one tensor instead of the
+bytes of one tensor for each of its ranks (hierarchical all-reduce).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor, float32, inference_mode
 
@@ -15,27 +16,42 @@ from commengine.dtypes import HALF_TYPES
 
 from .slots import Bounce
 from .window_collectives import InWindow
-from .windows import Place
+from .windows import WindowTensor
 
-if TYPE_CHECKING:
-    from commengine.host.transport import HostTransport
+
+class AcrossNodes(Protocol):
+    """The transport between the ranks of one slice, one on each node: `commengine.host.transport.HostTransport`."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce ``tensor`` over the nodes, in place."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
+        """Reduce ``input`` over the nodes; each node gets its rows in ``output``."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Concatenate every node's ``input`` into ``output``."""
 
 
 class TwoLevel:
-    """What one lane needs for it.
+    """The two-level reductions of one sequence of collectives.
 
-    bounce: None where the node has no memory for it: every tensor then has a place. across: between the ranks of one
-    slice, in the order of the nodes. table: [node][rank in it] -> rank in the group. rank: of this one in its node.
+    window, bounce: reduce inside the node tensors in windows, and private ones. bounce is None if a node has no memory
+        for slots; every tensor then has a place in a window.
+    across: moves data between the ranks of one slice, in the order of the nodes.
+    table: [node][rank in the node] -> rank in the group. rank: this rank's number in its node.
     """
 
     def __init__(
-        self, window: InWindow, bounce: Bounce | None, across: HostTransport, table: list[list[int]], rank: int
+        self, window: InWindow, bounce: Bounce | None, across: AcrossNodes, table: list[list[int]], rank: int
     ) -> None:
         self._window, self._bounce, self._across, self._table, self._rank = window, bounce, across, table, rank
         self._size = sum(map(len, table))
 
-    def all_reduce(self, flat: Tensor, rows: Sequence[slice], place: Place | None, op: str) -> None:
-        """Reduce a flat tensor, row i by the i-th rank of each node. Halves are summed in float32 and rounded once."""
+    def all_reduce(self, flat: Tensor, rows: Sequence[slice], place: WindowTensor | None, op: str) -> None:
+        """Reduce a flat tensor over the group, in place; the i-th rank of each node reduces row i.
+
+        place: the tensor's place in a window, or None. float16 and bfloat16 are summed in float32 and rounded once.
+        """
         own = flat[rows[self._rank]]
         with inference_mode():
             if own.dtype not in HALF_TYPES:
@@ -44,7 +60,7 @@ class TwoLevel:
                 if op == "avg":
                     own /= self._size
             else:
-                # A multiple of the nodes: what is beyond the row is never looked at.
+                # The length is a multiple of the number of nodes; nobody reads the elements beyond the row.
                 nodes = len(self._table)
                 total = own.new_empty(-(-own.numel() // nodes) * nodes, dtype=float32)
                 self._reduce(total[: own.numel()], flat, rows, place, op)
@@ -60,11 +76,11 @@ class TwoLevel:
         elif self._bounce is not None:
             self._bounce.all_gather([flat[row] for row in rows])
 
-    def reduce_scatter(self, output: Tensor, flat: Tensor, place: Place | None, op: str) -> None:
-        """Reduce block r of a flat tensor into rank r's flat ``output``."""
+    def reduce_scatter(self, output: Tensor, flat: Tensor, place: WindowTensor | None, op: str) -> None:
+        """Reduce a flat tensor over the group; rank r of the group gets block r in its flat ``output``."""
         numel, half = output.numel(), output.dtype in HALF_TYPES
         with inference_mode():
-            # For the ranks of this slice on every node: what this node has for them.
+            # Row n: this node's part of the result of this slice's rank on node n.
             totals = output.new_empty((len(self._table), numel), dtype=float32 if half else None)
             for total, ranks in zip(totals, self._table, strict=True):
                 self._reduce(total, flat, [slice(rank * numel, (rank + 1) * numel) for rank in ranks], place, op)
@@ -75,8 +91,8 @@ class TwoLevel:
             if half:
                 output.copy_(result)
 
-    def _reduce(self, output: Tensor, flat: Tensor, rows: Sequence[slice], place: Place | None, op: str) -> None:
-        """Inside the node, row i by its i-th rank."""
+    def _reduce(self, output: Tensor, flat: Tensor, rows: Sequence[slice], place: WindowTensor | None, op: str) -> None:
+        """Reduce inside the node; its i-th rank reduces row i, into the flat ``output``."""
         if place is not None:
             self._window.reduce_scatter(output, place, rows[self._rank], _step(op))
         elif self._bounce is not None:
@@ -84,5 +100,5 @@ class TwoLevel:
 
 
 def _step(op: str) -> str:
-    """What both levels do: a mean is divided once, at the end."""
+    """Return the reduction of each level. For a mean both levels sum, and the sum is divided once at the end."""
     return "sum" if op == "avg" else op

@@ -1,7 +1,7 @@
 """Tensors in memory that the ranks of a node share (MPI-3 windows).
 
-A tensor made by `Communicator.empty` lies in a window in which every rank of the node sees every other's part.
-What collectives do with it is in `commengine.shared_memory.window_collectives`.
+A tensor made by `Communicator.empty` lies in a window in which every rank of the node sees every other rank's part.
+`commengine.shared_memory.window_collectives` has the collectives on such tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SharedTensors:
-    """The windows of one communicator. Collective to make, `empty` and `close`. comm: not owned."""
+    """The windows of one communicator, which the caller owns. `empty` and `close` are collective."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -33,9 +33,10 @@ class SharedTensors:
 
     @property
     def node(self) -> Node | None:
-        """This rank's node, where every node has as many ranks of the group, and more than one; on all ranks alike.
+        """This rank's node; None, on all ranks alike, if the group cannot share memory. Collective the first time.
 
-        None where one has nothing left to share, not even for flags. Collective the first time.
+        The group can share memory if every node has the same number of its ranks, two or more (see `find_node`), and
+        has room for at least the flags.
         """
         if not self._looked:
             self._node, self._looked = find_node(self._comm), True
@@ -45,8 +46,11 @@ class SharedTensors:
         return self._node
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that all ranks of the node reach, uninitialised; every rank asks for the same. Or a private one."""
-        like = torch.empty(tuple(shape), dtype=dtype, device="meta")  # or torch's error, for a negative size say
+        """Return an uninitialised tensor that all ranks of the node can reach, or a private one if that is impossible.
+
+        Collective; the same shape and dtype on every rank. Raises torch's errors, for a negative size for example.
+        """
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         node = self.node
         if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
             return torch.empty_like(like, device="cpu")
@@ -58,17 +62,17 @@ class SharedTensors:
         """Whether ``tensor`` lies in a window."""
         return bool(self.segments) and self.find(tensor) is not None
 
-    def find(self, tensor: Tensor) -> Place | None:
-        """Where ``tensor`` lies, or None if that is no window."""
+    def find(self, tensor: Tensor) -> WindowTensor | None:
+        """Return where in a window ``tensor`` lies, or None if it lies in no window."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         for index, segment in enumerate(self.segments):
             offset = address - segment.address
             if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return Place(segment, index, offset, nbytes, tensor.dtype)
+                return WindowTensor(segment, index, offset, nbytes, tensor.dtype)
         return None
 
     def close(self) -> None:
-        """Free the windows in which no tensor lies any more on any rank. The others live as long as the process."""
+        """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
         mpi = load_mpi()
         left = False
         for segment in self.segments:
@@ -83,7 +87,7 @@ class SharedTensors:
 
 
 class _Segment:
-    """One window: this rank's part, and where the others' are."""
+    """One window of ``nbytes`` bytes a rank: this rank's part, and the other ranks' parts. Collective to make."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -91,47 +95,51 @@ class _Segment:
         memory = [self.window.Shared_query(rank)[0] for rank in range(comm.size)]
         self._mine = memory[comm.rank]
         self.address: int = self._mine.address
-        # Not views of what the user has: writing here must not look like a change that autograd has to know of.
+        # These are not views of the user's tensor: autograd must not notice that a collective writes there.
         self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
-        # Touched, or the system would count it as free, and end the process where later there is none.
+        # Every page is touched now. The system would count untouched memory as free, give it away, and end the process
+        # at the first write.
         self.parts[comm.rank].zero_()
         comm.Barrier()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """This rank's part."""
+        """Return this rank's part, for the user."""
         return torch.frombuffer(self._mine, dtype=dtype, count=numel)
 
     def typed(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's part, for us."""
+        """Return every rank's part, for the collectives."""
         if dtype not in self._typed:
             whole = self.nbytes // dtype.itemsize * dtype.itemsize
             self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
         return self._typed[dtype]
 
     def unused(self) -> bool:
-        """Whether no tensor but ours refers to the memory: unmapping it then hurts nobody. Ours are gone after this."""
+        """Whether no tensor of the user refers to the memory, so that it can be unmapped. Drops our own tensors."""
         self.parts.clear()
         self._typed.clear()
-        return sys.getrefcount(self._mine) == 2  # ours, and the call's
+        return sys.getrefcount(self._mine) == 2  # this object's reference and the call's
 
     def free(self) -> None:
         self.window.Free()
 
 
-class Place:
-    """A tensor in a window, and its counterparts on the other ranks."""
+class WindowTensor:
+    """A tensor in a window, and its counterparts on the other ranks of the node.
+
+    segment, index: the window and its number. offset, nbytes: the tensor's place there, in bytes.
+    """
 
     def __init__(self, segment: _Segment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
         self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
 
     @property
     def number(self) -> int:
-        """The same number for the same place on all ranks."""
+        """The place as a number, which is the same on all ranks for the same place."""
         return self.index << 48 | self.offset
 
     def parts(self) -> list[Tensor]:
-        """Every rank's tensor, flat, in the order of the node's ranks."""
+        """Return every rank's tensor, flat, in the order of the node's ranks."""
         itemsize = self.dtype.itemsize
         here = slice(self.offset // itemsize, (self.offset + self.nbytes) // itemsize)
         return [part[here] for part in self.segment.typed(self.dtype)]

@@ -1,1 +1,1 @@
-"""``Communicator(..., timeout=seconds)``: a collective that does not finish in time ends the job, with a report."""
+"""The timeout of collectives: what each rank remembers, the watcher that compares it, and the report before the end."""

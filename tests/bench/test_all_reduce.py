@@ -70,9 +70,9 @@ def test_goals_are_held_to_the_worst_size():
         (["--min-bytes", "x"], "--min-bytes: 'x' is not a size"),
         (["--min-bytes", "2M", "--max-bytes", "1M"], "--min-bytes 2097152 and --max-bytes 1048576"),
         (["--max-bytes", "2G"], "--max-bytes 2G: ten buffers of that size a rank"),
-        (["--dtypes", "fp32"], "--dtypes: no 'fp32'; there are float32, bfloat16"),
-        (["--rounds", "0"], "--rounds 0 and --turn-seconds 0.02"),
-        (["--turn-seconds", "nan"], "--turn-seconds nan"),
+        (["--dtypes", "fp32"], "--dtypes fp32: there is no such name; valid: float32, bfloat16"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--turn-seconds", "nan"], "--turn-seconds nan: must be a number above 0"),
         (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
         (["--output", "/tmp"], "--output /tmp: is a folder"),
         (["--plot", "x.txt"], "--plot x.txt: the name ends in .png, .svg or .pdf"),
@@ -88,4 +88,6 @@ def test_bad_options_are_named(argv, message):
 def test_one_rank_is_one_clear_error():
     done = bench(1)
     assert done.returncode == 2
-    assert done.stderr == "error: an all-reduce needs two ranks or more: start it with mpiexec -n 2\n"
+    assert done.stderr == (
+        "python -m bench.all_reduce: error: an all-reduce needs two ranks or more: start it with mpiexec -n 2\n"
+    )

@@ -9,7 +9,8 @@ import torch
 
 from bench.collective_study.measuring import overlap_percent
 from bench.collective_study.tables import readable, table
-from bench.collectives import Settings, parse_bytes, settings
+from bench.collectives import Settings, settings
+from bench.command.values import parse_bytes
 from bench.timing.clocks import Offset, synchronise
 from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, CollectiveCall
 from commengine import CollectiveError
@@ -175,21 +176,27 @@ def test_options_come_from_a_file_too(tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--operations", "allreduce"], "--operations: no 'allreduce'; there are all_reduce, reduce_scatter"),
-        (["--transports", "engine,ucx"], "--transports: no 'ucx'; there are engine, mpi4py, shared"),
-        (["--dtypes", "fp32"], "--dtypes: no 'fp32'; there are float32"),
+        (
+            ["--operations", "allreduce"],
+            "--operations allreduce: there is no such name; valid: all_reduce, reduce",
+        ),
+        (["--transports", "engine,ucx"], "--transports ucx: there is no such name; valid: engine, mpi4py, shared"),
+        (["--dtypes", "fp32"], "--dtypes fp32: there is no such name; valid: float32"),
         (["--redop", "avg", "--dtypes", "int8"], "--redop avg with --dtypes int8: op='avg' needs a floating-point"),
-        (["--max-bytes", "12Q"], "--max-bytes: '12Q' is not a size: give bytes, or 32K, 64M, 1G"),
+        (
+            ["--max-bytes", "12Q"],
+            "--max-bytes: '12Q' is not a size; valid: bytes, or a number with a unit, such as 32K",
+        ),
         (["--max-bytes", "1T"], "--max-bytes 1T: 8 buffers of that size; at most"),
         (["--min-bytes", "2K", "--max-bytes", "1K"], "--min-bytes 2048 and --max-bytes 1024"),
         (["--step-factor", "1"], "--step-factor 1.0: a number above 1"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: tensor=3 does not divide"),
-        (["--start", "now"], "--start: no 'now'; there are auto, barrier, clock"),
-        (["--group", "pipeline"], "--group: no 'pipeline'; there are world, tensor, data"),
+        (["--start", "now"], "--start now: there is no such name; valid: auto, barrier, clock"),
+        (["--group", "pipeline"], "--group pipeline: there is no such name; valid: world, tensor, data"),
         (["--tensor-model-parallel-size", "2", "--group", "data", "--root", "2"], "--root 2: the group data has"),
         (["--no-in-place", "--no-out-of-place"], "leave nothing to measure"),
-        (["--confidence", "0"], "--confidence 0.0: a number above 0"),
-        (["--time-limit", "nan"], "--time-limit nan: a number above 0"),
+        (["--confidence", "0"], "--confidence 0.0: must be a number above 0"),
+        (["--time-limit", "nan"], "--time-limit nan: must be a number above 0"),
         (["--overlap", "--transports", "engine"], "--overlap measures the transport stream"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--plot", "x.txt"], "--plot x.txt: the name ends in .png"),
@@ -212,7 +219,7 @@ def test_bad_input_ends_every_rank_with_one_line():
     done = bench(2, "--root", 5)
     assert done.returncode == 2
     lines = done.stderr.split("\n")
-    assert lines[0] == "error: --root 5: the group world has the ranks 0 to 1"
+    assert lines[0] == "python -m bench.collectives: error: --root 5: the group world has the ranks 0 to 1"
     assert not [line for line in lines if "Traceback" in line or "error: " in line][1:]
     assert done.stdout == ""
 
@@ -247,10 +254,11 @@ def measured(result):
 
 @pytest.mark.slow
 def test_all_operations_and_transports_on_two_ranks(tmp_path):
-    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv")}
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "md")}
     done = bench(
         2, "--min-bytes", "40K", "--max-bytes", "40K", "--time-limit", 0.002, "--warmup", 1,
         "--transports", "engine,mpi4py,shared,stream,gloo,nccl", "--json", files["json"], "--csv", files["csv"],
+        "--output", files["md"],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(files["json"].read_text())
@@ -274,6 +282,10 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
     shown = [line.split() for line in done.stdout.splitlines() if line.strip() and not line.startswith("#")]
     assert len(shown) == len(result["rows"])
     assert "# 0 wrong elements" in done.stdout
+    written = files["md"].read_text().splitlines()
+    assert "- command: `python -m bench.collectives --min-bytes 40K" in files["md"].read_text()
+    tables = written[written.index("```") + 1 : -1]
+    assert list(filter(None, tables)) == list(filter(None, done.stdout.splitlines()))
     head = next(line.lstrip("#").split() for line in done.stdout.splitlines() if line.split()[1:2] == ["size"])
     assert head[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
 

@@ -196,7 +196,7 @@ def test_very_noisy_times_are_fitted_and_the_model_is_json(bounded, tmp_path, mo
         (lambda d: d.update(rows=d["rows"][:2]), (), "at least 3 different sizes, not 2"),
         (lambda d: None, ("--transport", "nccl"), "--transport nccl: not among the results, which have engine"),
         (lambda d: None, ("--no-in-place",), "nothing to fit"),
-        (lambda d: None, ("--segments", "0"), "--segments 0: at least 1"),
+        (lambda d: None, ("--segments", "0"), "--segments 0: must be at least 1"),
         (lambda d: None, ("--plot", "fit.xyz"), "xyz"),
         (lambda d: None, ("--output", "nowhere/model.json"), "nowhere/model.json"),
     ],

@@ -298,9 +298,12 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--paper", "--model", "8.3b"], "--paper takes no --model"),
         (["--paper", "--no-sequence-parallel"], "--paper takes no --sequence-parallel"),
         (["--model", "1.2b", "--top", "3"], "--top goes with --plan"),
-        (["--plan", "--model", "1.2b", "--gpus", "-8", "--global-batch-size", "8"], "--gpus -8: at least 1"),
-        (["--model", "1.2b", "--gpus", "0"], "--gpus 0: at least 1"),
-        (["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--top", "0"], "--top 0: at least 1"),
+        (["--plan", "--model", "1.2b", "--gpus", "-8", "--global-batch-size", "8"], "--gpus -8: must be at least 1"),
+        (["--model", "1.2b", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (
+            ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--top", "0"],
+            "--top 0: must be at least 1",
+        ),
         (
             ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--reserve-gb", "-5"],
             "--reserve-gb -5: at least 0",

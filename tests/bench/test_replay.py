@@ -241,11 +241,11 @@ def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeyp
     with Communicator(mpi_world) as world:
         for argv, message in [
             ([str(folder)], "not a recording"),
-            ([str(folder), "--num-layers", "2"], "unknown: --num-layers 2"),
+            ([str(folder), "--num-layers", "2"], "--num-layers 2: unknown; pretrain_gpt's options go with --record"),
             ([], "the following arguments are required: TRACE"),
             ([str(folder), "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
             ([str(folder), "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
-            ([str(folder), "--rounds", "0"], "need --warmup >= 0 and --rounds >= 1"),
+            ([str(folder), "--rounds", "0"], "--rounds 0: must be at least 1"),
             ([str(folder), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
             ([str(folder), "--record", "--vocab-size", "9"], "--data-path"),
         ]:

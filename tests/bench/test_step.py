@@ -315,8 +315,8 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "0"], "--steps 0: at least 1"),
-        (["--warmup", "-1"], "--warmup -1: at least 0"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--warmup", "-1"], "--warmup -1: must be at least 0"),
         (["--timeline", "x.gif"], "--timeline x.gif: the name ends in .png, .svg or .pdf"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--json", "/tmp"], "--json /tmp: is a folder, not a file"),
@@ -367,7 +367,7 @@ def test_a_long_title_is_wrapped_into_the_picture(tmp_path):
 def test_bad_input_ends_every_rank_with_one_line():
     done = mpirun.run(2, "-m", "bench.step", *TINY, "--steps", "none")
     assert done.returncode == 2 and done.stdout == ""
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
-        "error: argument --steps: invalid int value: 'none'"
+    assert [line for line in done.stderr.splitlines() if "error: " in line] == [
+        "python -m bench.step: error: argument --steps: invalid int value: 'none'"
     ]
     assert "Traceback" not in done.stderr

@@ -40,10 +40,10 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--seconds", "-1"], "--seconds -1.0: a number above 0"),
-        (["--margin", "0"], "--margin 0.0: a number above 0"),
+        (["--seconds", "-1"], "--seconds -1.0: must be a number above 0"),
+        (["--margin", "0"], "--margin 0.0: must be a number above 0"),
         (["--largest", "much"], "--largest: 'much' is not a size"),
-        (["--largest", "16K"], "--largest 16K: from 32K to 64M"),
+        (["--largest", "16K"], "--largest 16K: valid: from 32K to 64M"),
         (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--json", __file__], f"--json {__file__}: would be completed, but holds something else"),
@@ -67,5 +67,5 @@ def test_rows_that_are_none_are_refused(tmp_path):
 )
 def test_bad_input_ends_every_rank_with_one_line(ranks, argv, message):
     done = mpirun.run(ranks, "-m", "bench.switch_points", *argv, timeout=60)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("python -m bench.switch_points: error: ")]
     assert done.returncode == 2 and message in line and "Traceback" not in done.stderr

@@ -27,8 +27,8 @@ from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import Placement, placements
 from trainers.config import TrainConfig
-from trainers.training.buckets import MOMENTS
 from trainers.training.optimizer import Optimizer
+from trainers.training.parameters import MOMENTS
 
 from . import parallel_safetensors
 

@@ -1,8 +1,8 @@
-"""AdamW over the buckets, in full precision, on all of them or on this rank's shard; its state by global names."""
+"""Optimizer: AdamW over all parameters or over this rank's shard of them, and its state by global names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,104 +10,104 @@ from torch import Tensor
 from commengine import Work
 from tplayers import Placement
 
-from .buckets import MOMENTS, Bucket
+from .parameters import MOMENTS, FlatParameters, PlainParameters, Updated
 from .reduction import GradientBuckets
 
 
 class Optimizer:
-    """AdamW on the segments of ``gradients``, without decay on biases and norms (paper, section 4.2).
+    """AdamW with the gradients of ``gradients``, without decay on biases and norms (paper, section 4.2).
 
-    Half parameters get the rounded value of an fp32 master (Micikevicius et al. 2018, section 3.1). Where the buckets
-    are sharded, each rank of the data group updates its part and all gather the whole (ZeRO-1, Rajbhandari et al. 2020,
-    section 5.1): on the buckets' stream where they have one, so `wait_for_parameters` before they are read.
+    It owns the values: build it when the parameters have their values, because parameters in half precision, and all
+    parameters if the gradients are sharded, become views of flat buffers.
 
-    updates: the steps done; what learning-rate schedules count.
+    A half-precision parameter is the rounded value of an fp32 master (Micikevicius et al. 2018, section 3.1). If the
+    gradients are sharded, each rank of the data group updates its shard and all ranks gather the whole (ZeRO-1,
+    Rajbhandari et al. 2020, section 5.1). The gather runs on the gradients' stream if there is one; therefore call
+    `wait_for_parameters` before the parameters are read.
+
+    updates: the steps done. Learning-rate schedules count these, not the skipped steps.
     """
 
     def __init__(
         self, gradients: GradientBuckets, *, weight_decay: float, betas: tuple[float, float], eps: float
     ) -> None:
-        self.gradients = gradients
         self.updates = 0
-        self._steps = [_adamw(bucket, weight_decay, betas, eps) for bucket in gradients.buckets]
-        self._bucket_of = {p: (bucket, n) for n, bucket in enumerate(gradients.buckets) for p in bucket.names}
+        self._data, self._stream = gradients.data, gradients.stream
+        self._named, self._placements = gradients.named, gradients.placements
+        self._owners = [
+            FlatParameters(bucket.layout, bucket.reduced, gradients.data)
+            if bucket.layout.flat
+            else PlainParameters(bucket.layout)
+            for bucket in gradients.buckets
+        ]
+        self._owner_of = {parameter: owner for owner in self._owners for parameter in owner.layout.names}
+        self._steps = [_adamw(owner.updated, weight_decay, betas, eps) for owner in self._owners]
         self._gathers: list[Work] = []
 
     def step(self, rate: float) -> None:
-        """One update with learning rate ``rate``. Collective over the data group where the buckets are sharded."""
-        for bucket, adamw in zip(self.gradients.buckets, self._steps, strict=True):
+        """One update with learning rate ``rate``. Collective over the data group if the gradients are sharded."""
+        for owner, adamw in zip(self._owners, self._steps, strict=True):
             for group in adamw.param_groups:
                 group["lr"] = rate
             adamw.step()
-            bucket.publish()
-            if bucket.sharded:
-                self._gather_parameters(bucket)
+            if (gather := owner.publish(self._stream)) is not None:
+                self._gathers.append(gather)
         self.updates += 1
 
-    def _gather_parameters(self, bucket: Bucket) -> None:
-        assert bucket.parameters is not None
-        mine = bucket.parameters[bucket.mine]
-        gradients = self.gradients
-        self._gathers.append(gradients.data.all_gather(bucket.parameters, mine, stream=gradients.stream))
-
     def wait_for_parameters(self) -> None:
-        """Until now the last step's parameters may be on their way: call it before a forward pass or a checkpoint."""
+        """Wait until all ranks have the parameters of the last step. Call it before a forward pass or a checkpoint."""
         for work in self._gathers:
             work.wait()
         self._gathers.clear()
+
+    def local_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(Kind, tensor) of this rank's own state: "master", "exp_avg" and "exp_avg_sq", each stretch apart.
+
+        "master" is what AdamW updates, also where it is the parameter itself.
+        """
+        for owner in self._owners:
+            for one in owner.updated:
+                yield from (("master", one.values), *one.moments.items())
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
     @property
     def masters(self) -> bool:
-        """Whether there are fp32 masters of half parameters."""
-        return any(bucket.mixed for bucket in self.gradients.buckets)
+        """Whether there are fp32 masters of half-precision parameters."""
+        return any(owner.layout.mixed for owner in self._owners)
 
     def described(self) -> dict[str, tuple[torch.dtype, Placement]]:
-        """What `tensors` gives: exp_avg.NAME, exp_avg_sq.NAME, and master.NAME of half parameters."""
+        """The dtype and placement of what `tensors` gives, by its names."""
         found = {}
         for kind in (*MOMENTS, "master"):
-            for name, parameter in self.gradients.named.items():
-                mixed = self._bucket_of[parameter][0].mixed
-                if kind != "master" or mixed:
-                    dtype = torch.float32 if mixed else parameter.dtype
-                    found[f"{kind}.{name}"] = (dtype, self.gradients.placements[name])
+            for name, parameter in self._named.items():
+                owner = self._owner_of[parameter]
+                if kind in owner.kinds:
+                    found[f"{kind}.{name}"] = (owner.layout.state_dtype, self._placements[name])
         return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0 of the data group gets all state, each tensor in its parameter's shape; the others nothing.
+        """(Name, tensor) of all state, on rank 0 of the data group; nothing on its other ranks.
 
-        Collective over the data group: every rank must exhaust it. What is gathered of a sharded bucket is one of its
-        kinds of state at a time; whoever takes each tensor before the next keeps no more than two alive.
+        The names are exp_avg.NAME, exp_avg_sq.NAME, and master.NAME for half-precision parameters. Each tensor has its
+        parameter's shape. Collective over the data group: every rank must exhaust it.
+
+        A sharded bucket is gathered one kind of state at a time. A caller that drops each tensor before it takes the
+        next keeps at most two such gathered buffers alive.
         """
-        for bucket, adamw in zip(self.gradients.buckets, self._steps, strict=True):
-            for kind in (*MOMENTS, "master"):
-                if kind == "master" and not bucket.mixed:
-                    continue
-                whole = self._whole(bucket, kind) if bucket.flat else None
-                if self.gradients.data.rank == 0:
-                    for parameter, name in bucket.names.items():
-                        tensor = adamw.state[parameter][kind] if whole is None else bucket.view(whole, parameter)
-                        yield f"{kind}.{name}", tensor
-
-    def _whole(self, bucket: Bucket, kind: str) -> Tensor:
-        """The bucket's state of all shards, on rank 0 of the data group."""
-        mine, data = bucket.state[kind], self.gradients.data
-        if not bucket.sharded or data.size == 1:
-            return mine
-        whole = mine.new_empty(bucket.size if data.rank == 0 else 0)
-        data.gather(whole if data.rank == 0 else None, mine)
-        return whole
+        for owner in self._owners:
+            for kind in owner.kinds:
+                for parameter, tensor in owner.tensors(kind, wanted=self._data.rank == 0):
+                    yield f"{kind}.{owner.layout.names[parameter]}", tensor
 
     def fill(self, kind: str, name: str, values: Tensor) -> None:
-        """Set ``kind`` ("master", which is the parameter too, or a moment) of parameter ``name``, in its shape."""
-        parameter = self.gradients.named[name]
-        bucket, number = self._bucket_of[parameter]
+        """Set one kind of state of the parameter ``name`` on this rank. values: in the parameter's shape.
+
+        kind: "exp_avg", "exp_avg_sq", or "master", which also sets the parameter.
+        """
+        parameter = self._named[name]
         with torch.no_grad():
-            if bucket.flat:
-                bucket.fill(kind, parameter, values)
-            else:
-                (parameter if kind == "master" else self._steps[number].state[parameter][kind]).copy_(values)
+            self._owner_of[parameter].fill(kind, parameter, values)
 
     def set_updates(self, updates: int) -> None:
         """Go on as after ``updates`` steps."""
@@ -117,20 +117,16 @@ class Optimizer:
                 state["step"].fill_(updates)
 
 
-def _adamw(bucket: Bucket, weight_decay: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """AdamW over the bucket's segments, its moments in the bucket's buffers where that has any."""
+def _adamw(
+    updated: Sequence[Updated], weight_decay: float, betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
     groups = [
         {"params": values, "weight_decay": weight_decay if decayed else 0.0}
         for decayed in (True, False)
-        if (values := [segment.values for segment in bucket.segments if segment.kind.decayed == decayed])
+        if (values := [one.values for one in updated if one.decayed == decayed])
     ]
     adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-    start = 0
-    for segment in bucket.segments:
-        end = start + segment.values.numel()
-        adamw.state[segment.values] = {"step": torch.zeros((), dtype=torch.float32, device=segment.values.device)}
-        for kind in MOMENTS:
-            moment = bucket.state[kind][start:end] if bucket.flat else torch.zeros_like(segment.values)
-            adamw.state[segment.values][kind] = moment
-        start = end
+    for one in updated:
+        step = torch.zeros((), dtype=torch.float32, device=one.values.device)
+        adamw.state[one.values] = {"step": step, **one.moments}
     return adamw

@@ -1,40 +1,112 @@
-"""Gradients in flat buckets: accumulated over microbatches, summed over the data group."""
+"""GradientBuckets: gradients in flat buckets, accumulated over microbatches and summed over the data group."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
 
-from .buckets import Bucket, parts
+from .layout import BucketLayout, Treatment, new_buffer, parts
+
+
+@dataclass(frozen=True)
+class GradientSegment:
+    """A gradient, or a stretch of a bucket, whose values are treated alike.
+
+    parameter: the gradient is this parameter's ``grad``. stretch: or it is this part of a flat buffer.
+    """
+
+    treatment: Treatment
+    parameter: nn.Parameter | None = None
+    stretch: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient as it is now; None if there is none."""
+        return self.stretch if self.parameter is None else self.parameter.grad
+
+
+class GradientBucket:
+    """The gradients of the parameters of ``layout``, which are reduced together. data: the data group.
+
+    gradients: a buffer [layout.size] that holds them, in ``layout.state_dtype``, and None if there is none. There is
+    none in single and double precision in a data group of one rank, unless the parameters are flat: nothing is sent,
+    and the gradients stay where autograd puts them. In half precision ``parameter.grad`` is None after each backward,
+    because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it.
+    """
+
+    def __init__(self, layout: BucketLayout, data: Communicator) -> None:
+        self.layout = layout
+        self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
+        self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
+        self.gradients: Tensor | None = None
+        if layout.flat or data.size > 1:
+            self.gradients = new_buffer(layout.size, layout.state_dtype, layout.device, data)
+        self.segments = [GradientSegment(treatment, parameter) for parameter, treatment in layout.treatments.items()]
+        if layout.flat:
+            self.segments = [GradientSegment(one, stretch=self.reduced[part]) for one, part in layout.stretches()]
+
+    @property
+    def reduced(self) -> Tensor:
+        """The gradients of this rank's share (`BucketLayout.mine`), which are the sums once they are reduced."""
+        assert self.gradients is not None
+        return self.gradients[self.layout.mine]
+
+    def zero(self) -> None:
+        """Start a step: all gradients are 0."""
+        if self.layout.mixed or self.gradients is None:
+            self._fresh = set(self.layout.names)
+            for parameter in self.layout.names:
+                parameter.grad = None
+            return
+        self.gradients.zero_()
+        for parameter in self.layout.names:  # a caller that set a gradient to None took it out of the buffer
+            view = self.layout.view(self.gradients, parameter)
+            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view
+
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """Move the half-precision gradient that autograd left into the fp32 sum.
+
+        The first gradient of a step is copied, not added, so that the buffer need not be zeroed.
+        """
+        assert self.gradients is not None
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        total = self.layout.view(self.gradients, parameter)
+        if parameter in self._fresh:
+            self._fresh.discard(parameter)
+            total.copy_(grad)
+        else:
+            total.add_(grad)
 
 
 class GradientBuckets:
-    """The gradients of ``module`` in flat buffers, summed over the data group.
+    """The gradients of ``module`` in buckets, summed over the data group. It owns no parameters and no optimizer state.
 
     data: the data group. Every rank must build it from the same parameters in the same order.
-    overlap: reduce a bucket on a stream of its own as soon as its last gradient is there, while backward goes on.
-    bucket_size: elements, at most, unless one parameter is larger.
-    tensor: the tensor group; needed where a parameter's placement is ``partial``.
-    shard: reduce-scatter instead of all-reduce: this rank gets the sum of its part of a bucket only (ZeRO-1,
-        Rajbhandari et al. 2020, section 5.1), for an optimizer that is sharded alike.
-    reduce_in_fp32: send the fp32 sums of half parameters as they are, not rounded to the parameters' dtype.
+    overlap: reduce a bucket on a stream of its own as soon as it is complete, while backward goes on.
+    bucket_size: the largest number of elements of a bucket, unless one parameter is larger.
+    tensor: the tensor group. It is needed if a parameter's placement is ``partial``, else ValueError.
+    shard: reduce-scatter instead of all-reduce. This rank then gets the sum of its share of a bucket only (ZeRO-1,
+        Rajbhandari et al. 2020, section 5.1), for an optimizer that is sharded in the same way.
+    reduce_in_fp32: send the fp32 sums of half-precision gradients as they are, instead of rounding them to the
+        parameters' dtype.
 
-    In single precision, in a data group of one rank, there is nothing to send, and the gradients stay where autograd
-    puts them: filling and adding into a buffer would cost two passes over memory. The gradients of half parameters are
-    added up in fp32 as autograd delivers them, and ``parameter.grad`` is None after a backward.
+    A step is: `zero`; for each microbatch a backward, the last backward inside `last_microbatch`; `finish`. The loss is
+    already divided by the global count, so the sum over the group is the gradient: see ``segments``.
 
-    Half parameters, and all where the buckets are sharded, become views of flat buffers: build it when the parameters
-    have their values, which the masters copy.
+    The gradients of a run in fp32 on one data-parallel rank (the README's first run) pass through no buffer: there is
+    nothing to send, and a buffer would cost two more passes over memory, to zero it and to add to it. They stay in
+    ``parameter.grad``, `finish` sends nothing, and ``segments`` are those very tensors. See `GradientBucket`.
 
-    A step is: `zero`; for each microbatch a backward, the last one inside `last_microbatch`; `finish`. The loss is
-    already divided by the global number of tokens, so the sum over the group is the gradient: it is ``values.grad`` of
-    each of ``segments``. Buckets follow the parameters backwards, and are launched by index, so in one order on every
-    rank; nothing is sent before the last microbatch. A parameter that got no gradient is a RuntimeError that names it.
+    Buckets follow the parameters backwards, as backward computes their gradients, and are sent in the order of their
+    numbers, which is the same on every rank. Nothing is sent before the last microbatch.
     """
 
     def __init__(
@@ -53,17 +125,18 @@ class GradientBuckets:
         self.named = dict(module.named_parameters())
         self.placements = placements(module)
         self.buckets = [
-            Bucket(part, self.placements, data, shard=shard)
+            GradientBucket(BucketLayout(part, self.placements, data, shard=shard), data)
             for part in parts(reversed(list(self.named.items())), bucket_size)
         ]
-        #: in the order of the module's parameters
+        #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
         if tensor is None and any(placed.partial for placed in self.placements.values()):
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False
-        self._in_flight: list[tuple[Work, Tensor]] = []  # of the buckets launched, what each will have received
-        bucket_of = {p: bucket for bucket in self.buckets for p in bucket.names}
+        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done
+        self._in_flight: list[tuple[Work, Tensor]] = []
+        bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
             for p, bucket in bucket_of.items()
@@ -71,7 +144,7 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
-        for work, _ in self._in_flight:  # of a step that failed: a buffer in flight is not touched
+        for work, _ in self._in_flight:  # of a step that failed; a buffer in flight must not be written to
             work.wait()
         self._in_flight.clear()
         for bucket in self.buckets:
@@ -79,9 +152,9 @@ class GradientBuckets:
 
     @contextlib.contextmanager
     def last_microbatch(self) -> Iterator[None]:
-        """Around the backward after which nothing is added any more."""
+        """A block around the last backward of a step. With ``overlap``, gradients are sent from within it."""
         for bucket in self.buckets:
-            bucket.waiting = set(bucket.names)
+            bucket.waiting = set(bucket.layout.names)
         self._last = True
         try:
             yield
@@ -89,11 +162,12 @@ class GradientBuckets:
             self._last = False
 
     def finish(self) -> None:
-        """End a step: every gradient is the sum over the data group, and a partial one over the tensor group.
+        """End a step: every gradient is the sum over the data group, and a partial one over the tensor group too.
 
-        Collective over both.
+        Collective over both groups. Raises RuntimeError that names the parameters that got no gradient in the last
+        microbatch.
         """
-        missing = [bucket.names[p] for bucket in self.buckets for p in bucket.waiting]
+        missing = [bucket.layout.names[p] for bucket in self.buckets for p in bucket.waiting]
         if missing:
             raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
         if self.data.size > 1:
@@ -110,31 +184,32 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        if bucket.mixed:
+    def _arrived(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
+        """Autograd's hook: the parameter's gradient of this microbatch is complete."""
+        if bucket.layout.mixed:
             bucket.accumulate(parameter)
         if not self._last:
             return
         bucket.waiting.discard(parameter)
         if self.stream is None:
             return
-        while (launched := len(self._in_flight)) < len(self.buckets) and not self.buckets[launched].waiting:
-            self._in_flight.append(self._send(self.buckets[launched]))
+        while (sent := len(self._in_flight)) < len(self.buckets) and not self.buckets[sent].waiting:
+            self._in_flight.append(self._send(self.buckets[sent]))
 
-    def _send(self, bucket: Bucket) -> tuple[Work, Tensor]:
-        """Start to sum ``bucket`` over the data group: the Work, and the tensor that then has the result."""
+    def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor]:
+        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result."""
         assert bucket.gradients is not None
-        sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.dtype)
+        sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.layout.dtype)
         if not self.shard:
             return self.data.all_reduce(sent, stream=self.stream), sent
-        received = sent.new_empty(bucket.size // self.data.size)
+        received = sent.new_empty(bucket.layout.size // self.data.size)
         return self.data.reduce_scatter(received, sent, stream=self.stream), received
 
     def _sum_partial(self) -> None:
-        """Sum over the tensor group what each of its ranks has a part of, in one all-reduce.
+        """Sum the partial gradients over the tensor group, in one all-reduce.
 
         A bucket's segments have the same bounds on all ranks of a tensor group, sharded over the data group or not.
         """
-        gradients = [segment.values.grad for segment in self.segments if segment.kind.partial]
+        gradients = [segment.gradient for segment in self.segments if segment.treatment.partial]
         if self.tensor is not None:
             all_reduce_together([gradient for gradient in gradients if gradient is not None], self.tensor)

@@ -339,7 +339,7 @@ def test_watcher_asks_the_device(patches, mpi_world):
         comm.all_reduce(one)
         work = comm.all_reduce(two, stream=stream)
         here, there = list(watch.entries)[-2:]
-        assert (here.operation, here.lane, there.lane) == ("all_reduce", "", "stream 1")
+        assert (here.operation, here.sequence, there.sequence) == ("all_reduce", "", "stream 1")
         assert here.started and there.started and not here.done() and not there.done()
         work.wait()
         comm.cuda.synchronize()

@@ -8,7 +8,7 @@ import torch
 from commengine import CollectiveError
 from commengine.device.nccl import DeviceTransport, connect
 from commengine.dtypes import DTYPES, NCCL_REDUCTIONS, REDUCTIONS
-from commengine.host.transport import TransferError
+from commengine.errors import TransferError
 from tests.commengine.test_collectives import (  # noqa: F401  run here with the `run` of this file
     given,
     test_all_gather,

@@ -61,7 +61,7 @@ def test_an_overflow_at_the_minimum_is_an_error():
 def snapshot(trainer):
     """Copies of all that a skipped step must leave alone, on this rank."""
     parameters = [p.detach().clone() for p in trainer.model.parameters()]
-    kept = [tensor.clone() for bucket in trainer.gradients.buckets for tensor in bucket.state.values()]
+    kept = [tensor.detach().clone() for _, tensor in trainer.optimizer.local_state()]
     steps = [state["step"].clone() for adamw in trainer.optimizer._steps for state in adamw.state.values()]
     return [*parameters, *kept, *steps, torch.tensor(trainer.optimizer.updates)]
 

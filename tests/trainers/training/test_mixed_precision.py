@@ -193,11 +193,11 @@ def test_each_rank_keeps_its_share_of_the_optimizer_and_all_of_the_parameters(wo
     made = trainer(world, bf16=True, use_distributed_optimizer=True)
     elements = sum(p.numel() for p in made.model.parameters())
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        kept = sum(bucket.state[kind].numel() for bucket in made.gradients.buckets)
+        kept = sum(tensor.numel() for name, tensor in made.optimizer.local_state() if name == kind)
         padding = world.size * kept - elements
         assert 0 <= padding < 64 * (len(dict(made.model.named_parameters())) + world.size * len(made.gradients.buckets))
-    for bucket in made.gradients.buckets:
-        assert bucket.size % world.size == 0 and all(start % 64 == 0 for start in bucket.starts.values())
+    for layout in (bucket.layout for bucket in made.gradients.buckets):
+        assert layout.size % world.size == 0 and all(start % 64 == 0 for start in layout.starts.values())
 
 
 @pytest.mark.parametrize(("fp32", "overlap"), list(itertools.product([False, True], repeat=2)))
@@ -214,7 +214,7 @@ def test_what_is_sent(world, trainer, fp32, overlap):
             run(made, 1)
         sent = [event for event in log.events if event.elements > 2]
         assert [event.operation for event in sent] == [name for name in names for _ in buckets]
-        assert [event.elements for event in sent] == [bucket.size for _ in names for bucket in buckets]
+        assert [event.elements for event in sent] == [bucket.layout.size for _ in names for bucket in buckets]
         dtypes = ["float32" if fp32 and name != "all_gather" else "bfloat16" for name in names for _ in buckets]
         assert [event.dtype.removeprefix("torch.") for event in sent] == dtypes
         assert all((event.stream is not None) is overlap for event in sent)

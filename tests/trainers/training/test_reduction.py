@@ -11,9 +11,9 @@ from torch import nn
 from commengine import ProcessGrid, trace
 from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
 from trainers.tasks.gpt import IGNORED, TokenBatches
-from trainers.training.buckets import Kind, Segment
 from trainers.training.clipping import clip, gradient_norm
-from trainers.training.reduction import GradientBuckets
+from trainers.training.layout import Treatment
+from trainers.training.reduction import GradientBuckets, GradientSegment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -50,7 +50,8 @@ def buckets(module, world, overlap, size=42):  # a layer each
 
 
 def segments(module):
-    return [Segment(module.get_parameter(name), Kind.of(placement)) for name, placement in placements(module).items()]
+    placed = placements(module)
+    return [GradientSegment(Treatment.of(placed[name]), p) for name, p in module.named_parameters()]
 
 
 def step(module, gradients, microbatches, order=None):
@@ -398,7 +399,7 @@ def test_partial_gradients_are_summed_over_the_tensor_group_too(world, tensor, d
         with pytest.raises(ValueError, match="needs tensor="):
             GradientBuckets(module, grid.data, **options)
         gradients = GradientBuckets(module, grid.data, tensor=grid.tensor, **options)
-        found = [s for s in gradients.segments if s.kind.partial]  # of a shard perhaps none
+        found = [s for s in gradients.segments if s.treatment.partial]  # of a shard perhaps none
         gradients.zero()
         with gradients.last_microbatch(), trace(grid.tensor) as log:
             sum((p * (world.rank + 1) * n).sum() for n, p in enumerate(partial, 1)).backward()
@@ -412,13 +413,14 @@ def test_partial_gradients_are_summed_over_the_tensor_group_too(world, tensor, d
             p: n * (sum(rank + 1 for rank in ranks) if partial[p] else of_data) for n, p in enumerate(partial, 1)
         }
         for bucket in gradients.buckets:
-            if not bucket.flat:
-                assert all(bool((p.grad == expected[p]).all()) for p in bucket.names)
+            layout = bucket.layout
+            if not layout.flat:
+                assert all(bool((p.grad == expected[p]).all()) for p in layout.names)
                 continue
-            whole = torch.zeros(bucket.size, dtype=bucket.gradients.dtype)
-            for p in bucket.names:
-                bucket.view(whole, p).fill_(expected[p])
-            assert torch.equal(bucket.reduced, whole[bucket.mine])
+            whole = torch.zeros(layout.size, dtype=bucket.gradients.dtype)
+            for p in layout.names:
+                layout.view(whole, p).fill_(expected[p])
+            assert torch.equal(bucket.reduced, whole[layout.mine])
         norm = sum(p.numel() * expected[p] ** 2 for p in partial if partial[p])
         data = grid.data if shard else None
         assert gradient_norm(found, grid.tensor, data) == pytest.approx(norm**0.5, rel=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class TrainingTask:
+class StepTask:
     """One GPT training step, described completely. fp32, no dropout, learned positions, tied embedding.
 
     Pre-LN blocks with a final LN (eps 1e-5), biases everywhere but in the head, GELU(tanh); AdamW with
@@ -38,5 +38,5 @@ class TrainingTask:
         Path(path).write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
-    def load(path: Path | str) -> TrainingTask:
-        return TrainingTask(**json.loads(Path(path).read_text()))
+    def load(path: Path | str) -> StepTask:
+        return StepTask(**json.loads(Path(path).read_text()))

@@ -1,0 +1,85 @@
+"""Start a command, on every rank of a job or in one process, and report errors of the user in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from commengine import Communicator, UsageError, launch
+from commengine.device.choice import DeviceLike
+
+STATUS = 2  # of a process whose user made an error
+#: variables in which MPI's launchers tell a process its rank before MPI is started
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+HELP = ("-h", "--help")
+
+
+def run_on_ranks(
+    command: str,
+    main: Callable[[Communicator], int | None],
+    parser: Callable[[], ArgumentParser],
+    *,
+    device: DeviceLike = "cpu",
+) -> NoReturn:
+    """Run ``main(world)`` as one rank of a job, and exit the process with its status. See `commengine.launch.run`.
+
+    command: its module. parser: makes its parser; ``--help`` is answered before MPI starts, by the first process. A
+    `UsageError`, which every rank raises together, is printed by rank 0 and ends every rank with status 2.
+    """
+    answer_help(command, parser)
+
+    def reported(world: Communicator) -> int | None:
+        try:
+            return main(world)
+        except UsageError as error:
+            if world.rank == 0:
+                print_error(command, error)
+            return STATUS
+
+    launch.run(reported, device=device)
+
+
+def answer_help(command: str, parser: Callable[[], ArgumentParser]) -> None:
+    """If the command line asks for help, let the first process print it, and exit every process."""
+    if any(word in HELP for word in sys.argv[1:]):
+        if is_first_process():
+            with user_errors(command):
+                parser().parse_args()
+        sys.exit(0)
+
+
+@contextmanager
+def user_errors(command: str) -> Iterator[None]:
+    """Outside MPI: turn UsageError, ValueError and OSError into one line, and exit with status 2.
+
+    Where a launcher started several processes, the first one alone prints the line.
+    """
+    try:
+        yield
+    except (UsageError, ValueError, OSError) as error:
+        if is_first_process():
+            print_error(command, error)
+        sys.exit(STATUS)
+
+
+def print_error(command: str, problem: Exception | str) -> None:
+    """One line on standard error."""
+    print(f"python -m {command}: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+
+
+def is_first_process() -> bool:
+    """Whether this process is rank 0 of its job, by what the launcher says; True without a launcher."""
+    ranks = (os.environ[name] for name in RANK_VARIABLES if name in os.environ)
+    return next(ranks, "0") == "0"
+
+
+def progress(world: Communicator, total: int, description: str | None = None) -> tqdm[NoReturn]:
+    """A progress bar on rank 0's standard error, if that is a terminal; nothing on the other ranks."""
+    disable = None if world.rank == 0 else True  # tqdm: None disables it where there is no terminal
+    return tqdm(total=total, disable=disable, file=sys.stderr, desc=description, leave=False)

@@ -1,0 +1,99 @@
+"""Every command of bench: its help, what it needs to answer it, and its errors in one line."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench
+
+COMMANDS = sorted(path.stem for path in Path(bench.__file__).parent.glob("[!_]*.py"))
+#: commands that need several ranks, and an error of each that is found before anything is measured
+ON_RANKS = {
+    "all_reduce": ["--rounds", "0"],
+    "collectives": ["--warmup", "0"],
+    "overhead": ["--rounds", "1"],
+    "overlap": ["--rate", "0"],
+    "switch_points": ["--margin", "-1"],
+}
+ALONE = {
+    "fit": ["results.json", "--segments", "0"],
+    "predict": ["--model", "1.2b", "--gpus", "0"],
+    "step_contest": ["--rounds", "0"],
+    "this_machine": ["--output", "/no/where.yaml"],
+    "report": ["/no/where"],
+}
+#: makes any import of torch.distributed by this process's modules an error; torch's own are there already
+WITHOUT_DISTRIBUTED = """
+import runpy, sys, torch
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("torch.distributed", "cupy")) and name not in sys.modules:
+            frame = sys._getframe(1)
+            while frame and "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            if "/torch/" not in frame.f_code.co_filename:
+                raise ImportError(f"{name} is imported by {frame.f_code.co_filename}")
+sys.meta_path.insert(0, Forbidden())
+for command in sys.argv[1:]:
+    print("=====", command)
+    sys.argv = [command, "--help"]
+    try:
+        runpy.run_module(f"bench.{command}", run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, (command, ended.code)
+    mpi = sys.modules.get("mpi4py.MPI")
+    assert mpi is None or not mpi.Is_initialized(), command
+"""
+
+
+def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
+    """One process asks all commands in turn, because each start of a process imports torch again."""
+    wrong_launcher = {"PMI_SIZE": "4"}  # launch.run would refuse it
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DISTRIBUTED, *COMMANDS], env={**os.environ, **wrong_launcher},
+        capture_output=True, text=True, check=False, cwd=Path(bench.__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = dict(part.split("\n", 1) for part in done.stdout.split("===== ")[1:])
+    assert list(answers) == COMMANDS
+    for command, text in answers.items():
+        assert text.startswith(f"usage: python -m bench.{command} "), command
+        assert command in ("gpu", "report") or "--output FILE" in text, command
+
+
+@pytest.mark.parametrize("command", ALONE)
+def test_errors_of_a_command_of_one_process_are_one_line(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"bench.{command}").main(ALONE[command])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2 and captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"python -m bench.{command}: error: ")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("command", ON_RANKS)
+def test_errors_of_a_command_of_several_ranks_are_the_same_on_all(command, mpi_world):
+    from commengine import Communicator, UsageError
+
+    option, value = ON_RANKS[command]
+    with Communicator(mpi_world) as world, pytest.raises(UsageError, match=f"^{option} {value}.*: must be "):
+        importlib.import_module(f"bench.{command}").main(world, ON_RANKS[command])
+
+
+def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    from bench import gpu
+
+    for study in gpu.STUDIES:
+        with pytest.raises(SystemExit) as ended:
+            gpu.main([study])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert line == f"python -m bench.gpu: error: {study}: needs a CUDA device, and torch sees none"

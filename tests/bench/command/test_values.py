@@ -1,0 +1,48 @@
+"""Values of options, and files that cannot be written."""
+
+from argparse import Namespace
+
+import pytest
+
+from bench.command.files import check_writable, publish
+from bench.command.values import check_least, check_positive, listed, one_of, size_of
+
+
+def test_names_come_with_spaces_and_commas_and_once():
+    assert listed(["a,b", "a", "c,"], ["a", "b", "c", "d"], "--names") == ["a", "b", "c"]
+    for given, message in ((["a", "e"], "--names e: .*; valid: a, b"), ([","], "--names: no name .*; valid: a, b")):
+        with pytest.raises(ValueError, match=message):
+            listed(given, ["a", "b"], "--names")
+    with pytest.raises(ValueError, match=r"--start now: .*; valid: auto, clock"):
+        one_of("now", ["auto", "clock"], "--start")
+
+
+@pytest.mark.parametrize("text", ["", "-1", "12Q", "1.2.3M", "M", "1e6"])
+def test_a_size_that_is_none_is_named_with_its_option(text):
+    with pytest.raises(ValueError, match=r"^--max-bytes: .* is not a size; valid: "):
+        size_of("--max-bytes", text)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_numbers_out_of_bounds_are_named(value):
+    with pytest.raises(ValueError, match=r"^--turn-seconds .*: must be a number above 0"):
+        check_positive(Namespace(turn_seconds=value, other=1.0), "other", "turn_seconds")
+    check_least(Namespace(rounds=2), rounds=2)
+    with pytest.raises(ValueError, match=r"^--rounds 2: must be at least 3$"):
+        check_least(Namespace(rounds=2), rounds=3)
+
+
+def test_files_are_checked_before_and_written_after(tmp_path, capsys):
+    files = {name: str(tmp_path / f"a.{name}") for name in ("md", "json", "png")}
+    check_writable(output=files["md"], json=files["json"], csv=None, plot=files["png"])
+    assert not list(tmp_path.iterdir())
+    publish("text\n", {"a": 1}, output=files["md"], json_file=files["json"])
+    assert capsys.readouterr().out == (tmp_path / "a.md").read_text() == "text\n"
+    assert (tmp_path / "a.json").read_text() == '{\n "a": 1\n}'
+    for options, message in (
+        ({"plot": tmp_path / "a.md"}, "--plot .*a.md: the name ends in .png, .svg or .pdf"),
+        ({"output": tmp_path}, "--output .*: is a folder"),
+        ({"time_line": tmp_path / "b" / "c"}, "--time-line .*: there is no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_writable(**options)

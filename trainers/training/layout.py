@@ -1,0 +1,125 @@
+"""BucketLayout: which parameters form a bucket, and where each of them lies in the bucket's flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from commengine import Communicator
+from commengine.dtypes import HALF_TYPES
+from tplayers import Placement
+
+#: A parameter begins at a multiple of this number of elements in a flat buffer: 128 bytes in half precision, which
+#: matrix products need to be fast.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How the values of a parameter are treated.
+
+    decayed: AdamW's weight decay applies. It does not apply to parameters of one dimension: biases and norms (paper,
+    section 4.2).
+    sharded: the ranks of the tensor group hold different parts. partial: each rank of the tensor group computes only a
+    part of the gradient, and the gradient is the sum of the parts.
+    """
+
+    decayed: bool
+    sharded: bool
+    partial: bool
+
+    @classmethod
+    def of(cls, placement: Placement) -> Treatment:
+        """The treatment of a parameter with this placement."""
+        return cls(len(placement.shape) > 1, placement.sharded, placement.partial)
+
+
+class BucketLayout:
+    """Parameters of one dtype that are reduced and updated together, and their places in flat buffers of ``size``.
+
+    part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
+    data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
+
+    mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
+    flat: the parameters are to be views of one buffer (`trainers.training.parameters.FlatParameters`): those in half
+        precision, and all if the optimizer is sharded.
+    starts: the first element of each parameter. mine: the elements of which this rank keeps masters and moments.
+    """
+
+    def __init__(
+        self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
+        shard: bool,
+    ) -> None:  # fmt: skip
+        first = part[0][1]
+        self.names = {parameter: name for name, parameter in part}
+        self.treatments = {parameter: Treatment.of(placements[name]) for name, parameter in part}
+        self.dtype, self.device = first.dtype, first.device
+        self.mixed = first.dtype in HALF_TYPES
+        #: the dtype of masters, moments and gradient sums
+        self.state_dtype = torch.float32 if self.mixed else first.dtype
+        self.sharded = shard
+        self.flat = shard or self.mixed
+        unit = ALIGNMENT if self.flat else 1
+        shares = data.size if shard else 1
+        self.starts: dict[nn.Parameter, int] = {}
+        end = 0
+        for parameter in self.names:
+            self.starts[parameter] = end
+            end += _rounded_up(parameter.numel(), unit)
+        self.size = _rounded_up(end, unit * shares)
+        width = self.size // shares
+        first_of_mine = data.rank * width if shard else 0
+        self.mine = slice(first_of_mine, first_of_mine + width)
+
+    def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The part of ``flat`` [size] that belongs to ``parameter``, in the parameter's shape."""
+        start = self.starts[parameter]
+        return flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def stretches(self) -> Iterator[tuple[Treatment, slice]]:
+        """The stretches of ``mine`` that are treated alike; each slice counts from the start of ``mine``.
+
+        The padding after a parameter, all zeros, belongs to the parameter's stretch.
+        """
+        found: list[tuple[Treatment, int]] = []
+        for parameter, start in self.starts.items():
+            treatment = self.treatments[parameter]
+            if not found or found[-1][0] != treatment:
+                found.append((treatment, start))
+        ends = [start for _, start in found[1:]] + [self.size]
+        for (treatment, start), end in zip(found, ends, strict=True):
+            low, high = max(start, self.mine.start), min(end, self.mine.stop)
+            if low < high:
+                yield treatment, slice(low - self.mine.start, high - self.mine.start)
+
+
+def parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut ``parameters`` into runs of one dtype and at most ``size`` elements; a larger parameter is a run alone."""
+    part: list[tuple[str, nn.Parameter]] = []
+    elements = 0
+    for name, parameter in parameters:
+        full = elements + parameter.numel() > size
+        if part and (full or part[0][1].dtype != parameter.dtype):
+            yield part
+            part, elements = [], 0
+        part.append((name, parameter))
+        elements += parameter.numel()
+    if part:
+        yield part
+
+
+def new_buffer(size: int, dtype: torch.dtype, device: torch.device, data: Communicator) -> Tensor:
+    """A flat buffer of zeros. Collective over the data group ``data``.
+
+    On the host it lies in memory that the group shares, so that collectives do not copy what is sent from it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return data.empty((size,), dtype).zero_()
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
