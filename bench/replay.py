@@ -1,5 +1,4 @@
-"""Run the collectives of a recorded training step again, without its compute: the time of each alone, beside its time
-there.
+"""Run the collectives of a recorded training step again, without its compute.
 
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --save steps/
     mpiexec -n 4 python -m bench.replay steps/ --output replay.md --json replay.json

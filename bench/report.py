@@ -51,8 +51,9 @@ nav li { display: inline; margin: 1em; }
 
 
 def inline(text: str) -> str:
-    """One line with `code`, **bold** and [text](address). An address is shown as text, because the page stands
-    alone.
+    """One line with `code`, **bold** and [text](address).
+
+    An address is shown as text, because the page stands alone.
     """
     parts = []
     for number, part in enumerate(re.split(r"`([^`]*)`", text)):
@@ -136,9 +137,7 @@ def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
-    """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture beside the file has it
-    (``drawn``).
-    """
+    """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture has it (``drawn``)."""
     if (fitted := fits_of(data)) and not drawn:
         yield drawing(draw_fits(fitted), name)
     lines = ["| operation | ranks | from bytes | alpha, us | 1 / beta, GB/s |", "|---|---:|---:|---:|---:|"]
@@ -152,9 +151,7 @@ def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
 
 
 def records(data: Any, name: str = "") -> Iterator[str]:
-    """Yield a table for every list of objects in other JSON (a plan, a step, the paper's figures), with plain values
-    only.
-    """
+    """Yield a table of the plain values of every list of objects in other JSON (a plan, a step)."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from records(value, f"{name} {key}".strip())

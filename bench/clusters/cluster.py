@@ -83,8 +83,9 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Cluster:
-    """A cluster of this folder, by its name, or one of any file. Raises UsageError that names the file and the key at
-    fault.
+    """A cluster of this folder, by its name, or one of any file.
+
+    Raises UsageError that names the file and the key at fault.
     """
     path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
     try:

@@ -204,11 +204,10 @@ class Both:
 def overlap(
     place: GroupSetup, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
 ) -> dict[str, float]:
-    """The share of a collective on a stream that is hidden behind as much compute (OSU micro-benchmarks,
-    osu_iallreduce).
+    """The share of a collective on a stream that is hidden behind as much compute.
 
-    Returns medians in seconds of three calls that alternate, and the percentage. meet: as for ``bound``. offset: of
-    the clock.
+    It is defined as in the OSU micro-benchmarks (osu_iallreduce). Returns medians in seconds of three calls that
+    alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
     """
     assert bound.start is not None
     compute = Compute(float(np.median(alone.seconds)), meet)

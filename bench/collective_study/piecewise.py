@@ -1,5 +1,6 @@
-"""Fit a piecewise alpha-beta model: the sizes at which a collective changes its algorithm, and alpha + n beta in
-between.
+"""Fit a piecewise alpha-beta model to the times of a collective.
+
+The model is alpha + n beta between the sizes at which the collective changes its algorithm.
 
 The fit minimises squares of relative errors, (measured - model) / measured, because times span six decades, and an
 error of 10% is as bad at 8 bytes as at 1 GB. A size has the weight 1 / (its confidence interval's relative standard

@@ -99,10 +99,10 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw the median time, with its confidence interval, and the bus bandwidth over the size; two plots for each
-    operation.
+    """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
-    All axes are logarithmic. A colour is a transport, a marker a dtype and reduction; lines in place are dashed.
+    The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
+    reduction; lines in place are dashed.
     """
     from matplotlib.figure import Figure  # here: it takes a second to load
 

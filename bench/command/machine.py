@@ -25,8 +25,9 @@ def processor() -> str:
 
 
 def environment(module: str) -> dict[str, Any]:
-    """Command, date, hardware, load and versions. Call it before measuring, so that the load is that of other
-    programs.
+    """Command, date, hardware, load and versions.
+
+    Call it before measuring, so that the load is that of other programs.
     """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:

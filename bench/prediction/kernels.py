@@ -55,8 +55,9 @@ class KernelTimes:
         self.kernels += other.kernels
 
     def seconds(self, slowdown: float) -> dict[str, float]:
-        """The seconds by part. slowdown: the factor by which kernels move memory more slowly than their description
-        says.
+        """The seconds by part.
+
+        slowdown: the factor by which kernels move memory more slowly than their description says.
         """
         return {part: self.multiply[part] + slowdown * self.move[part] for part in self.multiply}
 
@@ -93,7 +94,8 @@ def _tiled(device: Device, rate: float, m: int, n: int, k: int, batch: int) -> f
 
 
 def memory_seconds(device: Device, moved: float, efficiency: float | None = None) -> float:
-    """The seconds of kernels that move so many bytes, at a share of the memory's bandwidth (default: the plain
-    kernel's).
+    """The seconds of kernels that move so many bytes.
+
+    efficiency: the share of the memory's bandwidth that they reach (default: the plain kernel's).
     """
     return moved / (device.memory_bandwidth * (efficiency or device.memory_efficiency))

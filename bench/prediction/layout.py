@@ -18,9 +18,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread: over tensor x data ranks, each of which runs ``micro_batches`` micro-batches of
-    ``micro_batch``.
-    """
+    """How a step is spread over tensor x data ranks. Each runs ``micro_batches`` x ``micro_batch`` samples."""
 
     tensor: int = 1
     data: int = 1

@@ -23,8 +23,9 @@ FUSED_ATTENTION = (0.6, 0.5)
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A predicted step. seconds: by part, exposed ones only. hidden: seconds of the gradients' reduction under
-    backward.
+    """A predicted step.
+
+    seconds: by part, exposed ones only. hidden: seconds of the gradients' reduction under backward.
 
     memory: bytes of a device by part. flops: of all devices, with recomputed ones.
     """
@@ -266,8 +267,9 @@ def _waiting(work: KernelTimes, device: Device, parts: Parts, slow: float) -> fl
 def _optimizer(
     owned: float, shape: TransformerShape, layout: Layout, device: Device, parts: Parts, slow: float
 ) -> float:
-    """The seconds of the update. The unfused one loops over tensors, which the host may issue more slowly than they
-    run.
+    """The seconds of the update.
+
+    The unfused one loops over tensors, which the host may issue more slowly than they run.
     """
     moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
     moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated

@@ -37,10 +37,10 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(shape: TransformerShape, gpus: int, batch: int) -> Iterator[Layout]:
-    """Yield every (tensor, data, micro-batch, recompute, sequence-parallel, ZeRO-1) whose sizes divide what they
-    split.
+    """Yield every layout whose sizes divide what they split.
 
-    Sequence parallelism stands only with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do nothing.
+    Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
+    nothing.
     """
     for tensor in divisors(gpus):
         if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
@@ -90,8 +90,9 @@ def plan(
 
 
 def _narrowed(chosen: list[Layout], fixed: Mapping[str, Any]) -> list[Layout]:
-    """The layouts with the fixed values. Raises ValueError that names the first option that leaves none, and its valid
-    values.
+    """The layouts with the fixed values.
+
+    Raises ValueError that names the first option that leaves none, and its valid values.
     """
     said = ""
     for field, value in fixed.items():
@@ -135,8 +136,9 @@ def _too_large(step: PredictedStep, room: float) -> str:
 
 
 def table(candidates: list[Candidate], top: int) -> Iterator[str]:
-    """Yield markdown: the winner and the ``top`` best of the rest; of those that do not fit, at least the three
-    closest.
+    """Yield markdown: the winner and the ``top`` best of the rest.
+
+    Of the layouts that do not fit, it has at least the three closest.
     """
     fitting = [one for one in candidates if one.fits]
     others = [one for one in candidates if not one.fits]

@@ -179,8 +179,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def parse(data: dict[str, Any]) -> Recording:
-    """The recording of these files. Raises UsageError if the ranks' traces do not fit together or cannot be
-    replayed.
+    """The recording of these files.
+
+    Raises UsageError if the ranks' traces do not fit together or cannot be replayed.
     """
     numbers: dict[Group, int] = {}
     for groups, _ in data["ranks"]:

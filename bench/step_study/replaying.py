@@ -16,8 +16,9 @@ from commengine.rank_zero import on_every_rank
 
 
 class Replay:
-    """This rank's part of a recording, ready to run any number of times. Making and closing it is collective over
-    ``world``.
+    """This rank's part of a recording, ready to run any number of times.
+
+    Making and closing it is collective over ``world``.
     """
 
     def __init__(self, world: Communicator, what: Recording) -> None:

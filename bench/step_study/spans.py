@@ -58,8 +58,9 @@ class Spans:
 
 @contextmanager
 def followed(trainer: Trainer) -> Iterator[Spans]:
-    """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled, because a graph runs no
-    hooks.
+    """The `Spans` of ``trainer``'s steps inside the block.
+
+    Its model must not be compiled, because a graph runs no hooks.
     """
     spans, model = Spans(), trainer.model
     assert isinstance(model, GPT)  # the parts of a step are those of its layers
@@ -67,8 +68,9 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
     with ExitStack() as stack:
 
         def between(part: str, tensor: Tensor) -> None:
-            """In forward, ``part`` begins with ``tensor``. In backward, the part before it begins with the tensor's
-            gradient.
+            """In forward, ``part`` begins with ``tensor``.
+
+            In backward, the part before it begins with the tensor's gradient.
             """
             spans.enter(part, "forward")
             if tensor.requires_grad:

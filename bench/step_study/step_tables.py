@@ -173,8 +173,9 @@ def _phase_order(phase: str) -> int:
 
 
 def summary(ranks: Ranks) -> dict[str, list[list[float]]]:
-    """For each rank and step, in seconds: the step; the time in which a collective ran; the time that the caller
-    waited for one; and the skew.
+    """For each rank and step, in seconds: the step, communicating, exposed, and skew.
+
+    communicating: some collective runs. exposed: the caller waits for one. skew: the sum over the collectives.
     """
     return {
         "step": [[step.seconds for step in steps] for steps in ranks],

@@ -84,8 +84,9 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds; and this rank's recordings, one for each
-    step.
+    """The traced steps ``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds.
+
+    recordings: the traces of this rank, one for each step.
     """
 
     steps: list[list[TracedStep]]
@@ -94,8 +95,9 @@ class TracedSteps:
 
 
 def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
-    """Trace ``steps`` steps after ``warmup`` others. It calls ``done()`` after each. Collective; rank 0 gets the
-    steps.
+    """Trace ``steps`` steps after ``warmup`` others.
+
+    It calls ``done()`` after each. Collective; rank 0 gets the steps.
     """
     grid = trainer.grid
     for _ in range(warmup):

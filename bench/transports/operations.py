@@ -1,5 +1,4 @@
-"""The collectives that bench.collectives measures: sizes as nccl-tests counts them, inputs, and the only right
-outputs.
+"""The collectives that bench.collectives measures: sizes, inputs, and the only right outputs.
 
 The input of a rank repeats a table of small integers with a period that no block size shares, so a block in the wrong
 place is noticed. Every rank has its own table. Every sum and product of the tables, and every partial one in any
@@ -89,8 +88,9 @@ class CollectiveCall:
 
     @staticmethod
     def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> CollectiveCall:
-        """The call of at least ``nbytes`` bytes, rounded up to whole elements, for the operations in SPLIT on every
-        rank.
+        """The call of at least ``nbytes`` bytes, rounded up to whole elements.
+
+        For the operations in SPLIT, the elements are whole on every rank.
         """
         unit = dtype.itemsize * (ranks if operation in SPLIT else 1)
         count = 0 if operation == "barrier" else -(-nbytes // unit)
@@ -195,8 +195,9 @@ class Buffers:
         self._send, self._recv = send, recv
 
     def views(self, call: CollectiveCall, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
-        """(input, output) of a call on this rank. An input that the rank does not give, or an output that it does not
-        get, is there too, but has no meaning.
+        """(input, output) of a call on this rank.
+
+        An input that the rank does not give, or an output that it does not get, is there too, but has no meaning.
 
         Both are [elements]: a rank's part, or all parts if the operation splits (input) or joins (output).
         """
