@@ -22,6 +22,8 @@ from commengine.trace import FORMAT, SAVED
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = tuple(OPERATIONS)
 MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pairwise)
+#: the operations that read and write windows
+IN_WINDOWS = IN_MEMORY
 #: the fields that a file has in another form than a `RecordedCall`
 UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
 
@@ -65,7 +67,7 @@ class RecordedCall:
     @property
     def windows(self) -> tuple[bool, ...]:
         """For each tensor of the call, whether it lies in a window; () if the operation does not use windows."""
-        return tuple(shared for _, shared in self.buffers) if self.operation in IN_MEMORY else ()
+        return tuple(shared for _, shared in self.buffers) if self.operation in IN_WINDOWS else ()
 
     @property
     def sent(self) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ OPERATIONS = (
 REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
 ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
 #: their count is a rank's part, and their size the size of all parts
-SPLIT = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
+SPLIT = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].split)
 #: they can write the result over the input
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather"})
 
