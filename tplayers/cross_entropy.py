@@ -77,9 +77,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         ctx.overwrite = overwrite and real == width and precision == logits.dtype
         if ctx.overwrite:
-            shifted = logits.detach().sub_(
-                peak.unsqueeze(-1)
-            )  # it shares the version counter of logits, so that autograd sees the change
+            # The detached tensor shares the version counter of logits, so autograd sees the change.
+            shifted = logits.detach().sub_(peak.unsqueeze(-1))
         elif real == width:
             shifted = logits.to(precision) - peak.unsqueeze(-1)
         else:
