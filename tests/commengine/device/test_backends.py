@@ -11,7 +11,7 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, trace
 from commengine.device.stream import DeviceStream
 from tests.commengine import test_collectives
-from tests.commengine.test_collectives import given
+from tests.commengine.test_communicator_collectives import given
 from tests.support.device.device_stand_in import communicator_stand_in, on_device
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
