@@ -1,1 +1,20 @@
-"""Studies: what the collectives cost, alone and inside a training step."""
+"""Commands that measure what collectives cost, alone and inside a training step, and that predict it.
+
+Every module here is a command, ``python -m bench.NAME``. A folder holds what commands are made of:
+
+- ``command``: the command line, its errors, and the files that a command writes
+- ``timing``: how often a call is timed, on which clock, and how the ranks begin it together
+- ``transports``: the ways to run a collective that bench.collectives and bench.all_reduce compare
+- ``collective_study``: results of collectives: measuring, reading, tables, plots, fits
+- ``step_study``: a training step, recorded and taken apart
+- ``contests``: programs that do the same work and alternate within one run
+- ``peers``: the programs of other libraries, the only code here that imports torch.distributed
+- ``gpu_study``: the studies of bench.gpu
+- ``prediction``: the model of a step's time and memory
+- ``clusters``: machines, described in YAML
+- ``results``: what the commands printed on the project's machines
+
+Words with one meaning here: a *transport* is a way to run a collective. A *peer* is another library that this one is
+measured against. A *contestant* is one program of a *contest*. A *round* gives each of the alternatives that are
+compared one turn, in random order.
+"""

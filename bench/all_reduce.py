@@ -1,20 +1,21 @@
-"""Host all-reduce inside a node: in shared windows, by the engine's messages, by MPI's own Allreduce and by gloo.
+"""Measure all-reduces of host tensors inside a node: by the engine, by MPI's own Allreduce and by gloo.
 
     mpiexec -n 2 python -m bench.all_reduce --output all_reduce.md --plot all_reduce.png --json all_reduce.json
 
-All alternate in one run: in each round every contestant has one turn, in random order, and what is compared is the
-ratio within a round. A turn is a call that is not counted, for the others have had the caches, and then as many as take
---turn-seconds; its time is the median of its calls', each begun together after a barrier and as long as the slowest
-rank took. Sums in place; every element of every contestant's result is checked.
+The transports alternate in one run: in each round every transport has one turn, in random order, and ratios compare
+two times of one round. A turn is one call that is not counted, because the other transports have used the caches, and
+then as many calls as --turn-seconds allows. The time of a turn is the median of its calls. The ranks begin each call
+together after a barrier, and a call takes as long as on its slowest rank. The operation is a sum in place, and every
+element of every transport's result is checked.
 
-MPI has no bfloat16. Two contestants stand for it: MPICH's extension MPIX_BFLOAT16, which rounds at every step, and
-Allreduce in fp32 with a copy there and back, which rounds once as the engine does.
+MPI has no bfloat16. Two transports stand for it: MPICH's extension MPIX_BFLOAT16, which rounds at every step, and
+Allreduce in fp32 between two copies, which rounds once, as the engine does.
 
-The bound is the memory's. In an all-reduce of n bytes among p ranks at least p n bytes are read, every rank's operand,
-and p n written, every rank's result. So the bound is the time in which the same ranks, all at once, read and write as
-many bytes in place: each one pass of x <- 1 x over n bytes of its own window (STREAM's scale without a second array,
-which would cost a read of what is written). It alternates with the others, so at each size it is the bandwidth of
-whatever holds so much: caches or memory.
+The bound is the bandwidth of memory. In an all-reduce of n bytes among p ranks at least p n bytes are read, the
+operand of every rank, and p n bytes are written, the result of every rank. The bound is therefore the time in which
+the same ranks, all at once, read and write as many bytes in place: each rank passes once over n bytes of its own
+window, x <- 1 x (STREAM's scale with one array, because a second array would cost another read). It alternates with
+the transports, so at each size it is the bandwidth of the caches or the memory that hold so many bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ TITLES = {
 
 @dataclass
 class Cell:
-    """A contestant at one size. seconds: of all calls, the slowest rank's. turns: each turn's median."""
+    """One transport at one size. seconds: of all calls, on the slowest rank. turns: the median of each turn."""
 
     bound: Bound
     calls: int = 1
@@ -74,7 +75,7 @@ class Cell:
 
 
 def slowest(group: Communicator, bound: Bound, count: int) -> Times:
-    """The slowest rank's time of each of ``count`` calls, the one before them left out."""
+    """The slowest rank's time of each of ``count`` calls, after one call that is not counted. Collective."""
     group.mpi.Barrier()
     mine = bound.run(1 + count)[1][1:]
     result = np.empty_like(mine)
@@ -90,7 +91,7 @@ def measure(
     turn_seconds: float,
     seed: int,
 ) -> dict[str, Cell]:
-    """All that can make ``call``, by name. Collective."""
+    """Measure every transport that can run ``call``. Returns a cell for each, by name. Collective."""
     cells = {
         one.name: Cell(one.bind(call, in_place=True)) for one in transports if one.refuses(call, in_place=True) is None
     }
@@ -119,9 +120,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def rows_of(call: CollectiveCall, cells: dict[str, Cell]) -> list[dict[str, Any]]:
-    """As bench.collectives writes its rows; also ``turns`` [low, median, high] in seconds, and ``speedup`` of `shared`.
+    """The rows of one call, with the keys that bench.collectives writes, and two more.
 
-    ``speedup`` [low, median, high] is the contestant's time over that in the window, of the same round.
+    turns: [low, median, high] in seconds. speedup: [low, median, high] of the transport's time over the time in the
+    window, of the same round.
     """
     rows = []
     for name, cell in cells.items():
@@ -164,7 +166,7 @@ def _three(value: float) -> str:
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Where two ranks had windows: what was to be reached, and the least that was."""
+    """The goals for two ranks, each with the least speed-up that was reached."""
     for baseline, least, low, high in GOALS:
         found = [
             row["speedup"][1]
@@ -178,7 +180,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables for people."""
+    """The tables in markdown."""
     rows, ranks = result["rows"], result["ranks"]
     lines = [
         *heading(f"Host all-reduce, {ranks} ranks", result),
@@ -224,12 +226,23 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--min-bytes", default="1K", metavar="SIZE")
-    add("--max-bytes", default="64M", metavar="SIZE")
-    add("--dtypes", nargs="+", default=["float32", "bfloat16"], metavar="NAME", help=f"of {', '.join(SUMMED)}")
-    add("--rounds", type=int, default=21)
-    add("--turn-seconds", type=float, default=0.02, help="of a contestant in a round, about")
-    add("--seed", type=int, default=0, help="of the order within a round")
+    add("--min-bytes", default="1K", metavar="SIZE", help="smallest size (default: %(default)s)")
+    add("--max-bytes", default="64M", metavar="SIZE", help="largest size (default: %(default)s)")
+    add(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "bfloat16"],
+        metavar="NAME",
+        help=f"some of {', '.join(SUMMED)} (default: both)",
+    )
+    add("--rounds", type=int, default=21, help="rounds at each size (default: %(default)s)")
+    add(
+        "--turn-seconds",
+        type=float,
+        default=0.02,
+        help="about the time of a transport in a round (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="seed of the order within a round (default: %(default)s)")
     add_files(
         options,
         json="write every number, as bench.fit reads it",
@@ -246,7 +259,7 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
     given = parser().parse_args(argv)
     low, high = size_of("--min-bytes", given.min_bytes), size_of("--max-bytes", given.max_bytes)
     if not 4 <= low <= high:
-        raise ValueError(f"--min-bytes {low} and --max-bytes {high}: at least 4, and not falling")
+        raise ValueError(f"--min-bytes {low} and --max-bytes {high}: must be at least 4, and must not fall")
     if 10 * high > memory["available"] or 4 * high > memory["shared"]:
         raise ValueError(
             f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not "
@@ -255,13 +268,13 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
     check_least(given, rounds=1)
     check_positive(given, "turn_seconds")
     check_writable(output=given.output, json=given.json, plot=given.plot)
-    low = -(-low // 8) * 8  # whole elements of every dtype, and of the memory pass
+    low = -(-low // 8) * 8  # whole elements of every dtype and of the pass over memory
     chosen = [low << shift for shift in range((high // low).bit_length())]
     return {**vars(given), "dtypes": listed(given.dtypes, SUMMED, "--dtypes"), "sizes": chosen}
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
-    """Measure; rank 0 prints and writes. 1 if a result was wrong."""
+    """Measure; rank 0 prints and writes. Returns 1 if a result was wrong. Collective over ``world``."""
     result = environment(COMMAND)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = on_rank_zero(world, lambda: parse(argv, memory))
@@ -279,7 +292,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             cells = measure(world, call, transports, chosen["rounds"], chosen["turn_seconds"], chosen["seed"] + number)
             rows += rows_of(call, cells)
             bar.update()
-    del cells  # a window in which a tensor lies is not freed
+    del cells  # a window is not freed while a tensor lies in it
     for transport in transports:
         transport.close()
     result |= {"format": FORMAT, "ranks": world.size, "rounds": chosen["rounds"], "missing": missing, "rows": rows}

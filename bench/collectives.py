@@ -1,17 +1,19 @@
-"""What every collective costs: each operation, size, dtype, transport, in and out of place, on any group of a grid.
+"""Measure every collective: each operation, size, dtype and transport, in place and out of place, on any group of a
+grid.
 
     mpiexec -n 2 python -m bench.collectives --max-bytes 64M --json results.json --plot results.png
     mpiexec -n 4 python -m bench.collectives --operations all_reduce --transports engine,shared,gloo \
         --tensor-model-parallel-size 2 --group tensor --overlap --transports stream
 
-Size, count, algorithm and bus bandwidth are nccl-tests', with the size of the group. All transports, in and out of
-place, alternate at each size (bench/timing/sampling.py). The ranks begin each call together, inside a node after MPI's
-barrier, between nodes at an agreed time of their clocks (bench/timing/starting.py), and a call's time is the slowest
-rank's. Where several groups run at the same time, the slowest is reported. Ends with status 1 if a result was wrong.
+Size, count, algorithm bandwidth and bus bandwidth are defined as in nccl-tests, with the size of the group. At each
+size all transports alternate, in place and out of place (bench/timing/sampling.py). The ranks begin each call
+together: inside a node after MPI's barrier, between nodes at an agreed time of their clocks
+(bench/timing/starting.py). A call's time is that of its slowest rank. If several groups run at the same time, the
+slowest group is reported. The exit status is 1 if a result was wrong.
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
-run yet), gloo and torch-nccl (torch.distributed, in a process beside each rank).
+yet run), gloo and torch-nccl (torch.distributed, in a process beside each rank).
 """
 
 from __future__ import annotations
@@ -51,12 +53,15 @@ from commengine.rank_zero import on_rank_zero
 COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")
 STARTS = ("auto", "barrier", "clock")
-MEMORY_SHARE = 8  # the default of --max-bytes: all buffers together take no more than this part of the memory
+#: by default all buffers together take at most 1 / MEMORY_SHARE of the memory
+MEMORY_SHARE = 8
+#: the transports that every machine has
+DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """The settings of a run, as JSON types."""
 
     operations: list[str]
     transports: list[str]
@@ -77,7 +82,7 @@ class Settings:
     output: str | None
 
     def series(self, ranks: int) -> Iterator[list[CollectiveCall]]:
-        """For each operation, dtype and reduction the calls of all sizes, ascending, none twice."""
+        """Yield the calls of each operation, dtype and reduction: all sizes, ascending, without repetitions."""
         for operation in self.operations:
             for dtype in self.dtypes if operation != "barrier" else self.dtypes[:1]:
                 for redop in self.redop if operation in REDUCING else ["none"]:
@@ -93,34 +98,48 @@ def parser() -> CommandParser:
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     transports = [*LOCAL, *PEERS]
-    local = list(LOCAL)[:4]
     add("--operations", nargs="+", default=list(OPERATIONS), metavar="NAME",
-        help=f"of {', '.join(OPERATIONS)} (default: all)")  # fmt: skip
-    add("--transports", nargs="+", default=local, metavar="NAME",
-        help=f"of {', '.join(transports)} (default: {', '.join(local)})")  # fmt: skip
-    add("--dtypes", nargs="+", default=["float32"], metavar="NAME", help=f"of {', '.join(DTYPES)} (default: float32)")
-    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"of {', '.join(REDOPS)} (default: sum)")
-    add("--root", type=int, default=0, help="a rank of the group (default: %(default)s)")
+        help=f"some of {', '.join(OPERATIONS)} (default: all)")  # fmt: skip
+    add("--transports", nargs="+", default=list(DEFAULT_TRANSPORTS), metavar="NAME",
+        help=f"some of {', '.join(transports)} (default: {', '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
+    add(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        metavar="NAME",
+        help=f"some of {', '.join(DTYPES)} (default: float32)",
+    )
+    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"some of {', '.join(REDOPS)} (default: sum)")
+    add("--root", type=int, default=0, help="root of the rooted operations, a rank of the group (default: %(default)s)")
     add("--min-bytes", default="1", metavar="SIZE",
-        help="rounded up to whole elements, on every rank where it splits (default: %(default)s)")  # fmt: skip
-    add("--max-bytes", metavar="SIZE", help="such as 64M; default: by the memory, an eighth for all buffers together")
-    add("--step-factor", type=float, default=2.0, help="from one size to the next (default: %(default)s)")
-    add("--in-place", action=BooleanOptionalAction, default=True)
-    add("--out-of-place", action=BooleanOptionalAction, default=True, help="what has no other form is always run so")
+        help="smallest size, rounded up to whole elements of every rank (default: %(default)s)")  # fmt: skip
+    add(
+        "--max-bytes",
+        metavar="SIZE",
+        help="largest size, such as 64M (default: all buffers together take an eighth of the memory)",
+    )
+    add("--step-factor", type=float, default=2.0, help="factor from one size to the next (default: %(default)s)")
+    add("--in-place", action=BooleanOptionalAction, default=True, help="also run in place, where an operation can")
+    add("--out-of-place", action=BooleanOptionalAction, default=True,
+        help="also run out of place; operations that have no other form always are")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, default=1,
-        help="ranks of a tensor group; the data groups' follow (default: %(default)s)")  # fmt: skip
+        help="ranks of a tensor group; the data groups follow from it (default: %(default)s)")  # fmt: skip
     add("--group", default="world",
-        help="whose collectives: world, tensor or data; all such at the same time (default: %(default)s)")  # fmt: skip
+        help="world, tensor or data: all groups of this kind run at the same time (default: %(default)s)")  # fmt: skip
     add("--confidence", type=float, default=0.05,
         help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
     add("--time-limit", type=float, default=0.5,
         help="seconds for one transport at one size, converged or not (default: %(default)s)")  # fmt: skip
-    add("--warmup", type=int, default=5, help="calls before that (default: %(default)s)")
-    add("--overlap", action="store_true", help="for the transport stream: how much is hidden behind as much compute")
+    add("--warmup", type=int, default=5, help="calls before those that count (default: %(default)s)")
+    add(
+        "--overlap",
+        action="store_true",
+        help="for the transport stream: the share that is hidden behind as much compute",
+    )
     add("--start", default="auto", metavar="HOW",
-        help="of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
+        help="start of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0,
-        help="of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
+        help="seed of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
     add_files(
         options,
         json="write every number, as bench.fit reads it",
@@ -131,7 +150,10 @@ def parser() -> CommandParser:
 
 
 def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]) -> Settings:
-    """What the command line asks for. Raises ValueError, which names the option, for what cannot be."""
+    """The settings that the command line gives.
+
+    memory: see `free_memory`. Raises ValueError that names the option at fault.
+    """
     given = parser().parse_args(argv)
     operations = listed(given.operations, OPERATIONS, "--operations")
     transports = listed(given.transports, [*LOCAL, *PEERS], "--transports")
@@ -166,7 +188,7 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
 
 
 def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> list[int]:
-    """From --min-bytes to --max-bytes, in bytes, not rounded to elements yet."""
+    """The sizes from --min-bytes to --max-bytes, in bytes, not yet rounded to elements."""
     buffers = 2 * len(transports)
     most = memory["available"] // buffers
     if "shared" in transports:
@@ -175,14 +197,14 @@ def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> lis
     least = size_of("--min-bytes", given.min_bytes)
     largest = default if given.max_bytes is None else size_of("--max-bytes", given.max_bytes)
     if not 1 <= least <= largest:
-        raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: at least 1, and not falling")
+        raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: must be at least 1, and must not fall")
     if largest > most:
         raise ValueError(
             f"--max-bytes {given.max_bytes}: {buffers} buffers of that size; at most {most} bytes each fit into "
             f"the memory that a rank has ({memory['available']} bytes, {memory['shared']} of them shared)"
         )
     if not 1 < given.step_factor < math.inf:
-        raise ValueError(f"--step-factor {given.step_factor}: a number above 1")
+        raise ValueError(f"--step-factor {given.step_factor}: must be a number above 1")
     found, size = [], float(least)
     while size <= largest:
         found.append(round(size))
@@ -193,7 +215,7 @@ def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> lis
 def open_transports(
     place: GroupSetup, names: Sequence[str], capacity: int
 ) -> tuple[list[Transport], list[dict[str, str]]]:
-    """Those that work here, on every rank, and why the others do not. Collective over the world."""
+    """Open the transports that work on every rank here, and say why the others do not. Collective."""
     opened, skipped = [], []
     for name in names:
 
@@ -208,10 +230,10 @@ def open_transports(
 
 
 def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> dict[str, Any]:
-    """What the JSON says about the clocks, in seconds by rank.
+    """The clocks' entry of the JSON: seconds, by rank.
 
-    drift: the largest change of an offset over the time of the run, in seconds a second; drift_uncertainty: what of it
-    the offsets' own uncertainty may be.
+    drift: the largest change of an offset during the run, in seconds per second. drift_uncertainty: the part of the
+    drift that the uncertainty of the offsets explains.
     """
     pairs = list(zip(first, last, strict=True))
     moved = max(abs(after.seconds - before.seconds) for before, after in pairs)
@@ -228,7 +250,7 @@ def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> di
 def measure(
     place: GroupSetup, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All rows (on rank 0), and what was skipped and why. Collective over the world."""
+    """Measure everything. Returns all rows (on rank 0), and what was skipped and why. Collective over the world."""
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for number, calls in enumerate(chosen.series(place.group.size)):
@@ -248,7 +270,7 @@ def measure(
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
-    """Measure; rank 0 prints and writes."""
+    """Measure; rank 0 prints and writes. Returns 1 if a result was wrong. Collective over ``world``."""
     surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = Settings(**on_rank_zero(world, lambda: asdict(settings(argv, world.size, memory))))
@@ -285,7 +307,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
 
 def _close(transport: Transport, failed: type[BaseException] | None, *_: object) -> None:
-    """At the end of the measurement; after a failure the other ranks may not be there."""
+    """Close a transport unless the measurement failed: then the other ranks may not take part."""
     if failed is None:
         transport.close()
 

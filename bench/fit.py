@@ -1,13 +1,13 @@
-"""Alpha and beta, and the sizes at which algorithms switch, from what bench.collectives measured.
+"""Fit alpha, beta and the sizes at which algorithms switch to the results of bench.collectives.
 
     python -m bench.fit results.json --output model.json --plot fit.png
 
-Every operation, number of ranks and transport is fitted apart: piecewise alpha + n beta, with 95% confidence intervals
-and the residual at every size (bench/collective_study/piecewise.py says how). The model has what
-`commengine.cost.FittedModel` loads: of each operation and number of ranks the first transport in the file that the
-options let through, in place where that was measured; all series, with residuals and what each algorithm's formula
-would make of a link, stand under "series", where null is an interval's end that the data do not bound. Sizes are those
-of nccl-tests.
+Every operation, number of ranks and transport has its own fit: piecewise alpha + n beta, with 95% confidence intervals
+and the residual at every size (bench/collective_study/piecewise.py has the method). `commengine.cost.FittedModel`
+loads the model. For each operation and number of ranks the model has the first transport in the file that the options
+select, in place where that was measured. All series stand under "series" in the model file, with their residuals and
+with the link that each algorithm's formula derives; there null is an end of an interval that the data do not bound.
+Sizes are defined as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COMMAND = "bench.fit"
-#: names of what costs one message: a rank sends and receives at once (commengine/cost/collectives.py)
+#: operations that cost one message, because a rank sends and receives at once (commengine/cost/collectives.py)
 MESSAGES = ("send", "sendrecv", "ping_pong")
 
 
@@ -52,12 +52,12 @@ class FittedSeries:
 
     @property
     def operation(self) -> str:
-        """As `commengine.cost` calls it."""
+        """The operation's name in `commengine.cost`."""
         return "p2p" if self.series.operation in MESSAGES else self.series.operation
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The series in words."""
         return f"{self.series.operation}, {self.series.ranks} ranks, {self.series.variant}"
 
 
@@ -65,22 +65,33 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("results", type=Path, metavar="RESULTS.json", help="what bench.collectives --json wrote")
+    add("results", type=Path, metavar="RESULTS.json", help="a file that bench.collectives --json wrote")
     add("--output", type=Path, metavar="FILE", help="write the model as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw fits over data, and residuals (png, pdf, svg)")
+    add("--plot", type=Path, metavar="FILE", help="draw the fits over the data, and the residuals: .png, .svg or .pdf")
     add("--markdown", type=Path, metavar="FILE", help="write the tables")
     add("--operation", action="append", metavar="NAME", help="fit this operation only; may be repeated")
     add("--transport", action="append", metavar="NAME", help="fit this transport only; may be repeated")
     add("--group", action="append", metavar="NAME", help="fit this group only; may be repeated")
     add("--dtype", action="append", metavar="NAME", help="fit this dtype only; may be repeated")
-    add("--in-place", action=BooleanOptionalAction, help="fit only what ran in place, or only what did not")
-    add("--statistic", choices=STATISTICS, default="p50", help="of the times; min where others use the machine, too")
-    add("--segments", type=int, default=piecewise.MOST_SEGMENTS, metavar="N", help="at most so many")
+    add("--in-place", action=BooleanOptionalAction, help="fit only series in place, or only series out of place")
+    add(
+        "--statistic",
+        choices=STATISTICS,
+        default="p50",
+        help="statistic of the times; min if other programs use the machine",
+    )
+    add(
+        "--segments",
+        type=int,
+        default=piecewise.MOST_SEGMENTS,
+        metavar="N",
+        help="the largest number of segments (default: %(default)s)",
+    )
     return options
 
 
 def chosen(series: Sequence[Series], arguments: Any) -> list[Series]:
-    """What the options let through. Raises UsageError for a name that no series has, and where nothing is left."""
+    """The series that the options select. Raises UsageError for a name that no series has, and where none is left."""
     left = list(series)
     for name in ("operation", "transport", "group", "dtype"):
         wanted = getattr(arguments, name)
@@ -94,12 +105,12 @@ def chosen(series: Sequence[Series], arguments: Any) -> list[Series]:
         left = [one for one in left if one.in_place == arguments.in_place]
     left = [one for one in left if one.ranks > 1]
     if not left:
-        raise UsageError("nothing to fit: no results on 2 ranks or more are left by the options")
+        raise UsageError("nothing to fit: the options select no results on 2 ranks or more")
     return left
 
 
 def fit_all(series: Sequence[Series], most: int) -> tuple[list[FittedSeries], list[str]]:
-    """All fits, and why the others could not be."""
+    """Fit all series. Returns the fits, and for each other series the reason why it has none."""
     fitted, left_out = [], []
     for one in series:
         try:
@@ -110,7 +121,7 @@ def fit_all(series: Sequence[Series], most: int) -> tuple[list[FittedSeries], li
 
 
 def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
-    """The model for `commengine.cost`, and the series that it is made of."""
+    """The model for `commengine.cost`, and the series from which it is made."""
     used: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key["transport"] for one in fitted]
     for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
@@ -125,7 +136,7 @@ def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSe
 
 
 def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
-    """Per algorithm, alpha and beta of a link on which its formula gives this segment; reducing counts as free."""
+    """For each algorithm the alpha and beta of a link on which its formula gives this segment, with free arithmetic."""
     found = {}
     for name in ALGORITHMS.get(operation, {}):
         try:
@@ -137,7 +148,7 @@ def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[
 
 
 def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The model file."""
+    """The contents of the model file."""
     model, used = model_of(fitted)
     rows = []
     for one in fitted:
@@ -161,7 +172,7 @@ def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) 
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None in place of infinities, which JSON has not."""
+    """``value`` with None in place of infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -170,7 +181,7 @@ def finite(value: Any) -> Any:
 
 
 def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
-    """The fits, then every size, as markdown."""
+    """Yield markdown: the fits, then every size."""
     yield "| operation | ranks | measured as | from bytes | alpha, us | 1 / beta, GB/s | residuals: rms | largest |"
     yield "|---|---:|---|---:|---:|---:|---:|---:|"
     for one in fitted:
@@ -201,7 +212,7 @@ def _bandwidth(beta: float) -> str:
 
 
 def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
-    """The fits in a model file. Raises KeyError, TypeError or ValueError for what is none."""
+    """The fits in a model file. Raises KeyError, TypeError or ValueError if it is not one."""
 
     def interval(ends: Sequence[float | None]) -> tuple[float, float]:
         low, high = (math.inf if end is None else float(end) for end in ends)
@@ -226,7 +237,7 @@ def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
 
 
 def draw(fitted: Sequence[FittedSeries]) -> Figure:
-    """Fit over data, log-log, and the residuals below; one column per operation."""
+    """Draw each fit over its data, on logarithmic axes, with the residuals below; one column for each operation."""
     from matplotlib.figure import Figure
 
     operations = list(dict.fromkeys(one.series.operation for one in fitted))
@@ -259,7 +270,7 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fit and report; the exit status."""
+    """Fit and report. Returns the exit status."""
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
         check_least(arguments, segments=1)

@@ -1,14 +1,15 @@
-"""What the engine adds to MPI: all_reduce through a Communicator against mpi4py's own Allreduce, on the same buffer.
+"""Measure the time that the engine adds to MPI: all_reduce of a Communicator beside mpi4py's own Allreduce.
 
     mpiexec -n 2 python -m bench.overhead --output bench/results/overhead.md
 
-They alternate within a round, in random order; a cell is the median over the rounds of the mean time of a call.
-"Added" is the median over the rounds of the engine's time less mpi4py's, with its quartiles; "in window": the same of
-the engine on a tensor of `Communicator.empty`, as far as those go by MPI, too. A call is in place, fp32, sum.
+The two use the same buffer and alternate within a round, in random order. A call is in place, fp32, sum. A cell is the
+median over the rounds of the mean time of a call. "Added" is the median over the rounds of the engine's time minus
+mpi4py's, with its quartiles. "In window" is the same for the engine on a tensor of `Communicator.empty`, at the sizes
+at which such tensors also go by MPI.
 
-The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures what is
-added on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as cold
-as such an all-reduce finds and leaves them. Large ones do not go by MPI at all where the group is on one node: see
+The time of a long all-reduce varies by far more than the engine could add to it. "Alone" therefore measures the
+addition on a group of one rank, where MPI has nothing to do, after a pass over as many bytes: the caches are then as
+cold as after a real all-reduce of this size. In a group on one node, large all-reduces do not go by MPI at all: see
 bench.switch_points.
 """
 
@@ -35,12 +36,12 @@ from commengine.rank_zero import on_rank_zero
 COMMAND = "bench.overhead"
 WINDOW = "commengine in window"
 SIZES = (*(8 << shift for shift in range(0, 12, 2)), 16 << 10, *(8 << shift for shift in range(12, 24, 2)), 64 << 20)
-#: the goal: from and to how many bytes the engine may add how many microseconds
+#: the goal: from this many bytes to this many, the engine may add this many microseconds
 SMALL = (8, 16 << 10, 3.0)
 
 
 def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
-    """Microseconds that the engine adds to each of ``rounds`` calls on this rank alone, with caches swept."""
+    """Microseconds that the engine adds to each of ``rounds`` calls on this rank alone, with cold caches."""
     from mpi4py import MPI
 
     with Communicator(MPI.COMM_SELF) as single:
@@ -59,7 +60,7 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
 def ways_of(
     world: Communicator, tensor: torch.Tensor, windows: Communicator | None = None, window: torch.Tensor | None = None
 ) -> dict[str, Callable[[], object]]:
-    """The same all-reduce, by the engine and by mpi4py, and by the engine on ``window``."""
+    """The same all-reduce by the engine, by mpi4py, and by the engine on ``window``. Returns the calls by name."""
     from mpi4py import MPI
 
     buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
@@ -73,17 +74,19 @@ def ways_of(
 def measure(
     world: Communicator, windows: Communicator, size: int, rounds: int, seconds: float, least: float
 ) -> dict[str, float]:
-    """One row: medians over ``rounds`` of ours, mpi4py's and what the engine added, in microseconds.
+    """Measure one row: medians over ``rounds``, in microseconds, of the engine, of mpi4py, and of what the engine
+    added.
 
-    windows: the same ranks, for tensors in windows: where there are any, large private ones pay for finding that out.
-    least: bytes below which a tensor in a window goes by MPI, too.
+    windows: a communicator of the same ranks for tensors in windows. It is another one, because a communicator that
+    has windows checks for large private tensors where they lie. least: the size in bytes from which a tensor in a
+    window does not go by MPI. Collective.
     """
     tensor = torch.zeros(size // 4)
     window = windows.empty((size // 4,)).zero_() if size < least else None
     calls = ways_of(world, tensor, windows, window)
     first = max(1e6 * mean_seconds(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds * 1e6 / first)))
-    if count < 100:  # long calls, whose times jump from one to the next: alternate them one by one
+    if count < 100:  # the times of long calls vary from one to the next: alternate single calls
         count, rounds = 1, max(rounds, 101)
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(size)  # the same on every rank
@@ -103,7 +106,7 @@ def measure(
 
 
 def goal(rows: list[dict[str, float]]) -> str:
-    """Whether small messages cost no more than they may."""
+    """The line about the goal for small messages: whether it was reached."""
     low, high, most = SMALL
     small = [row for row in rows if low <= row["bytes"] <= high]
     worst = max(row[name] for row in small for name in ("added", "added_window") if name in row)
@@ -112,7 +115,7 @@ def goal(rows: list[dict[str, float]]) -> str:
 
 
 def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
-    """The table for people."""
+    """The table in markdown."""
     lines = [
         *heading("What the engine adds to an all-reduce", result),
         f"- {result['ranks']} ranks, alternating in random order; microseconds a call",
@@ -155,7 +158,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
-    """Measure; rank 0 prints and writes."""
+    """Measure; rank 0 prints and writes. Collective over ``world``."""
     result: dict[str, Any] = environment(COMMAND) | {"ranks": world.size}
     chosen = on_rank_zero(world, lambda: parse(argv))
     if world.size == 1:

@@ -1,10 +1,11 @@
-"""What overlapping the gradients' reduction with backward is worth, on this machine's ranks and on a slow link.
+"""The gain of overlapping the reduction of gradients with backward, between this machine's ranks and on a slow link.
 
     mpiexec -n 2 python -m bench.overlap --output bench/results/overlap.md
 
-Data-parallel training steps of one GPT, with and without --overlap-grad-reduce, alternating in random order within one
-run: over the machine's own transport, and over one slowed to --rate (bench/timing/slow_link.py). Ratios are of one
-round. "Hidden" is the share of the reductions' time that nobody waited for.
+Four variants of a data-parallel training step of one GPT alternate in random order within one run: with and without
+--overlap-grad-reduce, each over the machine's own transport and over one slowed down to --rate
+(bench/timing/slow_link.py). A ratio compares two times of one round. "Hidden" is the share of the reductions' time
+during which the rank did not wait for them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ COMMAND = "bench.overlap"
 
 
 @dataclasses.dataclass
-class Runner:
-    """One of the four that are compared."""
+class OverlapVariant:
+    """One of the four variants, and its measurements of each round.
+
+    rate: bytes per second of the slow link; None: the machine's own transport. seconds: of each step on this rank.
+    hidden: the share of the reductions' time that was hidden in each step.
+    """
 
     overlap: bool
     rate: float | None
@@ -42,7 +47,7 @@ class Runner:
     hidden: list[float] = dataclasses.field(default_factory=list)
 
     def step(self) -> None:
-        """One step, and how much of its reductions was hidden."""
+        """Run one step and measure it. Collective."""
         world, data = self.trainer.grid.world, self.trainer.grid.data
         with trace(data) as log:
             world.barrier()
@@ -84,29 +89,37 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
         num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=8192, mock_data=True,
         micro_batch_size=chosen["micro_batch_size"], hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
     )  # fmt: skip
-    runners = []
-    for rate in (None, chosen["rate"]):
-        for overlap in (False, True):
-            variant = dataclasses.replace(config, overlap_grad_reduce=overlap)
-            trainer = open_trainer(variant, world)
-            if rate is not None:
-                slow_down(trainer.grid.data, rate)
-            runners.append(Runner(overlap, rate, trainer))
-    order = random.Random(0)  # the same on every rank
-    for number in range(chosen["rounds"] + 1):
-        for runner in order.sample(runners, len(runners)):
-            runner.step()
-            if number == 0:  # warming up
-                runner.seconds.clear()
-                runner.hidden.clear()
-    text = markdown(result, runners, chosen)
-    result["runs"] = [{"overlap": one.overlap, "rate": one.rate, "seconds": one.seconds} for one in runners]
+    variants = measure(world, config, chosen["rate"], chosen["rounds"])
+    text = markdown(result, variants, chosen)
+    result["runs"] = [{"overlap": one.overlap, "rate": one.rate, "seconds": one.seconds} for one in variants]
     on_rank_zero(world, lambda: publish(text, result, output=chosen["output"], json_file=chosen["json"]))
-    for runner in runners:
-        runner.trainer.close()
 
 
-def markdown(result: dict[str, Any], runners: list[Runner], chosen: dict[str, Any]) -> str:
+def measure(world: Communicator, config: GPTTrainConfig, rate: float, rounds: int) -> list[OverlapVariant]:
+    """The four variants after ``rounds`` rounds: without and with overlap, on the own transport and at ``rate``.
+
+    A round before the others warms up and is not counted. Collective over ``world``.
+    """
+    variants = []
+    for limit in (None, rate):
+        for overlap in (False, True):
+            trainer = open_trainer(dataclasses.replace(config, overlap_grad_reduce=overlap), world)
+            if limit is not None:
+                slow_down(trainer.grid.data, limit)
+            variants.append(OverlapVariant(overlap, limit, trainer))
+    order = random.Random(0)  # the same on every rank
+    for number in range(1 + rounds):
+        for variant in order.sample(variants, len(variants)):
+            variant.step()
+            if number == 0:
+                variant.seconds.clear()
+                variant.hidden.clear()
+    for variant in variants:
+        variant.trainer.close()
+    return variants
+
+
+def markdown(result: dict[str, Any], variants: list[OverlapVariant], chosen: dict[str, Any]) -> str:
     """The table for people."""
     lines = [
         *heading("Overlapping the reduction of gradients with backward", result),
@@ -117,7 +130,7 @@ def markdown(result: dict[str, Any], runners: list[Runner], chosen: dict[str, An
         "| link | s per step without | with overlap | hidden | speed-up by overlap |",
         "|---|---:|---:|---:|---|",
     ]
-    for without, overlapped in zip(runners[0::2], runners[1::2], strict=True):
+    for without, overlapped in zip(variants[0::2], variants[1::2], strict=True):
         link = "this machine's" if without.rate is None else f"{without.rate / 1e9:g} GB/s"
         ratios = [slow / fast for slow, fast in zip(without.seconds, overlapped.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)

@@ -1,12 +1,13 @@
-"""What a training step will take on a machine that is described in YAML: time, efficiency, memory, communication.
+"""Predict a training step on a machine that a YAML file describes: time, efficiency, memory, communication.
 
     python -m bench.predict --paper --ablation                 # the paper's 13 scaling figures, published and predicted
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --global-batch-size 512
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
 
-Arithmetic only: it needs no GPU and no MPI. How the model counts is in bench/prediction/model_cost.py and
-bench/prediction/kernels.py; what it knows of a machine, with sources, in bench/clusters/. It is eager or fused training
-with tensor and data parallelism as this project has them: no pipeline, no skew between ranks.
+The command only computes; it needs no GPU and no MPI. bench/prediction/model_cost.py and bench/prediction/kernels.py
+explain the model, and bench/clusters/ has the numbers of each machine with their sources. The model covers training
+with eager or fused kernels and with the tensor and data parallelism of this project: no pipeline, no skew between
+ranks.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def parser() -> CommandParser:
         metavar="NAME|FILE",
         help=f"one of {', '.join(names())}, or a YAML file (default: dgx-2h)",
     )
-    add("--model", choices=sorted(MODELS), help="a model of the literature, instead of or before its sizes below")
+    add("--model", choices=sorted(MODELS), help="a model of the literature; the sizes below replace its own")
     for name in SHAPE:
-        add(flag(name), type=int, metavar="N", help="default: that of --model")
+        add(flag(name), type=int, metavar="N", help="default: the size of --model")
     add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size; --plan needs it)")
     add(
         "--global-batch-size",
@@ -59,7 +60,7 @@ def parser() -> CommandParser:
         metavar="N",
         help="sequences a step (default: one micro-batch a replica; --plan needs it)",
     )
-    # What --plan searches has no default here: None says that it was not given.
+    # The options that --plan searches have no default here: None means that the option was not given.
     add("--tensor-model-parallel-size", type=int, metavar="N", help="default: 1; --plan: searched unless given")
     add(
         "--micro-batch-size",
@@ -78,17 +79,25 @@ def parser() -> CommandParser:
     add(
         "--plan",
         action="store_true",
-        help="the fastest layout that fits, and why the others lose; exit status 1 where nothing fits",
+        help="find the fastest layout that fits, and say why the others lose; the exit status is 1 if none fits",
     )
     add(
         "--reserve-gb",
         type=float,
         metavar="GB",
-        help=f"with --plan: memory a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
+        help=f"with --plan: memory that a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
     )
     add("--top", type=int, metavar="N", help=f"with --plan: rows that are printed (default: {TOP})")
-    add("--paper", action="store_true", help="the 13 scaling figures of Shoeybi et al. 2019; takes no model or layout")
-    add("--ablation", action="store_true", help="with --paper: the 13 without each part, and with other constants")
+    add(
+        "--paper",
+        action="store_true",
+        help="predict the 13 scaling figures of Shoeybi et al. 2019; takes no model or layout",
+    )
+    add(
+        "--ablation",
+        action="store_true",
+        help="with --paper: also predict them without each part of the model, and with other constants",
+    )
     add(
         "--json",
         type=Path,
@@ -102,7 +111,7 @@ def parser() -> CommandParser:
 
 
 def check(arguments: Any) -> None:
-    """Raise ValueError for options that do not go together and for numbers that mean nothing."""
+    """Raise ValueError for options that exclude each other and for numbers without a meaning."""
     if arguments.ablation and not arguments.paper:
         raise ValueError("--ablation goes with --paper")
     if arguments.paper and arguments.plan:
@@ -120,7 +129,7 @@ def check(arguments: Any) -> None:
 
 
 def shape_of(arguments: Any) -> TransformerShape:
-    """The model that --model and the sizes name. Raises ValueError where a size is missing or wrong."""
+    """The model that --model and the sizes name. Raises ValueError if a size is missing or wrong."""
     given = [getattr(arguments, name) for name in SHAPE]
     if arguments.model:
         known = MODELS[arguments.model]
@@ -133,7 +142,7 @@ def shape_of(arguments: Any) -> TransformerShape:
 
 
 def layout_of(arguments: Any) -> Layout:
-    """How --gpus and the sizes spread the step. Raises ValueError where one does not divide another."""
+    """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     tensor = 1 if arguments.tensor_model_parallel_size is None else arguments.tensor_model_parallel_size
     micro = 8 if arguments.micro_batch_size is None else arguments.micro_batch_size
     gpus = tensor if arguments.gpus is None else arguments.gpus
@@ -157,7 +166,7 @@ def layout_of(arguments: Any) -> Layout:
 
 
 def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
-    """One step: for people, and for --json."""
+    """One step: the lines for people, and the numbers for --json."""
     step = predict(shape, layout, cluster)
     alone = predict(shape, replace(layout, tensor=1, data=1, sequence_parallel=False, zero1=False), cluster)
     efficiency = step.flops_per_device / alone.flops_per_device
@@ -195,7 +204,7 @@ def _numbers(step: PredictedStep) -> dict[str, Any]:
 
 
 def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool) -> Iterator[str]:
-    """The report of --paper."""
+    """Yield the lines of --paper."""
     slow = slowdown(cluster, Parts())
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / slow
     yield (
@@ -217,7 +226,7 @@ def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict and report; the exit status."""
+    """Predict and report. Returns the exit status."""
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
         check(arguments)
@@ -250,7 +259,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[str, Any]:
-    """What a prediction is of, for --json."""
+    """The subject of a prediction, for --json."""
     device = cluster.device
     model = {"name": arguments.model} | asdict(shape) | {"parameters": parameters(shape)}
     machine = {

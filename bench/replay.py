@@ -1,14 +1,16 @@
-"""The collectives of a recorded training step again, without its compute: what each takes alone, beside what it took.
+"""Run the collectives of a recorded training step again, without its compute: the time of each alone, beside its time
+there.
 
-    mpiexec -n 4 python -m bench.replay steps/ --record --mock-data --vocab-size 8192 --tensor-model-parallel-size 2
+    mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --save steps/
     mpiexec -n 4 python -m bench.replay steps/ --output replay.md --json replay.json
     mpiexec -n 2 python -m bench.replay steps/ --scale
 
-Recording runs pretrain_gpt's step with pretrain_gpt's options and writes one file a rank. A replay has the same groups,
-sizes, dtypes, reductions, streams and order, and waits for a stream where the step did. A tensor that lay in a window
-which the ranks share lies in one again; all are zero. It needs as many ranks as were recorded, on whatever machine;
---scale gives the first ranks' parts to fewer. What a collective took longer inside the step is what skew between the
-ranks and contention with compute cost.
+bench.step --save records the median of several steps; ``bench.replay DIR --record`` with pretrain_gpt's options
+records one step in the same way. A replay has the groups, sizes, dtypes, reductions, streams and order of the step,
+and waits for a stream where the step did. A tensor that lay in a window lies in a window again; all tensors are zero.
+A replay needs as many ranks as were recorded, on any machine; --scale replays the parts of the first ranks on fewer.
+If a collective took longer in the step than alone, the difference is the skew between the ranks and the contention
+with compute.
 """
 
 from __future__ import annotations
@@ -42,10 +44,15 @@ def parser() -> TrainerCommandParser:
     options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
     add("trace", metavar="TRACE", help="the folder of a recording: rank-0.jsonl, rank-1.jsonl, ...")
-    add("--record", action="store_true", help="write TRACE: one training step of pretrain_gpt's options")
+    add("--record", action="store_true", help="record a training step of pretrain_gpt's options in TRACE")
     add("--overwrite", action="store_true", help="with --record: replace the recording that TRACE holds")
-    add("--warmup", type=int, default=3, help="steps before the recorded one, or replays before those that count")
-    add("--rounds", type=int, default=7, help="replays; a collective's time is its median over them")
+    add(
+        "--warmup",
+        type=int,
+        default=3,
+        help="steps before the recorded one, or replays before those that count (default: %(default)s)",
+    )
+    add("--rounds", type=int, default=7, help="replays, whose median is a collective's time (default: %(default)s)")
     add("--scale", action="store_true", help="replay on fewer ranks than were recorded")
     add_files(options, json="write every collective of every rank")
     return options
@@ -72,7 +79,9 @@ def record(world: Communicator, folder: Path, rest: list[str], warmup: int, *, o
 
 
 class Replay:
-    """This rank's part of a recording, ready to run again and again. Collective over ``world``, as is `close`."""
+    """This rank's part of a recording, ready to run any number of times. Making and closing it is collective over
+    ``world``.
+    """
 
     def __init__(self, world: Communicator, what: Recording) -> None:
         self.calls = what.calls[world.rank] if world.rank < what.size else ()
@@ -87,7 +96,7 @@ class Replay:
             if comm is not None:
                 made = [comm.new_stream() for _ in range(what.streams(index))]
                 self._streams.update({(index, number): stream for number, stream in enumerate(made, 1)})
-        # Enqueue and wait in the order in which the step did; what it never waited for ends with the replay.
+        # Enqueue and wait in the order of the step. A collective that the step never waited for ends with the replay.
         moments = [(call.enqueue, 0, number) for number, call in enumerate(self.calls)]
         moments += [
             (call.wait_start, 1, number)
@@ -95,13 +104,13 @@ class Replay:
             if call.wait_start is not None and call.stream
         ]
         self._moments = sorted(moments)
-        # Windows are made by all ranks of a group in one order: that of each stream's calls, which all have in common.
+        # All ranks of a group must make their windows in one order. The order of each stream's calls is common to all.
         order = sorted(range(len(self.calls)), key=lambda number: (self.calls[number].group, self.calls[number].stream))
         prepared = {number: self._prepared(self.calls[number]) for number in order}
         self._runs = [prepared[number] for number in range(len(self.calls))]
 
     def run(self) -> list[CollectiveEvent]:
-        """Everything once: the trace of it, in the order of ``calls``."""
+        """Run all collectives once. Returns their trace, in the order of ``calls``."""
         works: dict[int, Work] = {}
         mine = [comm for comm in self.comms if comm is not None]
         with trace(*mine) as log:
@@ -115,7 +124,7 @@ class Replay:
         return log.events
 
     def close(self) -> None:
-        """Free the groups, and the windows, in which no tensor must lie any more."""
+        """Free the groups and the windows. No tensor may lie in a window any more."""
         self._runs.clear()
         self._buffers.clear()
         for comm in self.comms:
@@ -128,9 +137,9 @@ class Replay:
         return work
 
     def _prepared(self, call: RecordedCall) -> tuple[str, Communicator, tuple[Any, ...], dict[str, Any]]:
-        """Method name, communicator and arguments of a call."""
+        """The method's name, the communicator and the arguments of a call."""
         comm = self.comms[call.group]
-        assert comm is not None  # a rank traces only groups that it is in
+        assert comm is not None  # a rank traces only its own groups
         about: dict[str, Any] = {"stream": self._streams[call.group, call.stream]} if call.stream else {}
         if call.redop is not None:
             about["op"] = call.redop
@@ -158,7 +167,10 @@ class Replay:
         return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
 
     def _buffer(self, call: RecordedCall, use: str, shape: tuple[int, ...], in_window: bool = False) -> torch.Tensor:
-        """One tensor for all calls alike: those of one stream never run at once. Collective where it is in a window."""
+        """The tensor that all calls of one kind use; the calls of one stream never run at the same time.
+
+        Collective if the tensor lies in a window.
+        """
         key = (call.group, call.stream, use, shape, call.dtype, in_window)
         if key not in self._buffers:
             comm, dtype = self.comms[call.group], getattr(torch, call.dtype)
@@ -170,7 +182,7 @@ class Replay:
 def check(
     calls: Sequence[RecordedCall], events: Sequence[CollectiveEvent], comms: Sequence[Communicator | None]
 ) -> None:
-    """Raise UsageError unless the replay did what was recorded, call for call."""
+    """Raise UsageError unless the replay did what was recorded, call by call."""
     recorded = [
         (call.operation, call.redop, call.root, call.dtype, call.shape, call.bytes, comms[call.group], call.stream > 0)
         for call in calls
@@ -196,7 +208,7 @@ def check(
 
 
 def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> list[dict[str, Any]]:
-    """Per collective of this rank what was recorded, and its seconds in each replay. Collective."""
+    """For each collective of this rank: what was recorded, and its seconds in each replay. Collective."""
     replay = Replay(world, what)
     times: list[list[float]] = [[] for _ in replay.calls]
     for number in range(warmup + rounds):
@@ -225,7 +237,7 @@ def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> l
 
 
 def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
-    """Collectives that are alike in one row: per rank, the mean over ranks that have them."""
+    """Yield markdown: collectives of one kind in one row, with the mean over the ranks that have them."""
     rows: dict[tuple[Any, ...], list[float]] = {}
     holders: dict[tuple[Any, ...], set[int]] = {}
     for rank, calls in enumerate(ranks):
@@ -305,7 +317,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     def report() -> None:
         lines = [
             f"- recorded on {recorded} ranks, replayed on {world.size}",
-            f"- medians of {options['rounds']} replays; per rank, the mean over those that have the group",
+            f"- medians of {options['rounds']} replays; per rank, the mean over the ranks that have the group",
             "",
             *tables(ranks),
         ]

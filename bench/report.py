@@ -1,8 +1,10 @@
-"""The results in a folder as one self-contained HTML page: ``python -m bench.report DIR [--output report.html]``.
+"""Make one self-contained HTML page of the results in a folder.
 
-Files of one name (all_reduce.md, .json, .png) make a section. Markdown becomes HTML, pictures are embedded, results of
-bench.collectives and models of bench.fit are drawn and tabled, of other JSON without markdown the lists of objects are
-tabled; every JSON can be unfolded. The page loads nothing from anywhere.
+    python -m bench.report DIR --output report.html
+
+Files with one stem (all_reduce.md, .json, .png) make a section. Markdown becomes HTML, and pictures are embedded.
+Results of bench.collectives and models of bench.fit are drawn and tabled. For any other JSON file without markdown
+beside it, its lists of objects are tabled. Every JSON file can be unfolded. The page loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ nav li { display: inline; margin: 1em; }
 """
 
 
-# ---- markdown: what this project's results are written in
+# ---- markdown: the subset in which this project's results are written
 
 
 def inline(text: str) -> str:
-    """`code`, **bold** and [text](address) of one line; addresses are shown, for the page stands alone."""
+    """One line with `code`, **bold** and [text](address). An address is shown as text, because the page stands
+    alone.
+    """
     parts = []
     for number, part in enumerate(re.split(r"`([^`]*)`", text)):
         safe = html.escape(part)
@@ -61,7 +65,7 @@ def inline(text: str) -> str:
 
 
 def table(lines: Sequence[str]) -> Iterator[str]:
-    """Lines of a markdown table: heads, alignment, rows."""
+    """Yield the HTML of a markdown table. lines: the heads, the alignment, the rows."""
     rows = [
         [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))] for line in lines
     ]
@@ -75,7 +79,7 @@ def table(lines: Sequence[str]) -> Iterator[str]:
 
 
 def markdown(text: str) -> Iterator[str]:
-    """Headings, lists, tables, indented and fenced code, paragraphs."""
+    """Yield the HTML of headings, lists, tables, indented and fenced code, and paragraphs."""
     blocks = re.split(r"\n\s*\n", re.sub(r"^(#+ .*)$", r"\n\1\n", text, flags=re.MULTILINE).strip("\n"))
     for block in blocks:
         lines = block.split("\n")
@@ -101,12 +105,12 @@ def markdown(text: str) -> Iterator[str]:
 
 
 def picture(data: bytes, kind: str, name: str) -> str:
-    """An image inside the page."""
+    """The HTML of an image that is embedded in the page."""
     return f'<img alt="{html.escape(name)}" src="data:{kind};base64,{base64.b64encode(data).decode()}">'
 
 
 def drawing(figure: Figure, name: str) -> str:
-    """A plot inside the page, without the prologue that names a DTD elsewhere."""
+    """The HTML of a plot, without the SVG prologue, which names a DTD on another server."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     text = drawn.getvalue()
@@ -114,8 +118,8 @@ def drawing(figure: Figure, name: str) -> str:
 
 
 def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What bench.collectives or bench.all_reduce measured: time and bus bandwidth over size, nccl-tests' columns."""
-    read(path)  # says what is wrong with it
+    """Yield the HTML of results of bench.collectives or bench.all_reduce: plots, and nccl-tests' columns."""
+    read(path)  # raises UsageError that names the fault
     yield drawing(draw(rows), path.stem)
     columns = ("operation", "transport", "group", "ranks", "dtype", "redop", "in_place", "bytes", "count")
     heads = ("p50, us", "p95, us", "p99, us", "algbw, GB/s", "busbw, GB/s", "wrong")
@@ -131,7 +135,9 @@ def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
-    """What bench.fit found: the fits over their data, unless they are drawn in a file beside it, and a table."""
+    """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture beside the file has it
+    (``drawn``).
+    """
     if (fitted := fit.fits_of(data)) and not drawn:
         yield drawing(fit.draw(fitted), name)
     lines = ["| operation | ranks | from bytes | alpha, us | 1 / beta, GB/s |", "|---|---:|---:|---:|---:|"]
@@ -145,7 +151,9 @@ def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
 
 
 def records(data: Any, name: str = "") -> Iterator[str]:
-    """Every list of objects in any other JSON (a plan, a step, the paper's figures), as a table of its plain values."""
+    """Yield a table for every list of objects in other JSON (a plan, a step, the paper's figures), with plain values
+    only.
+    """
     if isinstance(data, dict):
         for key, value in data.items():
             yield from records(value, f"{name} {key}".strip())
@@ -167,17 +175,17 @@ def records(data: Any, name: str = "") -> Iterator[str]:
     )
     yield from table([_line(columns), "|" + "---|" * len(columns), *map(_line, rows)])
     if len(data) > MOST_ROWS:
-        yield f"<p>{len(data) - MOST_ROWS} rows more</p>"
+        yield f"<p>{len(data) - MOST_ROWS} more rows</p>"
 
 
 def _line(words: Sequence[str]) -> str:
-    """A line of a markdown table."""
+    """One line of a markdown table."""
     escaped = (word.replace("|", r"\|") for word in words)
     return f"| {' | '.join(escaped)} |"
 
 
 def results(path: Path) -> Iterator[str]:
-    """A JSON file: what is known of its kind, and the file, folded."""
+    """Yield the HTML of a JSON file: what its kind allows to show, and the file itself, folded."""
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text)
@@ -196,7 +204,7 @@ def results(path: Path) -> Iterator[str]:
                 yield from records(data)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}: {error!r}") from error
-    shown = text if len(text) <= FOLDED else f"{text[:FOLDED]}\n... {len(text) - FOLDED} characters more"
+    shown = text if len(text) <= FOLDED else f"{text[:FOLDED]}\n... {len(text) - FOLDED} more characters"
     yield f"<details><summary>{html.escape(path.name)}</summary><pre>{html.escape(shown)}</pre></details>"
 
 
@@ -230,7 +238,7 @@ def page(folder: Path) -> str:
 def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
-    options.add_argument("folder", type=Path, metavar="DIR", help="results: markdown, JSON, pictures")
+    options.add_argument("folder", type=Path, metavar="DIR", help="folder of results: markdown, JSON, pictures")
     options.add_argument("--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html)")
     return options
 

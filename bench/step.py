@@ -1,12 +1,14 @@
-"""One training step, traced: what each collective moved, took and exposed, by layer and group, beside the formulas.
+"""Trace training steps: what each collective moved, how long it took, and how long the caller waited, beside the
+formulas.
 
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --timeline step.png
     mpiexec -n 4 python -m bench.step --config trainers/configs/main.yaml --overlap-grad-reduce --json step.json
 
-All other options are pretrain_gpt's, and so is the step; those of checkpoints, evaluation and logging change nothing.
-Times are medians over the traced steps. Exposed is what the caller waited for; skew what a rank spent in a collective
-before its group's last rank began, and bandwidths (nccl-tests') leave it out. Counts and volumes are held against
-commengine.cost's formulas, on every rank and in every step: where one differs, the table says so and the status is 1.
+The step is pretrain_gpt's, and all other options are pretrain_gpt's too; options of checkpoints, evaluation and
+logging have no effect. Times are medians over the traced steps. "Exposed" is the time that the caller waited for a
+collective. "Skew" is the time that a rank spent in a collective before the last rank of its group began; bandwidths
+(nccl-tests') leave it out. Counts and volumes are compared with the formulas of commengine.cost, on every rank and in
+every step: if one differs, the table says so and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def parser() -> TrainerCommandParser:
         timeline="draw the median step: .png, .svg or .pdf",
         chrome="write the median step for chrome://tracing and ui.perfetto.dev",
     )
-    add("--save", metavar="DIR", help="the median step's collectives, as bench.replay reads them")
+    add("--save", metavar="DIR", help="record the collectives of the median step, for bench.replay")
     add("--overwrite", action="store_true", help="replace the recording that --save's folder holds")
     return options
 
@@ -66,7 +68,7 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
-    """Trace and compare; rank 0 prints and writes. The exit status."""
+    """Trace and compare; rank 0 prints and writes. Returns the exit status. Collective over ``world``."""
     surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = GPTTrainConfig(**options["config"])
@@ -84,13 +86,13 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
 
 def median_step(steps: Sequence[TracedStep]) -> int:
-    """The number of the step whose time is the (lower) median."""
+    """The number of the step with the (lower) median time."""
     middle = statistics.median_low([step.seconds for step in steps])
     return next(number for number, step in enumerate(steps) if step.seconds == middle)
 
 
 def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
-    """Print, and write the files. Whether a formula and the trace differ."""
+    """Print, and write the files. Returns whether a formula and the trace differ."""
     config, ranks = GPTTrainConfig(**options["config"]), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
@@ -102,7 +104,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
         verdict = f"**{len(wrong)} of {len(compared)} tables, one a rank and step, differ**: {first} (shown)"
     else:
         verdict = f"equal on all {len(ranks)} ranks in all {options['steps']} steps (rank 0's are shown)"
-    clocks = f"clocks of two ranks are known within +-{1e6 * traced.uncertainty:.1f} us, and skew no better"
+    clocks = f"the clocks of two ranks, and so the skew, are known within +-{1e6 * traced.uncertainty:.1f} us"
     if traced.uncertainty == 0:
         clocks = "all ranks read one clock"
     table_of = next(found for rank, number, found in compared if not wrong or (rank, number) == wrong[0])
@@ -135,7 +137,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
 
 
 def describe(config: GPTTrainConfig, ranks: int) -> str:
-    """The model and how it is spread, in a line."""
+    """The model, and how it is spread over the ranks, in one line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
     options = {
         "sequence-parallel": config.sequence_parallel,
@@ -152,7 +154,7 @@ def describe(config: GPTTrainConfig, ranks: int) -> str:
 def compare(
     config: GPTTrainConfig, ranks: Sequence[Sequence[TracedStep]]
 ) -> list[tuple[int, int, list[dict[str, Any]]]]:
-    """(Rank, step, formula beside trace) of every rank and step."""
+    """For every rank and step: (rank, step, rows that hold the formula beside the trace)."""
     found = []
     for rank, steps in enumerate(ranks):
         for number, step in enumerate(steps):

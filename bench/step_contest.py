@@ -1,10 +1,11 @@
-"""Seconds per training step: this project against DTensor, DistributedDataParallel and plain torch.
+"""Measure the seconds per training step of this project, DTensor, DistributedDataParallel and plain PyTorch.
 
     python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
-    python -m bench.step_contest --only ddp --only dtensor        # some of them; --list names all
+    python -m bench.step_contest --only ddp --only dtensor        # some contestants; --list prints all names
 
 All contestants train the same GPT on the same tokens from the same weights (bench/contests/step_task.py). They
-alternate within one run (bench/contests/driver.py) and must report the same losses; if they do not, the status is 1.
+alternate within one run (bench/contests/driver.py) and must report the same losses; if they do not, the exit status is
+1.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from bench.contests.step_task import StepTask
 from bench.peers.gpt import reference_state
 
 COMMAND = "bench.step_contest"
-COMPARED_STEPS = 4  # the losses of these first steps must agree: before training, and after 1, 2 and 3 steps
+COMPARED_STEPS = 4  # the losses of so many first steps must agree: before training, and after 1, 2 and 3 steps
 TOLERANCE = 1e-4
-IDLE_SHARE = 0.01  # a contestant that takes more of a core than this while others run disturbs them
-# glibc: keep freed activations instead of returning them to the system: no page faults at every step.
-# About 5% for every contestant, so everybody gets it.
+IDLE_SHARE = 0.01  # a waiting contestant that uses more of a core than this disturbs the running one
+# glibc keeps freed activations instead of returning them to the system, which saves the page faults at every step. Each
+# contestant gains about 5%, so every contestant gets the setting.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -43,7 +44,7 @@ ALLOCATOR = {
 
 
 def contestants(task_file: str) -> list[Contestant]:
-    """Everyone who can be measured; two processes with one thread each, unless the name says otherwise."""
+    """All contestants. Each has two processes with one thread, unless its name says otherwise."""
 
     def one(name: str, ranks: int, module: str, *options: str, threads: int = 1, mpi: bool = False) -> Contestant:
         argv = ("-m", module, "--task", task_file, *options)
@@ -62,7 +63,7 @@ def contestants(task_file: str) -> list[Contestant]:
 
 
 def exists(contestant: Contestant) -> bool:
-    """Whether its program is there."""
+    """Whether the contestant's program is there."""
     try:
         return importlib.util.find_spec(contestant.argv[1]) is not None
     except ModuleNotFoundError:
@@ -70,7 +71,7 @@ def exists(contestant: Contestant) -> bool:
 
 
 def disagreement(running: Sequence[Running]) -> float:
-    """The largest difference of any two losses at a compared step; NaN if one is not finite."""
+    """The largest difference between any two losses at a compared step; NaN if a loss is not finite."""
     columns = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
     if not all(math.isfinite(loss) for losses in columns for loss in losses):
         return math.nan
@@ -81,7 +82,7 @@ def disagreement(running: Sequence[Running]) -> float:
 def report(
     task: StepTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
 ) -> dict[str, Any]:
-    """Everything measured, as it goes into --json, without environment()."""
+    """All that was measured, as --json has it, without `environment`."""
     rows: list[dict[str, Any]] = []
     tokens = task.global_batch_size * task.seq_length
     for one in running:
@@ -117,7 +118,7 @@ def report(
 
 
 def markdown(result: dict[str, Any], count: int, steps: int) -> str:
-    """The result for people."""
+    """The result in markdown."""
     task = result["task"]
     steps_text = f"{count} alternating rounds of {steps} steps: median [min to max] over the rounds"
     lines = [
@@ -153,12 +154,12 @@ def parser() -> CommandParser:
     default = StepTask()
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=2, help="steps of each contestant in a round")
+    add("--rounds", type=int, default=7, help="rounds (default: %(default)s)")
+    add("--steps", type=int, default=2, help="steps of each contestant in a round (default: %(default)s)")
     add("--warmup", type=int, default=4, help=f"steps before the first round, at least {COMPARED_STEPS}")
     add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
-    add("--baseline", metavar="NAME", help="what the ratios are to (default: the first that is measured)")
-    add("--list", action="store_true", help="print the names of all contestants and end")
+    add("--baseline", metavar="NAME", help="contestant to which the ratios are (default: the first that is measured)")
+    add("--list", action="store_true", help="print the names of all contestants, and exit")
     add_files(options)
     add("--vocab-size", type=int, default=default.vocab_size)
     add("--hidden-size", type=int, default=default.hidden_size)
@@ -168,7 +169,7 @@ def parser() -> CommandParser:
     add("--global-batch-size", type=int, default=default.global_batch_size)
     add("--lr", type=float, default=default.lr)
     add("--weight-decay", type=float, default=default.weight_decay)
-    add("--clip-grad", type=float, default=default.clip_grad, help="largest gradient norm; 0: no clipping")
+    add("--clip-grad", type=float, default=default.clip_grad, help="largest norm of the gradient; 0: no clipping")
     add("--seed", type=int, default=default.seed)
     return options
 
@@ -192,7 +193,7 @@ def choose(arguments: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report; the exit status."""
+    """Measure and report. Returns the exit status: 1 if losses differ, or if a contestant used the cores of another."""
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
         check_least(arguments, warmup=COMPARED_STEPS, rounds=1, steps=1)

@@ -1,18 +1,20 @@
-"""From how many bytes on a collective of host tensors is faster through a node's memory than by MPI.
+"""Find the sizes from which collectives of host tensors are faster through a node's shared memory than by MPI.
 
     mpiexec -n 2 python -m bench.switch_points --json here.json --output here-2.md
     mpiexec -n 4 python -m bench.switch_points --json here.json --output here-4.md
 
-Use as many ranks as your jobs have on a node (on one group; a file may hold several numbers of them). A program then
-takes what was measured: ``Communicator(..., switch_points=SwitchPoints.load("here.json"))``. In a job that spans nodes,
-as many ranks on each, two levels are measured instead; a way that a run does not measure stays as it was in the file,
-or as it is by default.
+Start as many ranks as your jobs have on a node. A file may hold several numbers of ranks. A program then uses the
+measured sizes with ``Communicator(..., switch_points=SwitchPoints.load("here.json"))``. In a job that spans nodes,
+with as many ranks on each, the two-level collectives are measured instead. A way that a run does not measure keeps its
+value in the file, or its default.
 
-At each size the ways alternate in random order; a cell is the median over the rounds of the slowest rank's mean time
-of a call (``--statistic min``: the least, for a machine that others use too), and in brackets MPI's over it. A switch
-point is the size from which on a way has to be taken for the least total of log time over all sizes: one disturbed cell
-does not move it. It is never where that saves nothing. A way through memory counts as slower than it is by
-``--margin``: it goes through the caches of several cores, so that it suffers more than MPI's when others use them.
+A *way* is MPI, a tensor in a window, or the bounce through a window that a private tensor takes. At each size the ways
+alternate in random order. A cell is the median over the rounds of the slowest rank's mean time of a call (with
+``--statistic min`` the least, for a machine that other programs use too), and in brackets MPI's time over it. A switch
+point is the size from which a way has to be taken so that the sum of the logarithms of the times over all sizes is
+smallest; one disturbed cell does not move it. It is "never" if the way saves nothing. A way through memory counts as
+``--margin`` times slower than it was measured, because it uses the caches of several cores and suffers more than MPI
+when other programs use them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Ke
 from commengine.rank_zero import on_rank_zero
 
 COMMAND = "bench.switch_points"
-SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones stay MPI's: there every microsecond counts
+SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones go by MPI, because there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
           ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
 DTYPES = {"full": torch.float32, "half": torch.bfloat16}
@@ -55,7 +57,7 @@ Times = dict[str, list[float]]
 def ways_of(
     operation: str, world: Communicator, memory: Communicator, spans: bool
 ) -> dict[str, tuple[Communicator, bool]]:
-    """By name: who runs the collective, and whether its tensor lies in a window."""
+    """The ways, by name: the communicator that runs the collective, and whether its tensor lies in a window."""
     if spans:
         return {"mpi": (world, False), "two_level": (memory, False), "two_level, window": (memory, True)}
     private = {"bounce": (memory, False)} if operation in REDUCING else {}
@@ -66,7 +68,9 @@ def calls_of(
     ways: dict[str, tuple[Communicator, bool]], operation: str, dtype: torch.dtype, tensors: dict[bool, torch.Tensor],
     nbytes: int,
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """The collective of ``nbytes``, each way. tensors: memory for it, private and in a window."""
+    """The collective of ``nbytes``, one call for each way. tensors: memory for it, private (False) and in a window
+    (True).
+    """
 
     def call(comm: Communicator, windowed: bool) -> Callable[[], object]:
         numel = nbytes // dtype.itemsize // comm.size * comm.size
@@ -82,11 +86,13 @@ def calls_of(
 
 
 def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
-    """Seconds of each way in each round; about ``seconds`` in total, but some rounds in any case."""
+    """Seconds of each way in each round. It takes about ``seconds`` in all, and at least LEAST_ROUNDS rounds.
+    Collective.
+    """
     began = time.perf_counter()
     count = max(1, min(50, int(300e-6 / min(mean_seconds(call, 1, world) for call in calls.values()))))
     times: Times = {name: [] for name in calls}
-    order = random.Random(count)  # count is the same on every rank, and so is when to stop
+    order = random.Random(count)  # the same on every rank, because count is; rank 0 decides when to stop
     more = torch.ones(1)
     while more:
         for name in order.sample(list(calls), len(calls)):
@@ -98,7 +104,9 @@ def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Commu
 
 
 def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: float = 1.0) -> float:
-    """From which of ``sizes`` on ``way``, taken for ``margin`` times as slow, saves most in total of log time."""
+    """The size of ``sizes`` from which ``way``, taken as ``margin`` times slower, saves the most in the sum of log
+    time.
+    """
     gains = [math.log(slow / fast / margin) for slow, fast in zip(mpi, way, strict=True)]
     totals = [sum(gains[index:]) for index in range(len(sizes))]
     best = max(range(len(sizes)), key=totals.__getitem__)
@@ -106,7 +114,7 @@ def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: f
 
 
 def rows_of(sizes: list[int], cells: list[Times], statistic: str) -> list[dict[str, float]]:
-    """One series, in seconds."""
+    """The rows of one series: the statistic of each way at each size, in seconds."""
     of = STATISTICS[statistic]
     return [
         {"bytes": size, "rounds": len(times["mpi"]), **{name: of(values) for name, values in times.items()}}
@@ -115,7 +123,7 @@ def rows_of(sizes: list[int], cells: list[Times], statistic: str) -> list[dict[s
 
 
 def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) -> list[str]:
-    """One series as markdown."""
+    """The lines of one series in markdown."""
     ways = list(rows[0])[2:]
     chosen = "; ".join(f"{way} {f'from {b:,.0f} bytes' if b < NEVER else 'never'}" for way, b in points.items())
     lines = [f"## {title}: {chosen}", "", "| bytes | rounds | " + " | ".join(f"{way}, us" for way in ways) + " |",
@@ -132,11 +140,11 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--seconds", type=float, default=120.0, help="about, in total (default: %(default)s)")
-    add("--largest", default="64M", metavar="SIZE", help="the last size, 32K to 64M (default: %(default)s)")
-    add("--statistic", choices=STATISTICS, default="p50", help="of the rounds (default: %(default)s)")
+    add("--seconds", type=float, default=120.0, help="about the time of the whole run (default: %(default)s)")
+    add("--largest", default="64M", metavar="SIZE", help="the largest size, from 32K to 64M (default: %(default)s)")
+    add("--statistic", choices=STATISTICS, default="p50", help="statistic over the rounds (default: %(default)s)")
     add("--margin", type=float, default=1.25, metavar="FACTOR",
-        help="MPI is left for less time than 1 / this of its (default: %(default)s)")  # fmt: skip
+        help="leave MPI only for a way that takes less than 1 / FACTOR of its time (default: %(default)s)")  # fmt: skip
     add_files(options, json="write the file that SwitchPoints.load reads, or complete it")
     return options
 
@@ -154,15 +162,17 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def before(path: str | None) -> SwitchPoints:
-    """What the file of ``--json`` holds, or the default where there is none yet."""
+    """The switch points in the file of ``--json``, or the defaults if there is no such file yet."""
     try:
         return SwitchPoints.load(path) if path and Path(path).exists() else SwitchPoints.load()
     except (AttributeError, ValueError) as error:
-        raise ValueError(f"--json {path}: would be completed, but holds something else: {error}") from error
+        raise ValueError(
+            f"--json {path}: holds something else than switch points, so it cannot be completed: {error}"
+        ) from error
 
 
 def completed(base: SwitchPoints, node: int, found: dict[tuple[str, str], dict[str, float]]) -> SwitchPoints:
-    """``base`` with the points that were found, by series, for ``node`` ranks on a node; whole bytes."""
+    """``base`` with the points that were found, by series, for ``node`` ranks on a node. Sizes are whole bytes."""
     rows = dict(base.rows)
     for (operation, kind), points in found.items():
         rows[Key(operation, kind, node)] = base.point(operation, DTYPES[kind], node)._replace(**points)
@@ -170,7 +180,7 @@ def completed(base: SwitchPoints, node: int, found: dict[tuple[str, str], dict[s
 
 
 def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
-    """Measure; rank 0 prints and writes."""
+    """Measure; rank 0 prints and writes. Collective over ``launched``."""
     result: dict[str, Any] = environment(COMMAND)  # before measuring: the load average is that of other programs
     chosen = on_rank_zero(launched, lambda: parse(argv))
     sizes = chosen["sizes"]

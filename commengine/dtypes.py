@@ -2,19 +2,17 @@
 
 On the host:
 
-==================  =====================================================================================
-dtype               reduction
-==================  =====================================================================================
-float64, float32    by MPI, in that precision; through a node's memory in rank order
-float16, bfloat16   summed in float32 in rank order and rounded once: MPI has no bfloat16 (mpi4py sends its
-                    bytes, and MPICH's extension rounds at every step), and its float16 is slow
-int8, uint8, int16  by torch, in rank order; wraps around, where Open MPI 5 saturates; no ``avg``
-int32, int64        by MPI; wraps around as torch does; no ``avg``
-bool                ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*; no ``avg``
-==================  =====================================================================================
+| dtype              | reduction                                                                                   |
+|--------------------|---------------------------------------------------------------------------------------------|
+| float64, float32   | by MPI, in that precision; through a node's memory in rank order                            |
+| float16, bfloat16  | by torch, in float32 in rank order, rounded once                                            |
+| int8, uint8, int16 | by torch, in rank order; wraps around, while Open MPI 5 saturates; no ``avg``               |
+| int32, int64       | by MPI; wraps around as torch does; no ``avg``                                              |
+| bool               | ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*; no ``avg``                    |
 
 ``max`` and ``min`` of NaN are unspecified in float32 and float64 (MPI leaves them open). In float16 and bfloat16 (the
-*halves*) NaN wins.
+*halves*) NaN wins. torch reduces the halves because MPI has no bfloat16 (mpi4py sends its bytes, and MPICH's extension
+rounds at every step), and because MPI's float16 is slow.
 
 On a device NCCL reduces every dtype in its own precision; it chooses the order and the roundings of the halves. bool is
 reduced as on the host. NCCL has no type for int16 and cannot reduce it. Operations that only move data move bytes.

@@ -18,6 +18,7 @@ class Operation:
         "op" is the reduction, "root", "dst" and "src" are ranks of the group.
     counted: the argument that traces and error reports describe; its bytes are the size of the call. None: no tensor.
     whole: the argument whose dim 0 is the group's size times that of the other one; None: all have one shape.
+    blocks: every tensor has a block of rows for each rank.
     counts_part: ``counted`` is one rank's part, so the size of the call is that of all parts together.
     in_memory: large host tensors can go through the shared memory of a node.
     formula: the operation of `commengine.cost` that predicts its time; None: there is no formula.
@@ -27,6 +28,7 @@ class Operation:
     arguments: tuple[str, ...]
     counted: str | None
     whole: str | None = None
+    blocks: bool = False
     counts_part: bool = False
     in_memory: bool = False
     formula: str | None = None
@@ -46,6 +48,11 @@ class Operation:
         """Whether it is point to point: between pairs of ranks, not collective over the group."""
         return "dst" in self.arguments or "src" in self.arguments
 
+    @property
+    def split(self) -> bool:
+        """Whether some tensor has a block of rows for each rank."""
+        return self.blocks or self.whole is not None
+
     def nbytes(self, counted: int, ranks: int) -> int:
         """The size of a call as nccl-tests counts it: a rank's whole buffer, or the larger of its two buffers.
 
@@ -62,7 +69,7 @@ _ROWS = (
     Operation("reduce", ("tensor", "root", "op"), "tensor", formula="reduce"),
     Operation("gather", ("output", "input", "root"), "input", "output", counts_part=True),
     Operation("scatter", ("output", "input", "root"), "output", "input", counts_part=True),
-    Operation("all_to_all", ("output", "input"), "input", formula="all_to_all"),
+    Operation("all_to_all", ("output", "input"), "input", blocks=True, formula="all_to_all"),
     Operation("barrier", (), None),
     Operation("send", ("tensor", "dst"), "tensor", formula="p2p"),
     Operation("recv", ("tensor", "src"), "tensor", formula="p2p"),

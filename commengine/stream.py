@@ -20,7 +20,7 @@ from .trace import CollectiveEvent
 MOST_RECORDS = 1024
 
 
-class Point(Protocol):
+class StreamPoint(Protocol):
     """A point in a stream that its work reaches."""
 
     def done(self) -> bool:
@@ -57,7 +57,7 @@ class Gate:
 class Event:
     """A point in a stream: done when all that was enqueued before it is done."""
 
-    def __init__(self, point: Point | None = None, records: Sequence[CollectiveEvent] = ()) -> None:
+    def __init__(self, point: StreamPoint | None = None, records: Sequence[CollectiveEvent] = ()) -> None:
         self._point: Any = Gate() if point is None else point
         self._records = records  # the traced collectives that a caller waits for when it waits here
         self._error: BaseException | None = None
@@ -92,7 +92,7 @@ class Work(Event):
 
     def __init__(
         self,
-        point: Point | None = None,
+        point: StreamPoint | None = None,
         tensors: tuple[Any, ...] = (),
         records: Sequence[CollectiveEvent] = (),
     ) -> None:

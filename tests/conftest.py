@@ -5,7 +5,8 @@ of such a run in step.
 """
 
 import os
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -54,11 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("where_size_matters"):
         from mpi4py import MPI
 
-        wanted = [not item.get_closest_marker("mpi") or sizes.selected(item, MPI.COMM_WORLD.size) for item in items]
-        config.hook.pytest_deselected(
-            items=[item for item, is_wanted in zip(items, wanted, strict=True) if not is_wanted]
-        )
-        items[:] = [item for item, is_wanted in zip(items, wanted, strict=True) if is_wanted]
+        left_out = [item for item in items if not sizes.selected(item, MPI.COMM_WORLD.size)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist: start with the files that take longest
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)  # only pytest-xdist calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.distribution import Scheduler
+
+    return Scheduler(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

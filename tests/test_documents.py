@@ -199,6 +199,7 @@ def test_python_of_the_cost_study_runs(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_data_parallel_example_trains_alike_on_one_and_four_ranks():
     found = []
     for ranks in (1, 4):

@@ -1,9 +1,11 @@
-"""What may import what, read from the syntax tree of every file, and MPI started by none of them."""
+"""The rules of imports, folders and names, read from the syntax tree of every file; no import starts MPI."""
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,49 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = ("bench", "trainers", "tplayers", "commengine")  # each may import those after it
 PEERS = "bench/peers/"  # what we are measured against: the only place for torch.distributed
 DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.DistributedDataParallel")
+#: the rooms (files and folders) of each package, in tiers: a room may import rooms of the tiers before its own, and
+#: nothing of its own tier or of a later one. "top" are the files at the top of a package that are not listed: its
+#: commands, which may import each other
+ROOMS = {
+    "commengine": (
+        {"errors", "mpi", "job_end", "dtypes", "operations"},
+        {"agreement", "trace", "cost"},
+        {"shared_memory"},  # windows and flags; knows no transport
+        {"host"},  # the MPI transport, which sends large tensors through shared memory
+        {"timeout", "stream"},
+        {"device"},  # NCCL, or MPI through the host
+        {"calls"},  # checks a call and dispatches it to a transport
+        {"compiled_ops"},
+        {"communicator"},
+        {"grid", "launch", "rank_zero"},
+    ),
+    "tplayers": (
+        {"rng", "recompute", "regions"},
+        {"placement"},
+        {"linear", "norm", "cross_entropy"},
+        {"embedding", "attention", "mlp"},
+        {"block"},
+        {"models"},
+    ),
+    "trainers": (
+        {"options"},
+        {"config"},
+        {"data"},
+        {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
+        {"checkpoints"},
+        {"run"},
+        {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"top"},
+    ),
+    "bench": (
+        {"timing", "command", "clusters"},
+        {"transports", "step_study", "prediction"},
+        {"collective_study", "contests"},
+        {"peers", "gpu_study"},
+        {"top"},
+    ),
+}
+LARGEST_FOLDER = 16
 IMPORTERS = ("importlib.import_module", "import_module", "__import__", "pytest.importorskip", "importorskip")
 
 FILES = sorted(path.relative_to(ROOT).as_posix() for name in ORDER for path in (ROOT / name).rglob("*.py"))
@@ -188,6 +233,130 @@ def test_fault_is_caught(path: str, source: str):
 )
 def test_what_is_allowed_is_not_a_fault(path: str, source: str):
     assert faults(path, source) == []
+
+
+# Circles and rooms ---------------------------------------------------------------------------------------------------
+
+MODULES = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def imports(path: str, source: str, modules: Mapping[str, object] = MODULES) -> set[str]:
+    """The ``modules`` that the file at ``path`` imports, anywhere in it and for type checkers, too."""
+    folder, found = list(Path(path).parts[:-1]), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            imported = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        else:
+            continue
+        for name in imported:
+            while name and name not in modules:  # a class: its module
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found - {"", ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A circle of ``graph``, its first member again at the end; [] where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))  # the sorter's arrows go to the importer
+    return []
+
+
+def room(module: str) -> tuple[str, str]:
+    """(package, room) of a module; the room is "" for the package's own ``__init__``."""
+    package, _, rest = module.partition(".")
+    listed = {name for tier in ROOMS[package] for name in tier}
+    first = rest.partition(".")[0]
+    top = first not in listed and "top" in listed and f"{package}/{first}.py" in FILES
+    return package, "top" if top else first
+
+
+def rooms_faults(graph: Mapping[str, set[str]]) -> list[str]:
+    """Imports of a room that may not import the other one, and rooms that ROOMS does not list."""
+    found = []
+    for module, imported in sorted(graph.items()):
+        package, mine = room(module)
+        tiers = {name: number for number, tier in enumerate(ROOMS[package]) for name in tier}
+        if mine and mine not in tiers:
+            found.append(f"{module}: add {mine!r} to ROOMS[{package!r}]")
+            continue
+        for other in sorted(imported):
+            theirs = room(other)
+            if not mine or theirs[0] != package or theirs[1] == mine:
+                continue
+            if not theirs[1]:
+                found.append(f"{module} imports the package {package} that it is part of")
+            elif tiers.get(theirs[1], -1) >= tiers[mine]:
+                found.append(f"{module} imports {other}, which stands beside or above it")
+    return found
+
+
+GRAPH = {module: imports(path, (ROOT / path).read_text(encoding="utf-8")) for module, path in MODULES.items()}
+
+
+def test_no_circle_of_imports_those_for_types_included():
+    assert not circle(GRAPH), " imports ".join(circle(GRAPH))
+
+
+def test_rooms_import_only_rooms_below_them():
+    assert not rooms_faults(GRAPH), "\n".join(rooms_faults(GRAPH))
+
+
+def test_every_room_of_the_table_exists():
+    existing = {room(module) for module in GRAPH}
+    assert {(package, name) for package, tiers in ROOMS.items() for tier in tiers for name in tier} <= existing
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from commengine.host.transport import HostTransport", {"commengine.host.transport"}),
+        ("from commengine.host import transport", {"commengine.host.transport"}),
+        ("from . import flags", {"commengine.shared_memory.flags"}),
+        ("from .flags import Flags", {"commengine.shared_memory.flags"}),
+        ("from commengine import Communicator", {"commengine"}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from commengine.grid import A", {"commengine.grid"}),
+        ("def f():\n    import commengine.trace", {"commengine.trace"}),
+        ("import torch\nfrom numpy import array", set()),
+    ],
+)
+def test_imports_are_found(source: str, expected: set[str]):
+    assert imports("commengine/shared_memory/x.py", source) == expected
+
+
+def test_a_circle_and_a_wrong_room_are_caught():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) in (
+        ["a", "b", "c", "a"], ["b", "c", "a", "b"], ["c", "a", "b", "c"],
+    )  # fmt: skip
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert rooms_faults({"commengine.host.transport": {"commengine.shared_memory.flags", "commengine.errors"}}) == []
+    assert len(rooms_faults({"commengine.shared_memory.flags": {"commengine.host.transport"}})) == 1
+    assert len(rooms_faults({"commengine.stream": {"commengine.timeout.watcher"}})) == 1
+    assert len(rooms_faults({"commengine.stream": {"commengine"}})) == 1
+    assert len(rooms_faults({"trainers.training.trainer": {"trainers.pretrain_gpt"}})) == 1
+    assert len(rooms_faults({"commengine.another.room": set()})) == 1
+
+
+# Folders and names ---------------------------------------------------------------------------------------------------
+
+
+def test_no_folder_has_too_many_modules():
+    folders = Counter(str(Path(path).parent) for path in FILES if not path.endswith("__init__.py"))
+    assert not {folder: count for folder, count in folders.items() if count > LARGEST_FOLDER}
+
+
+def test_no_two_public_classes_of_one_name():
+    defined: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined.setdefault(node.name, []).append(path)
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 
 @pytest.mark.parametrize("package", ["commengine", "tplayers", "trainers"])

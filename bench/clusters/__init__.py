@@ -1,1 +1,1 @@
-"""Machines, described in YAML with sources."""
+"""Machines for bench.predict, one YAML file each, and their reader."""

@@ -11,7 +11,9 @@ from commengine.mpi import load_mpi
 
 
 def free_memory(world: Communicator) -> dict[str, int]:
-    """Bytes that each rank may take, and of them in windows, on the node that has least. Collective."""
+    """Bytes that each rank may take on the node that has least: {"available": in all, "shared": of them in windows}.
+    Collective.
+    """
     mpi = load_mpi()
     node = world.mpi.Split_type(mpi.COMM_TYPE_SHARED)
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -22,7 +24,7 @@ def free_memory(world: Communicator) -> dict[str, int]:
     try:  # a container's share of the machine
         limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
         available = min(available, max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # no cgroup, or "max"
+    except (OSError, ValueError):  # there is no cgroup, or no limit ("max")
         pass
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else available
     each = [world.mpi.allreduce(size // node.size, mpi.MIN) for size in (available, min(available, shared))]

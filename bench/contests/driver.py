@@ -1,8 +1,9 @@
-"""Alternating rounds between programs that stay alive: the driver's end of bench/contests/serving.py.
+"""The driver of a contest: it starts the contestants, gives each a turn in every round, and compares within a round.
 
-Machines drift (other tenants, temperature), so two programs measured one after the other are not comparable.
-Here all contestants are started and warmed up once; then each round runs every one of them, in a new random
-order, for a few steps, while the others are blocked in a read. What is compared is the ratio within a round.
+Machines drift with other tenants and with temperature, so the times of two programs that run one after the other
+cannot be compared. Here all contestants start and warm up once. In each round every contestant runs a few steps, in a
+new random order, while the others block in a read. Ratios compare two times of one round. bench/contests/serving.py
+describes the protocol.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ STEP_TIMEOUT_S = 120.0
 
 
 class ContestError(RuntimeError):
-    """A contestant did not start, died, or failed in a step."""
+    """A contestant did not start, died, failed in a step, or sent nonsense. The message has the end of its output."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program of `ranks` processes that calls bench.contests.serving.serve() on each of them.
+    """A program of ``ranks`` processes, each of which calls `bench.contests.serving.serve`.
 
-    argv: what follows the Python interpreter. env: added to ours. mpi: start with mpiexec; otherwise each
-    rank is a plain subprocess with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun
-    sets them.
+    argv: the arguments of the Python interpreter. env: variables added to this process's. mpi: start it with mpiexec.
+    Otherwise each rank is a plain subprocess with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
+    torchrun sets them.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Contestant:
 
 
 def _mpiexec() -> str:
-    """The launcher beside this interpreter (where the MPI wheels put it), else the one on PATH."""
+    """The launcher beside this interpreter, where the MPI wheels put it, or the one on PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -70,8 +71,25 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _read(reader: Any) -> Any:
+    """The next line of a rank as JSON, as text if it is no JSON, or "" at the end of the connection."""
+    line = reader.readline()
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line.rstrip("\n")
+
+
+def _is_answer(answer: Any, steps: int) -> bool:
+    """Whether this is an answer of `bench.contests.serving.timed` about ``steps`` steps."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("peak_rss_bytes"), int):
+        return False
+    lists = [answer.get(name) for name in ("seconds", "loss")]
+    return all(isinstance(one, list) and len(one) == steps for one in lists)
+
+
 class Running:
-    """A started contestant: its processes, one connection per rank, and everything they have reported."""
+    """A started contestant: its processes, a connection to each rank, and all that they have reported."""
 
     def __init__(self, contestant: Contestant, folder: Path) -> None:
         self.contestant = contestant
@@ -131,9 +149,9 @@ class Running:
                     continue
                 self._connections.append(connection)
                 reader = connection.makefile("r", encoding="utf-8")
-                hello = json.loads(reader.readline() or "{}")
-                if "rank" not in hello or hello["rank"] in by_rank:
-                    raise self._failure(f"unexpected greeting {hello}")
+                hello = _read(reader)
+                if not isinstance(hello, dict) or not {"rank", "pid"} <= set(hello) or hello["rank"] in by_rank:
+                    raise self._failure(f"unexpected greeting {hello!r}")
                 by_rank[hello["rank"]] = (connection, reader, hello)
         ordered = [by_rank[rank] for rank in sorted(by_rank)]
         self._connections = [connection for connection, _, _ in ordered]
@@ -151,19 +169,19 @@ class Running:
         return ContestError(f"{self.name}: {reason}\n{' '.join(self.contestant.command())}\n{tail}")
 
     def run(self, steps: int) -> float:
-        """Seconds per step of `steps` steps: of the slowest rank, from its command to its answer."""
+        """Let the contestant make ``steps`` steps. Returns the slowest rank's seconds per step."""
         for connection in self._connections:
             connection.settimeout(STEP_TIMEOUT_S * steps)
             connection.sendall(f"run {steps}\n".encode())
-        answers = self._answers(STEP_TIMEOUT_S * steps)
+        answers = self._answers(steps, STEP_TIMEOUT_S * steps)
         losses = zip(*(answer["loss"] for answer in answers), strict=True)
         self.losses += [statistics.fmean(loss) for loss in losses]
         self.peak_rss_bytes = sum(answer["peak_rss_bytes"] for answer in answers)
         slowest: float = max(sum(answer["seconds"]) for answer in answers)
         return slowest / steps
 
-    def _answers(self, timeout: float) -> list[dict[str, Any]]:
-        """One answer from every rank, in rank order. The first rank to fail is the one that is reported."""
+    def _answers(self, steps: int, timeout: float) -> list[dict[str, Any]]:
+        """The answer of every rank after ``steps`` steps, in rank order. The first failure is reported."""
         answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, connection in enumerate(self._connections):
@@ -175,15 +193,19 @@ class Running:
                     raise self._failure(f"no answer from {len(self._connections) - len(answers)} ranks")
                 for key, _ in ready:
                     rank = key.data
-                    answer = json.loads(self._readers[rank].readline() or '{"error": "connection closed"}')
-                    if "error" in answer:
+                    answer = _read(self._readers[rank])
+                    if answer == "":
+                        raise self._failure(f"rank {rank}: connection closed")
+                    if isinstance(answer, dict) and "error" in answer:
                         raise self._failure(f"rank {rank}: {answer['error']}")
+                    if not _is_answer(answer, steps):
+                        raise self._failure(f"rank {rank}: unexpected answer {answer!r}")
                     answers[rank] = answer
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in sorted(answers)]
 
     def cpu_seconds(self) -> float:
-        """Processor time of all ranks and their threads so far; 0 where there is no /proc."""
+        """Processor seconds of all ranks and their threads so far; 0 on a system without /proc."""
         total = 0.0
         for pid in self._pids:
             try:
@@ -197,7 +219,7 @@ class Running:
         for connection in self._connections:
             with suppress(OSError):
                 connection.sendall(b"quit\n")
-        # After a failure the other ranks may sit in a collective for ever: do not wait for them to quit.
+        # After a failure the other ranks may wait in a collective for ever, so they cannot be asked to quit.
         orderly = bool(self._readers) and not self._failed
         for process in self._processes:
             self._end(process, 20.0 if orderly else 0.5)
@@ -208,7 +230,9 @@ class Running:
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-        """Wait, then ask, then kill. mpiexec ends its ranks when asked; they are not in its process group."""
+        """Wait for a process, then terminate it, then kill it. mpiexec ends its ranks, which have process groups of
+        their own.
+        """
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 process.wait(patience)
@@ -222,7 +246,7 @@ class Running:
 
 @contextmanager
 def started(contestants: Sequence[Contestant]) -> Iterator[list[Running]]:
-    """All contestants, alive and set up; ended on exit."""
+    """Start all contestants and wait until they are set up. They end with the block."""
     with tempfile.TemporaryDirectory(prefix="contest-") as folder, ExitStack() as stack:
         running = []
         for contestant in contestants:
@@ -232,7 +256,7 @@ def started(contestants: Sequence[Contestant]) -> Iterator[list[Running]]:
 
 
 def rounds(running: Sequence[Running], rounds: int, steps_per_round: int, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds per step of every contestant in every round; a new random order in each round."""
+    """Run the rounds. Returns each contestant's seconds per step in every round. Each round has a new random order."""
     order = list(running)
     shuffle = random.Random(seed).shuffle
     seconds: dict[str, list[float]] = {one.name: [] for one in running}
@@ -250,7 +274,7 @@ def rounds(running: Sequence[Running], rounds: int, steps_per_round: int, seed: 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median over the rounds, with its range."""
+    """A median over the rounds, with the smallest and the largest value."""
 
     median: float
     low: float
@@ -265,5 +289,5 @@ class Spread:
 
 
 def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Time over the baseline's time of the same round: below 1 is faster than the baseline."""
+    """The time over the baseline's time of the same round. Below 1 is faster than the baseline."""
     return Spread.of([mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)])

@@ -13,7 +13,7 @@ from commengine import Communicator, launch
 
 
 def main(world: Communicator) -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     arguments = parser("bench.contests.engine_all_reduce", __doc__).parse_args()
     tensor = torch.ones(arguments.bytes // 4, device=world.device)
 

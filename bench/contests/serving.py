@@ -1,9 +1,9 @@
-"""The contestant's end of a contest: every rank obeys `run K` and `quit` from a socket of its own.
+"""The contestant's end of a contest: every rank obeys the commands of the driver, on a socket of its own.
 
-A rank blocks in a read on its connection between commands, so a contestant that is not running takes no
-processor time. (A rank that waited for rank 0 inside a collective would spin there.) Standard library only.
+Between commands a rank blocks in a read on its connection, so a waiting contestant uses no processor time. (If the
+ranks waited for rank 0 in a collective, they would spin there.) It needs the standard library only.
 
-Protocol, one line each way; the driver is bench/contests/driver.py:
+The protocol has one line each way; bench/contests/driver.py is the driver:
 
     rank -> driver   {"rank": 0, "pid": 123, "note": "..."}                     once, after set-up
     driver -> rank   run 2
@@ -28,7 +28,7 @@ SOCKET = "BENCH_SOCKET"  # environment variable: path of the driver's Unix-domai
 
 
 def timed(step: Callable[[], float], count: int) -> dict[str, Any]:
-    """Run `count` steps; the time of each on this rank, and the loss each returned."""
+    """Run ``count`` steps. Returns the time of each step on this rank, the loss of each, and the peak memory."""
     seconds, losses = [], []
     for _ in range(count):
         start = time.perf_counter()
@@ -40,13 +40,13 @@ def timed(step: Callable[[], float], count: int) -> dict[str, Any]:
 
 
 def serve(step: Callable[[], float], rank: int | None = None, note: str = "") -> None:
-    """Run `step` whenever the driver says so, until it says `quit` or goes away.
+    """Run ``step`` whenever the driver asks for it, until the driver quits or is gone.
 
-    step: one whole training step; returns this rank's loss. The driver averages losses over the ranks, so a
-    data-parallel rank returns the mean over its own samples and nobody communicates for it.
-    rank: default $RANK. note: what the driver should print about this contestant.
+    step: one whole training step. It returns this rank's loss. The driver averages the losses over the ranks, so a
+    data-parallel rank returns the mean over its own samples, and no rank communicates for it. rank: default $RANK.
+    note: a remark about this contestant that the driver prints.
 
-    Without a driver ($BENCH_SOCKET unset) it runs 4 steps and prints the answer, to try a program by hand.
+    Without a driver ($BENCH_SOCKET is not set) it runs 4 steps and prints the answer, to try a program by hand.
     """
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))

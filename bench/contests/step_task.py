@@ -1,4 +1,4 @@
-"""The training task that every contestant of bench.step_contest works on: sizes, tokens, optimizer, weights."""
+"""The training step that every contestant of bench.step_contest makes: sizes, tokens, optimizer, weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 class StepTask:
     """One GPT training step, described completely. fp32, no dropout, learned positions, tied embedding.
 
-    Pre-LN blocks with a final LN (eps 1e-5), biases everywhere but in the head, GELU(tanh); AdamW with
-    torch's default betas and eps, weight decay on every parameter; the loss is the mean over all tokens.
+    Pre-LN blocks with a final LN (eps 1e-5), biases everywhere but in the head, GELU(tanh); AdamW with torch's default
+    betas and eps, weight decay on all parameters but biases and norms; the loss is the mean over all tokens.
     """
 
     vocab_size: int = 8192
@@ -27,10 +27,12 @@ class StepTask:
     weight_decay: float = 0.01
     clip_grad: float = 1.0  # global gradient norm; 0 turns clipping off
     seed: int = 0
-    weights: str = ""  # safetensors file of bench.peers.gpt.reference_state(); "": drawn anew
+    weights: str = ""  # safetensors file of bench.peers.gpt.reference_state(); "": draw them
 
     def tokens(self) -> np.ndarray:
-        """(global batch, sequence + 1) int64, the same at every step: inputs [:, :-1], targets [:, 1:]."""
+        """The tokens, int64 [global batch, sequence + 1], the same at every step: inputs are [:, :-1], targets [:,
+        1:].
+        """
         shape = (self.global_batch_size, self.seq_length + 1)
         return np.random.default_rng(self.seed).integers(0, self.vocab_size, shape)
 

@@ -1,11 +1,15 @@
-"""Our contestant of bench.step_contest: trainers' own step, tensor- or data-parallel.
+"""The training step of `trainers.training.trainer.Trainer`, as a contestant of bench.step_contest.
 
-mpiexec -n 2 python -m bench.contests.training_step [--task FILE] --tensor-model-parallel-size 2
+    mpiexec -n 2 python -m bench.contests.training_step --task FILE --tensor-model-parallel-size 2
+
+The trainer, its optimizer, its reduction of gradients and its GPT are those that pretrain_gpt runs. The task gives the
+weights and the batches.
 """
 
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
+from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load_file
@@ -14,9 +18,9 @@ from bench.command.parser import new_program_parser
 from bench.contests.serving import serve
 from bench.contests.step_task import StepTask
 from commengine import Communicator, ProcessGrid, launch
-from tplayers import GPT, GPTConfig, placements
-from trainers.training.clipping import clip, gradient_norm
-from trainers.training.reduction import GradientBuckets
+from tplayers import GPT, placements
+from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
+from trainers.training.trainer import Trainer
 
 #: parts of the reference state's names -> ours
 NAMES = {
@@ -26,8 +30,43 @@ NAMES = {
 }  # fmt: skip
 
 
+class TaskBatches:
+    """The batch of a `StepTask`, the same at every step. A `trainers.training.interfaces.BatchSource`.
+
+    data: the data group, each of whose ranks gets its part of the rows.
+    """
+
+    unusable = "a token of the task lies outside its vocabulary"
+
+    def __init__(self, task: StepTask, data: Communicator) -> None:
+        self.size = task.global_batch_size
+        mine = self.size // data.size
+        numbers = range(data.rank * mine, (data.rank + 1) * mine)
+        rows = torch.from_numpy(task.tokens())[numbers.start : numbers.stop]
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        self._batch = TokenMicrobatch(tokens, labels, tuple(numbers), task.vocab_size)
+
+    def __call__(self, k: int) -> Sequence[TokenMicrobatch]:
+        """This rank's only microbatch of global batch ``k``."""
+        return [self._batch]
+
+
+def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTTrainConfig:
+    """The settings with which pretrain_gpt would run the task's steps. Raises UsageError where ``ranks`` cannot."""
+    config = GPTTrainConfig(
+        num_layers=task.num_layers, hidden_size=task.hidden_size, num_attention_heads=task.num_attention_heads,
+        seq_length=task.seq_length, vocab_size=task.vocab_size, make_vocab_size_divisible_by=1, mock_data=True,
+        hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tensor,
+        global_batch_size=task.global_batch_size, micro_batch_size=task.global_batch_size * tensor // ranks,
+        lr=task.lr, min_lr=0.0, lr_decay_style="constant", weight_decay=task.weight_decay, clip_grad=task.clip_grad,
+        overlap_grad_reduce=overlap,
+    )  # fmt: skip
+    config.validate(ranks)
+    return config
+
+
 def load(model: GPT, path: str) -> None:
-    """Fill ``model`` with its parts of the reference state."""
+    """Fill ``model`` with this rank's parts of the reference state."""
     renamed = {}
     for name, tensor in load_file(path).items():
         for theirs, ours in NAMES.items():
@@ -40,40 +79,27 @@ def load(model: GPT, path: str) -> None:
     assert not renamed, sorted(renamed)
 
 
+def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: bool) -> Trainer:
+    """A trainer of the task. Collective over ``world``; the caller closes it."""
+    config = config_of(task, world.size, tensor, overlap=overlap)
+    grid = ProcessGrid(world, tensor=tensor)
+    model = GPT(config.model(), grid.tensor)
+    load(model, task.weights)
+    return Trainer(config, grid, model, NextToken(), TaskBatches(task, grid.data))
+
+
 def main(world: Communicator) -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     options = new_program_parser("bench.contests.training_step", __doc__)
-    options.add_argument("--task", required=True)
-    options.add_argument("--tensor-model-parallel-size", type=int, default=2)
+    options.add_argument("--task", required=True, metavar="FILE", help="JSON file of a StepTask with weights")
+    options.add_argument("--tensor-model-parallel-size", type=int, default=2, help="default: %(default)s")
     options.add_argument("--overlap-grad-reduce", action=BooleanOptionalAction, default=False)
     arguments = options.parse_args()
-    task = StepTask.load(arguments.task)
-    grid = ProcessGrid(world, tensor=arguments.tensor_model_parallel_size)
-    config = GPTConfig(
-        task.num_layers, task.hidden_size, task.num_attention_heads, task.vocab_size, task.seq_length,
-        hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
-    model = GPT(config, grid.tensor)
-    load(model, task.weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True)
-    gradients = GradientBuckets(model, grid.data, overlap=arguments.overlap_grad_reduce, bucket_size=4_000_000)
-    mine = task.global_batch_size // grid.data.size
-    rows = torch.from_numpy(task.tokens())[grid.data.rank * mine : (grid.data.rank + 1) * mine]
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    count = task.global_batch_size * task.seq_length
-
-    def step() -> float:
-        gradients.zero()
-        with gradients.last_microbatch():
-            loss = model(tokens, labels).sum() / count
-            loss.backward()
-        gradients.finish()
-        clip(gradients.segments, gradient_norm(gradients.segments, grid.tensor), task.clip_grad)
-        optimizer.step()
-        return float(loss) * grid.data.size  # the mean over this rank's samples
-
-    layout = f"tensor {grid.tensor.size} x data {grid.data.size}"
-    serve(step, world.rank, f"{layout}, overlap {'on' if arguments.overlap_grad_reduce else 'off'}")
+    tensor, overlap = arguments.tensor_model_parallel_size, arguments.overlap_grad_reduce
+    trainer = make_trainer(world, StepTask.load(arguments.task), tensor, overlap=overlap)
+    layout = f"tensor {trainer.grid.tensor.size} x data {trainer.grid.data.size}"
+    serve(lambda: trainer.step().loss, world.rank, f"{layout}, overlap {'on' if overlap else 'off'}")
+    trainer.close()
 
 
 if __name__ == "__main__":

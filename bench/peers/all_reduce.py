@@ -12,7 +12,7 @@ from bench.contests.serving import serve
 
 
 def main() -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     arguments = parser("bench.peers.all_reduce", __doc__).parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)

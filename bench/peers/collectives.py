@@ -1,11 +1,8 @@
-"""torch.distributed's collectives, one process beside each rank of bench.collectives.
+"""torch.distributed's collectives, in one process beside each rank of bench.collectives.
 
-See bench/transports/peer_process.py.
-
-Obeys lines of JSON on standard input, answers on standard output: bind, reset, run, wrong. Ends with its input.
-
-Where torch.distributed has an operation in place only, the copy of the input is part of the time out of place, as it is
-for the engine (bench/transports/in_process.py).
+The other end is bench/transports/peer_process.py. The process obeys lines of JSON on standard input (bind, reset, run,
+wrong), answers on standard output, and ends with its input. If torch.distributed has an operation in place only, its
+time out of place includes the copy of the input, as it does for the engine (bench/transports/in_process.py).
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ OPS = {
 
 
 def invocation(call: CollectiveCall, send: torch.Tensor, recv: torch.Tensor, in_place: bool) -> Callable[[], object]:
-    """The call from beginning to end, for a host; a device must still be waited for."""
+    """The call from beginning to end, as the host sees it. A device must still be waited for."""
     rank, size, root, name, op = dist.get_rank(), call.ranks, call.root, call.operation, OPS[call.redop]
     here = rank == root
     if name == "barrier":
@@ -93,7 +90,7 @@ class DistExchange:
 
 
 class PeerServer:
-    """Buffers, and one call that is bound, out of place and in place."""
+    """The buffers, and one call that is bound, out of place and in place."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._on_device = device.type == "cuda"
@@ -104,7 +101,7 @@ class PeerServer:
         self._invoke: dict[bool, Callable[[], object]] = {}
 
     def bind(self, in_place: bool, dtype: str, **about: Any) -> dict[str, Any]:
-        """Make a call ready, by making it once: what the backend cannot do shows now."""
+        """Make a call ready by making it once, so that an operation that the backend does not have fails now."""
         self._call = CollectiveCall(dtype=DTYPES[dtype], **about)
         self.reset(in_place)
         views = self._buffers.views(self._call, dist.get_rank(), in_place)
@@ -117,7 +114,9 @@ class PeerServer:
         return {}
 
     def run(self, in_place: bool, count: int, clock: dict[str, float] | None = None) -> dict[str, Any]:
-        """``count`` calls, begun at a barrier, or at agreed times of ``clock`` (bench.timing.starting.Clock)."""
+        """Make ``count`` calls. They begin at a barrier, or at agreed times of ``clock``
+        (bench.timing.starting.Clock).
+        """
         if clock is not None and (self._start is None or self._start.clock != Clock(**clock)):
             self._start = AgreedStart(Clock(**clock), self._exchange)
         meet: Any = dist.barrier if clock is None else self._start
@@ -140,9 +139,11 @@ class PeerServer:
 
 
 def main() -> None:
-    """Backend ("gloo" or "nccl"; the latter not run yet), and the bytes of the largest call."""
+    """Run the server. Arguments: the backend ("gloo", or "nccl", which has not run yet), and the bytes of the largest
+    call.
+    """
     backend, capacity = sys.argv[1], int(sys.argv[2])
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed
+    answers, sys.stdout = sys.stdout, sys.stderr  # other output must not mix with the answers
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
@@ -159,7 +160,11 @@ def main() -> None:
         command = json.loads(line)
         try:
             say(getattr(peer, command.pop("do"))(**command))
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # torch's: it cannot, or a rank is gone
+        except (
+            RuntimeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # torch's errors: it cannot do it, or a rank is gone
             say({"error": str(error).strip().split("\n")[0]})
     dist.destroy_process_group()
 

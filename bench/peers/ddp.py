@@ -13,7 +13,7 @@ from bench.peers.gpt import adamw, batch, build, make_clip, make_step, parser, r
 
 
 def main() -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     options = parser("bench.peers.ddp", __doc__)
     options.add_argument("--bucket-mb", type=float, default=25.0, help="bucket_cap_mb (torch's default: 25)")
     arguments = options.parse_args()

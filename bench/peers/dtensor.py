@@ -32,7 +32,7 @@ from bench.peers.gpt import PlainGPT, adamw, batch, build, make_step, parser, re
 
 
 def shard(model: PlainGPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
-    """Apply the plan in place."""
+    """Apply the tensor-parallel plan to the model, in place."""
     plan: dict[str, ParallelStyle] = {}
     for layer in range(len(model.h)):
         block = f"h.{layer}"
@@ -53,19 +53,20 @@ def shard(model: PlainGPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether other ranks hold other parts of it."""
+    """Whether other ranks hold other parts of the parameter."""
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def make_sharded_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     """Clip by the global norm with one all-reduce of one number.
 
-    clip_grad_norm_ on DTensors redistributes every parameter's norm on its own; this works on local shards.
+    clip_grad_norm_ on DTensors redistributes the norm of each parameter separately; this function works on local
+    shards.
     """
     parameters = list(model.parameters())
 
@@ -87,7 +88,7 @@ def make_sharded_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     options = parser("bench.peers.dtensor", __doc__)
     options.add_argument("--loss-parallel", action="store_true", help="split the vocabulary as well")
     arguments = options.parse_args()
@@ -96,12 +97,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build(task, packed=False)
     shard(model, mesh, arguments.loss_parallel)
-    # The fused kernel takes a list of either tensors or DTensors, so there is one group of each.
-    groups: list[dict[str, list[nn.Parameter]]] = [
-        {"params": [p for p in model.parameters() if isinstance(p, DTensor) is distributed]}
-        for distributed in (True, False)
-    ]
-    optimizer = adamw(task, groups)
+    optimizer = adamw(task, model.parameters())
     inputs, targets = batch(task)
     clip = make_sharded_clip(task, model)
     note = "q, k, v converted once"

@@ -1,8 +1,8 @@
-"""The plain torch.nn GPT that the peers train, its reference weights, and the unsharded peer.
+"""The plain torch.nn GPT that the peers train, its reference weights, and the peer on one process.
 
     python -m bench.peers.gpt [--task FILE]
 
-One process, as many threads as OMP_NUM_THREADS says. This is the reference for everybody's losses.
+It has as many threads as OMP_NUM_THREADS says. Its losses are the reference for all contestants.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bench.contests.step_task import StepTask
 class PlainAttention(nn.Module):
     """Causal self-attention.
 
-    The number of heads follows from what the projections return, so that a tensor-parallel plan may leave
-    this rank only some of them.
+    The number of heads follows from the width of the projections' results, so that a tensor-parallel plan may leave
+    only some heads to this rank.
     """
 
     def __init__(self, hidden: int, heads: int, packed: bool) -> None:
@@ -48,7 +48,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """Two linears, four times as wide in between."""
+    """Two linear layers, with four times the width in between."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """tokens (batch, sequence) -> logits (batch * sequence, vocabulary)."""
+    """tokens [batch, sequence] -> logits [batch * sequence, vocabulary]."""
 
     def __init__(self, task: StepTask, packed: bool = True) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ class PlainGPT(nn.Module):
 
 
 def reference_state(task: StepTask) -> dict[str, Tensor]:
-    """The weights everybody starts from, in torch's (out, in) layout; the head is wte.weight, not listed.
+    """The initial weights of all contestants, in torch's [out, in] layout. The head is wte.weight and is not listed.
 
-    Weights are N(0, 0.02), the two projections onto the residual stream divided by sqrt(2 * layers); biases
-    are 0, LayerNorms 1 and 0. Each is drawn from a generator seeded by its name. c_attn holds the rows of q,
-    then k, then v.
+    Weights are N(0, 0.02), and those of the two projections onto the residual stream are divided by sqrt(2 * layers).
+    Biases are 0, LayerNorms 1 and 0. Each tensor is drawn from a generator that its name seeds. c_attn holds the rows
+    of q, then k, then v.
     """
 
     def normal(name: str, *shape: int, std: float = 0.02) -> Tensor:
@@ -160,9 +160,19 @@ def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def adamw(task: StepTask, groups: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.AdamW:
-    """The optimizer of all peers."""
-    return torch.optim.AdamW(groups, lr=task.lr, weight_decay=task.weight_decay, fused=True)
+def adamw(task: StepTask, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of all peers. Biases and norms, the parameters of one dimension, do not decay.
+
+    The fused kernel takes a list of either tensors or DTensors, so each of the two has groups of its own.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dim() > 1, type(parameter.data) is Tensor), []).append(parameter)
+    decay = {True: task.weight_decay, False: 0.0}
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay[matrices]} for (matrices, _), group in groups.items()],
+        lr=task.lr, fused=True,
+    )  # fmt: skip
 
 
 def make_step(
@@ -172,7 +182,7 @@ def make_step(
     targets: Tensor,
     clip: Callable[[], None],
 ) -> Callable[[], float]:
-    """One training step; `clip` sees the reduced gradients."""
+    """One training step; ``clip`` gets the reduced gradients. The step returns its loss."""
     labels = targets.flatten()
 
     def step() -> float:
@@ -187,7 +197,7 @@ def make_step(
 
 
 def make_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
-    """Clip by the norm of whole gradients (not for a sharded model)."""
+    """Clip by the norm of whole gradients. It does not work for a sharded model."""
     parameters = list(model.parameters())
     if not task.clip_grad:
         return lambda: None
@@ -208,12 +218,12 @@ def parser(program: str, description: str | None) -> ProgramParser:
 
 
 def read_task(path: Path | None) -> StepTask:
-    """The task of that file; the default task without one."""
+    """The task in that file, or the default task without a file."""
     return StepTask.load(path) if path else StepTask()
 
 
 def main() -> None:
-    """Set up, then obey the driver."""
+    """Set up, then do as the driver says."""
     options = parser("bench.peers.gpt", __doc__).parse_args()
     task = read_task(options.task)
     model = build(task)

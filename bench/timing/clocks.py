@@ -1,9 +1,10 @@
-"""How far the clocks of the ranks are apart, so that times taken on different ranks can be compared.
+"""The offsets between the clocks of the ranks, so that times from different ranks can be compared.
 
-Rank 0 sends a message, the other answers with its clock; that reading belongs to some moment between sending and
-receiving, so the clocks' difference lies in an interval as wide as the round trip (Cristian, Probabilistic clock
-synchronization, Distributed Computing 3, 1989). It lies in the intervals of all round trips, so in what they have in
-common (Marzullo 1984): one message there and one back, of any trips, need to have been quick. Its middle is the offset.
+Rank 0 sends a message, and the other rank answers with its clock. That reading belongs to some moment between sending
+and receiving, so the difference between the clocks lies in an interval as wide as the round trip (Cristian,
+Probabilistic clock synchronization, Distributed Computing 3, 1989). It lies in the intervals of all round trips, and
+therefore in their intersection (Marzullo 1984). The intersection is narrow as soon as one message was quick in each
+direction, of any round trips. Its middle is the offset.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ ROUND_TRIPS = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to a rank's clock to read rank 0's, in seconds; true within +-uncertainty."""
+    """The seconds to add to a rank's clock to read rank 0's clock; true within +-uncertainty."""
 
     seconds: float
     uncertainty: float
 
     @staticmethod
     def estimate(trips: Iterable[tuple[float, float, float]]) -> Offset:
-        """From (sent, the other's clock, received), one or more; sent and received by rank 0's clock."""
+        """The offset that one or more round trips (sent, the other's clock, received) allow. Rank 0's clock has sent
+        and received.
+        """
         trips = list(trips)
         low = max(sent - other for sent, other, _ in trips)
         high = min(received - other for _, other, received in trips)
@@ -41,7 +44,7 @@ class Offset:
 def synchronise(
     comm: MPI.Intracomm, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter
 ) -> list[Offset]:
-    """Every rank's `Offset` to rank 0's clock, on every rank. Collective; rank 0 speaks with one after another."""
+    """The `Offset` of every rank to rank 0's clock, on every rank. Collective; rank 0 asks one rank after another."""
     mine = np.zeros(1)
     offsets = np.zeros((comm.size, 2))
     comm.Barrier()
@@ -65,9 +68,10 @@ def synchronise(
 
 
 def compared(comm: MPI.Intracomm) -> list[Offset]:
-    """`synchronise`, or exactly 0 for all where every rank reads one kernel's monotonic clock. Collective.
+    """The result of `synchronise`, or exactly 0 for all ranks if every rank reads one kernel's monotonic clock.
+    Collective.
 
-    A round trip between ranks that share cores takes milliseconds, and says nothing about a clock that is the same.
+    A round trip between ranks that share cores takes milliseconds, and could not confirm that the clock is the same.
     """
     if len(set(comm.allgather(_kernel_clock() or f"of rank {comm.rank}"))) == 1:
         return [Offset(0.0, 0.0)] * comm.size
@@ -75,7 +79,7 @@ def compared(comm: MPI.Intracomm) -> list[Offset]:
 
 
 def _kernel_clock() -> str | None:
-    """What processes have in common whose ``time.perf_counter`` is one clock; None where that is not known."""
+    """A name of this process's ``time.perf_counter``, equal for processes with one clock; None if that is not known."""
     if "CLOCK_MONOTONIC" not in time.get_clock_info("perf_counter").implementation:
         return None
     try:

@@ -1,8 +1,8 @@
-"""How often a call is timed: until the median is known well enough, or time is up; several alternating.
+"""Repeat a call until its median is known well enough or the time is up, alternating between several calls.
 
 The confidence interval of the median is that of order statistics (Le Boudec, Performance Evaluation of Computer and
-Communication Systems, 2010, table A.1): it assumes no distribution, but independent samples. Times of neighbouring
-calls are not quite independent, so the interval is a little too narrow. Alternating in rounds makes it less so.
+Communication Systems, 2010, table A.1). It assumes no distribution, but independent samples. The times of neighbouring
+calls are not quite independent, so the interval is a little too narrow; alternating in rounds reduces this effect.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from commengine import Communicator
 Times = NDArray[np.float64]
 
 MOST_IN_ROUND = 500
-SKEW_FLOOR = 2e-6  # seconds; clocks are not known better
+SKEW_FLOOR = 2e-6  # seconds; the clocks are not known better
 
 
 class Timed(Protocol):
-    """Something that can be called and timed, on every rank of a group together."""
+    """A call that can be timed, on every rank of a group together."""
 
     def run(self, count: int) -> tuple[Times, Times]:
-        """Call it ``count`` times, the ranks meeting before each call: when each began, and how long it took here."""
+        """Call it ``count`` times; the ranks meet before each call. Returns when each call began on this rank, and its
+        seconds.
+        """
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """When to stop: the 95% interval of the median within +-``confidence`` of it, or ``seconds`` are spent.
+    """The rule that ends the timing: the 95% interval of the median is within +-``confidence`` of it, or ``seconds``
+    are over.
 
-    warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call that its
-    ranks began further apart than this share of its time (and than SKEW_FLOOR) is not counted, unless fewer than
-    ``fewest`` are better: then so many that were least late. round_seconds: of one contestant in one round, about.
+    warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call is not
+    counted if its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than
+    ``fewest`` calls are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of
+    one call's turn in a round.
     """
 
     confidence: float = 0.05
@@ -61,19 +65,21 @@ def median_interval(values: Times) -> tuple[float, float]:
 
 
 class Sampler:
-    """The samples of one contestant, and whether there are enough."""
+    """The samples of one call, and whether there are enough."""
 
     def __init__(self, stopping: Stopping) -> None:
         self._stopping = stopping
         self._parts: list[Times] = []
         self._skews: list[Times] = []
-        self._excess: list[Times] = []  # of the skew over what it may be
+        self._excess: list[Times] = []  # the part of the skew above the limit
         self.calls = 0
         self.spent = 0.0
         self.converged = False
 
     def add(self, seconds: Times, spent: float, skew: Times | None = None) -> None:
-        """Take times, each the slowest rank's of a call. spent: what it took to get them. skew: of their starts."""
+        """Add samples: the slowest rank's times. spent: the seconds that the calls took in all. skew: of the starts of
+        each.
+        """
         skew = np.zeros(len(seconds)) if skew is None else skew
         self._parts.append(seconds)
         self._skews.append(skew)
@@ -86,12 +92,12 @@ class Sampler:
 
     @property
     def count(self) -> int:
-        """Samples."""
+        """The number of samples."""
         return len(self.seconds)
 
     @property
     def late(self) -> int:
-        """Calls that are not counted, because a rank began late."""
+        """The number of calls that are not counted because a rank began late."""
         return self.calls - self.count
 
     @property
@@ -101,7 +107,7 @@ class Sampler:
 
     @property
     def skews(self) -> Times:
-        """How far apart the ranks began, of every sample."""
+        """The time between the first and the last rank's start, for every sample."""
         return self._counted(self._skews)
 
     def _counted(self, parts: Sequence[Times]) -> Times:
@@ -114,11 +120,11 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """Whether there are enough, or time is up."""
+        """Whether there are enough samples, or the time is up."""
         return self.converged or self.spent >= self._stopping.seconds or self.calls >= self._stopping.most
 
     def next_count(self) -> int:
-        """How many calls the next round is to have: a few milliseconds' worth, and never far beyond the limit."""
+        """The number of calls of the next round: a few milliseconds' worth, and never far beyond the limit."""
         each = self.spent / self.calls
         left = max(self._stopping.seconds - self.spent, 0.0)
         return max(1, min(MOST_IN_ROUND, int(min(self._stopping.round_seconds, left) / max(each, 1e-9))))
@@ -135,12 +141,12 @@ class Sampler:
         return median_interval(self.seconds)
 
 
-#: element by element the largest of all ranks' arrays
+#: the element-wise largest values of all ranks' arrays
 Largest = Callable[[Times], Times]
 
 
 def sample(
-    contestants: Sequence[Timed],
+    calls: Sequence[Timed],
     stopping: Stopping,
     *,
     in_group: Largest,
@@ -149,29 +155,29 @@ def sample(
     offset: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sampler]:
-    """Time all contestants, alternating in rounds of a random order, until each is `finished` in every group.
+    """Time all ``calls``, alternating in rounds of a random order, until each is `Sampler.finished` in every group.
 
-    Every rank of the world calls it together; groups that are ready go on until all are, for they are to be measured
-    side by side. in_group, in_world: the largest over a rank's group, over all ranks. A sample is the slowest rank's
-    time of one call. offset: added to this rank's clock to read the clock that all ranks share. seed: the same on every
-    rank.
+    Every rank of the world calls it together. A group that is ready goes on until all groups are, because they are
+    measured side by side. in_group, in_world: the element-wise largest values over a rank's group, and over all ranks.
+    A sample is the slowest rank's time of one call. offset: added to this rank's clock to read the clock that all
+    ranks share. seed: the same on every rank.
     """
     order = random.Random(seed)
-    samplers = [Sampler(stopping) for _ in contestants]
+    samplers = [Sampler(stopping) for _ in calls]
     counts = []
-    for contestant in contestants:
+    for call in calls:
         begin = clock()
-        contestant.run(stopping.warmup)
+        call.run(stopping.warmup)
         each = (clock() - begin) / stopping.warmup
         counts.append(max(1, min(MOST_IN_ROUND, int(min(stopping.round_seconds, stopping.seconds) / max(each, 1e-9)))))
-    going = list(range(len(contestants)))
+    going = list(range(len(calls)))
     while going:
-        # The same number of calls on every rank: the fewest that any of them would make.
+        # Every rank must make the same number of calls: the smallest number that any rank would make.
         agreed = -in_world(np.array([-counts[index] for index in going], dtype=np.float64))
         order.shuffle(turns := list(zip(going, agreed, strict=True)))
         for index, count in turns:
             begin = clock()
-            starts, seconds = contestants[index].run(int(count))
+            starts, seconds = calls[index].run(int(count))
             spent = clock() - begin
             starts = starts + offset
             slowest, last, minus_first, most_spent = np.split(
@@ -185,7 +191,7 @@ def sample(
 
 
 def mean_seconds(call: Callable[[], object], count: int, world: Communicator) -> float:
-    """Of a call: the slowest rank's mean over ``count`` back to back. Collective."""
+    """The slowest rank's mean seconds of ``count`` calls back to back. Collective."""
     world.barrier()
     start = time.perf_counter()
     for _ in range(count):

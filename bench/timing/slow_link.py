@@ -1,7 +1,7 @@
-"""A slow link on a fast machine: what a transport moves takes as long as it would at a given rate.
+"""A slow link on a fast machine: every operation of a transport takes as long as it would at a given rate.
 
-The delay is slept where the collective runs (on a stream: in its worker), so it leaves the core to compute, as a
-network does.
+The delay is a sleep where the collective runs (for a stream in its worker thread). The core is free to compute
+meanwhile, as it is while a network carries a message.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from commengine import Communicator
 
 
 class SlowLink:
-    """A transport whose operations last at least as long as their bytes take at ``rate`` bytes a second.
+    """A transport whose operations last at least as long as their bytes take at ``rate`` bytes per second.
 
-    An operation counts the largest of its tensors: for two ranks what an all-reduce sends and receives.
+    An operation counts its largest tensor: with two ranks this is what an all-reduce sends and receives.
     """
 
     def __init__(self, transport: Any, rate: float) -> None:
@@ -39,7 +39,10 @@ class SlowLink:
 
 
 def slow_down(comm: Communicator, rate: float) -> None:
-    """Put ``comm`` and the streams it has behind a link of ``rate`` bytes a second. For studies and tests only."""
+    """Put ``comm``, and the streams that it has now, behind a link of ``rate`` bytes per second.
+
+    For studies and tests only.
+    """
     comm._calls.host = SlowLink(comm._calls.host, rate)
     for stream in comm._streams:
         slowed: Any = SlowLink(stream.transport, rate)

@@ -1,10 +1,11 @@
-"""How the ranks begin a call together: at MPI's barrier, or at an agreed time of synchronised clocks.
+"""Let the ranks begin a call together: at MPI's barrier, or at an agreed time of synchronised clocks.
 
-Ranks leave a barrier up to one message's delay apart. Inside a node that is little; between nodes it is as much as a
-small collective takes, and what comes early at one rank hides that it set out late at another: a ring of messages then
-shows up to two delays where there is one. So between nodes the first rank names a time a little ahead, and each waits
-for it on its own clock (Worsch, Reussner & Augustin, On benchmarking collective MPI operations, EuroPVM/MPI 2002;
-Hunold & Carpen-Amarie, Reproducible MPI benchmarking is still not as easy as you think, IEEE TPDS 27, 2016).
+Ranks leave a barrier up to one message's delay apart. Inside a node that is short. Between nodes it is as long as a
+small collective, and if one rank starts late, a message that arrives early elsewhere hides it: a ring of messages then
+shows up to two delays instead of one. Between nodes the first rank therefore names a time a little ahead, and each
+rank waits for this time on its own clock (Worsch, Reussner & Augustin, On benchmarking collective MPI operations,
+EuroPVM/MPI 2002; Hunold & Carpen-Amarie, Reproducible MPI benchmarking is still not as easy as you think, IEEE TPDS
+27, 2016).
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from commengine.mpi import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: between nodes, a call that its ranks began further apart than this share of its time is not counted
+#: between nodes, a call is not counted if its ranks began further apart than this share of its time
 MOST_SKEW = 0.05
-ROUND_SECONDS = 0.1  # of a contestant between nodes: what a round costs beside its calls is messages, too
-SPIN_SECONDS = 5e-4  # before the agreed time: a sleep ends so much too late where another process has the core
-DECAY = 0.98  # of what was added to the notice, with every call that no rank was late for
+ROUND_SECONDS = 0.1  # of a call's turn between nodes, where a round itself costs messages too
+SPIN_SECONDS = 5e-4  # spin so long before the agreed time: a sleep ends late if another process has the core
+DECAY = 0.98  # of a lengthened notice, after every call for which no rank was late
 MOST_NOTICE = 16.0  # times the first
 
 
 class Exchange(Protocol):
-    """The two exchanges of numbers that an agreement takes; collective over the group."""
+    """The two exchanges of numbers that an agreement needs. Both are collective over the group."""
 
     def largest(self, mine: float) -> float:
-        """The largest of all ranks'; no rank has it before all have given theirs."""
+        """The largest number of all ranks. No rank gets it before every rank has given its own."""
 
     def from_first(self, mine: float) -> float:
-        """The first rank's, on every rank."""
+        """The first rank's number, on every rank."""
 
 
 class MpiExchange:
-    """By MPI."""
+    """The exchanges by MPI."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm, self._max, self._number = comm, load_mpi().MAX, np.zeros(1)
@@ -60,21 +61,28 @@ class MpiExchange:
 
 @dataclass(frozen=True)
 class Clock:
-    """This rank's clock within the group. offset: added to it to read the clock that all share. notice: seconds."""
+    """This rank's clock within the group.
+
+    offset: added to this clock to read the clock that all share. notice: seconds between naming a time and that time.
+    """
 
     offset: float
     notice: float
 
     @staticmethod
     def of(offset: float, delay: float, ranks: int) -> Clock:
-        """delay: of one message between two ranks, the longest. The agreed time goes round by a tree of messages."""
+        """The clock with the notice that ``ranks`` ranks need: the agreed time goes round by a tree of messages.
+
+        delay: the longest delay of one message between two ranks, in seconds.
+        """
         return Clock(offset, (2 + math.ceil(math.log2(max(2, ranks)))) * delay + SPIN_SECONDS)
 
 
 class AgreedStart:
-    """Called before a call by every rank of a group: returns at the same moment on all.
+    """Called by every rank of a group before a call: returns at the same moment on all.
 
-    Where a rank learns of the time too late, the next calls have longer notice; who was late shows in the starts.
+    If a rank learns of the time too late, the next calls have longer notice. The starts of a call show which rank was
+    late.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class AgreedStart:
 
 
 def spans_nodes(comm: MPI.Intracomm) -> bool:
-    """Whether the ranks of ``comm`` do not all share a node's memory. Collective."""
+    """Whether the ranks of ``comm`` are on several nodes, without memory in common. Collective."""
     mpi = load_mpi()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     apart = bool(comm.allreduce(node.size < comm.size, mpi.LOR))

@@ -1,4 +1,4 @@
-"""Contestants of bench.all_reduce that bench.collectives has not: MPI's ways to sum bfloat16, the memory's bound."""
+"""The transports that bench.all_reduce adds: two ways to sum bfloat16 by MPI, and a pass over memory as the bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.transports.operations import CollectiveCall
 from bench.transports.peer_process import PeerTransport
 from commengine import CollectiveError, Communicator
 
-MPIX_BFLOAT16 = 0x4C00024C  # MPICH 5's mpi.h: mpi4py knows no name for it
+MPIX_BFLOAT16 = 0x4C00024C  # of MPICH 5's mpi.h; mpi4py has no name for it
 
 
 class Extension(Mpi4py):
@@ -35,7 +35,7 @@ class Extension(Mpi4py):
 
 
 class InFloat32(Mpi4py):
-    """A bfloat16 tensor copied to fp32, reduced, and copied back: rounds once."""
+    """A bfloat16 tensor, copied to fp32, reduced, and copied back. It rounds once."""
 
     name = "in-fp32"
 
@@ -60,7 +60,7 @@ class InFloat32(Mpi4py):
 
 
 class Memory(Shared):
-    """No collective: every rank reads and writes its own window once, whatever the dtype of the call."""
+    """No collective: every rank reads and writes its own window once, whatever the call's dtype is."""
 
     name = "memory"
 
@@ -87,7 +87,9 @@ class Pass(Bound):
 
 
 def open_transports(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
-    """Those that work here on every rank, and why the others do not. Collective."""
+    """Open all transports of bench.all_reduce that work on every rank here. Returns also why the others do not.
+    Collective.
+    """
     opened: list[Transport] = []
     missing = []
 

@@ -1,11 +1,13 @@
-"""The ways to run a collective on this process's own tensors: the engine's, and mpi4py without the engine.
+"""The transports in the rank's own process: the engine's, and mpi4py without the engine; and the interface of all
+transports.
 
-A transport opens once for a group, with buffers for its largest call; `bind` makes one call ready, `Bound.run` times
-it. The ranks meet before each call, outside of the time: at MPI's barrier, or as `Transport.meet` says. Where a
-library has an operation in place only, its time out of place has the copy of the input in it, as for whoever needs both
-tensors.
+A transport opens once for a group, with buffers for its largest call. `Transport.bind` makes one call ready, and
+`Bound.run` times it. The ranks meet before each call, outside of the measured time: at MPI's barrier, or as
+`Transport.meet` says. If a library has an operation in place only, its time out of place includes the copy of the
+input, because a caller who needs both tensors has to make that copy.
 
-The way through processes of their own, for the peers, is in bench/transports/peer_process.py.
+To add a transport, subclass `Transport` and add the class to LOCAL. bench/transports/peer_process.py has the peers,
+which run in processes of their own.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from commengine.dtypes import MpiTypes
 class Bound(ABC):
     """A call that is ready to be timed on every rank of its group.
 
-    Those of one transport share its buffers: `reset` before the result of one is looked at.
+    The calls of one transport share its buffers, so call `reset` before you look at the result of one.
     """
 
-    #: enqueue only, and return the Work; None where the transport has no stream
+    #: enqueues the call and returns its Work; None if the transport has no stream
     start: Callable[[], Any] | None = None
 
     @abstractmethod
@@ -45,31 +47,31 @@ class Bound(ABC):
 
     @abstractmethod
     def wrong(self) -> int:
-        """Wrong elements in this rank's output."""
+        """The number of wrong elements in this rank's output."""
 
 
 class Transport(ABC):
-    """One way to run collectives on the tensors of a group. Collective to make, to `bind` and to close."""
+    """One way to run collectives on the tensors of a group. Making it, `bind` and `close` are collective."""
 
     name: str
-    #: what every rank of the group does before each call of those that are bound from now on
+    #: every rank of the group calls it before each call that is bound from now on
     meet: Callable[[], object]
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        """Why this call cannot be made this way, or None; the same on every rank."""
+        """The reason why this transport cannot make the call, or None. The same on every rank."""
         return None
 
     @abstractmethod
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
-        """The call, its buffers reset. Raises CollectiveError, on every rank, where it turns out to be impossible."""
+        """The call, with its buffers reset. Raises CollectiveError, on every rank, if it turns out to be impossible."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what was made; no call of it may be in use."""
+        """Free all that was made. No call of this transport may be in use."""
 
 
 class LocalCall(Bound):
-    """A call made in this process. invoke: from beginning to end. meet: after which the ranks begin together."""
+    """A call made in this process. invoke: makes it from beginning to end. meet: lets the ranks begin together."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class LocalCall(Bound):
 
 
 def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) -> tuple[Times, Times]:
-    """When each of ``count`` calls began, and how long it took."""
+    """When each of ``count`` calls began, and its seconds."""
     starts, ends = np.empty(count), np.empty(count)
     clock = time.perf_counter
     for index in range(count):
@@ -107,7 +109,7 @@ def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) 
 
 
 class Engine(Transport):
-    """The Communicator's operations on tensors of this process's own."""
+    """The Communicator's operations on private tensors of this process."""
 
     name = "engine"
 
@@ -128,7 +130,7 @@ class Engine(Transport):
         return bound
 
     def close(self) -> None:
-        del self._buffers  # a window is freed with its communicator only where no tensor refers to it
+        del self._buffers  # a window is freed with its communicator only if no tensor refers to it
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
         """The call from beginning to end."""
@@ -168,7 +170,7 @@ class Engine(Transport):
 
 
 class Shared(Engine):
-    """The engine on tensors of `Communicator.empty`, which a node's ranks share: the large go through no message."""
+    """The engine on tensors of `Communicator.empty`, which the ranks of a node share. Large ones use no messages."""
 
     name = "shared"
 
@@ -180,7 +182,7 @@ class Shared(Engine):
         node.Free()
         if not together:
             raise CollectiveError("needs a group of two ranks or more on one node")
-        # In a communicator that has windows, private tensors pay for finding out whose lie in one.
+        # A communicator of its own: one that has windows must find out for private tensors whose lie in a window.
         super().__init__(Communicator(group.mpi, device="cpu"), capacity)
 
     def _memory(self, capacity: int) -> Tensor:
@@ -205,7 +207,7 @@ class Streamed(Engine):
 
 
 class OnDevice(Engine):
-    """The engine on tensors of a CUDA device, until the device has finished; not run on a GPU yet."""
+    """The engine on tensors of a CUDA device, until the device has finished. It has not run on a GPU yet."""
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         if not torch.cuda.is_available():
@@ -252,7 +254,7 @@ class Staged(OnDevice):
 
 
 class Mpi4py(Transport):
-    """mpi4py's own collectives on the same memory: what the engine is compared with. Out of place really is."""
+    """mpi4py's own collectives on the same memory. Out of place makes no copies."""
 
     name = "mpi4py"
 
@@ -317,7 +319,7 @@ class Mpi4py(Transport):
         return partial(comm.Allgather if name == "all_gather" else comm.Alltoall, given, target)
 
 
-#: by the names of --transports
+#: the transports of this module, by their names in --transports
 LOCAL: dict[str, Callable[[Communicator, int], Transport]] = {
     made.name: made for made in (Engine, Mpi4py, Shared, Streamed, Nccl, Staged)
 }

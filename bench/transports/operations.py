@@ -1,11 +1,13 @@
-"""The collectives that bench.collectives measures: sizes as nccl-tests counts them, inputs, and the only right outputs.
+"""The collectives that bench.collectives measures: sizes as nccl-tests counts them, inputs, and the only right
+outputs.
 
-What a rank sends repeats a table of small integers, its own, with a period that no block size shares: a block in the
-wrong place is seen. The tables are such that every sum and product, and every partial one in any order, is
-representable in the dtype: the right result has one value only, whatever the algorithm. The exceptions: ``prod`` of
-uint8 takes 255 for -1, so it wraps; ``avg`` by multiplication with 1/ranks rounds where ranks is no power of two.
+The input of a rank repeats a table of small integers with a period that no block size shares, so a block in the wrong
+place is noticed. Every rank has its own table. Every sum and product of the tables, and every partial one in any
+order, is representable in the dtype, so the right result has one value, whatever the algorithm. There are two
+exceptions: ``prod`` of uint8 uses 255 for -1, so it wraps around, and ``avg`` by multiplication with 1/ranks rounds if
+the number of ranks is not a power of two.
 
-Nothing here knows MPI: the peers (bench/peers/collectives.py) make and check the same data.
+This module does not use MPI, because the peers (bench/peers/collectives.py) make and check the same data.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ OPERATIONS = (
 )  # fmt: skip
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-#: whose count is a rank's part, and whose size is that of all parts
+#: their count is a rank's part, and their size the size of all parts
 SPLIT = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
-#: which can leave the result where the input was
+#: they can write the result over the input
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather"})
 
 REDOPS = ("sum", "prod", "min", "max", "avg")
@@ -40,21 +42,21 @@ DTYPES = {
 
 PERIOD = 1021  # elements; a prime
 POISON = 0xA5  # every byte of a buffer before a call
-#: integers up to here are representable; 2**24 in the dtypes that are not here
+#: the largest integer up to which all are representable; 2**24 in the other dtypes
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.int8: 127, torch.uint8: 255, torch.int16: (1 << 15) - 1}
-_AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # nccl-tests' factors are these
+_AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # as nccl-tests' factors
 
 
 @dataclass(frozen=True)
 class TableSlice:
-    """``count`` elements of a table that repeats for ever, from its element ``start`` on."""
+    """``count`` elements of an endlessly repeated table, from element ``start`` on."""
 
     table: Tensor
     start: int
     count: int
 
     def _cut(self, flat: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """``flat`` as whole periods and the rest, each with what belongs there."""
+        """``flat`` as whole periods and the rest, each with the right values."""
         rolled = self.table.roll(-(self.start % PERIOD))
         whole = self.count // PERIOD
         rows, rest = flat[: whole * PERIOD].view(whole, PERIOD), flat[whole * PERIOD :]
@@ -66,7 +68,7 @@ class TableSlice:
             part.copy_(values)
 
     def wrong(self, flat: Tensor) -> int:
-        """How many elements of ``flat`` [count] differ."""
+        """The number of wrong elements of ``flat`` [count]."""
         return sum(int(torch.count_nonzero(part != values)) for part, values in self._cut(flat))
 
 
@@ -74,8 +76,8 @@ class TableSlice:
 class CollectiveCall:
     """One collective, the same on every rank of the group.
 
-    count: nccl-tests' count: elements of the buffer, or of a rank's part where the operation splits or joins. redop:
-    "none" where nothing is reduced; root: -1 where there is none. sendrecv sends to the next rank of a ring.
+    count: nccl-tests' count: the elements of the buffer, or of a rank's part if the operation splits or joins. redop:
+    "none" if nothing is reduced. root: -1 if there is none. A sendrecv sends to the next rank of a ring.
     """
 
     operation: str
@@ -87,7 +89,9 @@ class CollectiveCall:
 
     @staticmethod
     def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> CollectiveCall:
-        """The call of at least ``nbytes`` bytes, rounded up to whole elements, in SPLIT operations on every rank."""
+        """The call of at least ``nbytes`` bytes, rounded up to whole elements, for the operations in SPLIT on every
+        rank.
+        """
         unit = dtype.itemsize * (ranks if operation in SPLIT else 1)
         count = 0 if operation == "barrier" else -(-nbytes // unit)
         return CollectiveCall(
@@ -97,23 +101,23 @@ class CollectiveCall:
 
     @property
     def whole(self) -> int:
-        """Elements of the larger of a rank's two buffers."""
+        """The elements of the larger of a rank's two buffers."""
         return self.count * (self.ranks if self.operation in SPLIT else 1)
 
     @property
     def nbytes(self) -> int:
-        """nccl-tests' size: that of the larger buffer."""
+        """nccl-tests' size: the bytes of the larger buffer."""
         return self.whole * self.dtype.itemsize
 
     @property
     def bus_factor(self) -> float:
-        """Bus bandwidth over algorithm bandwidth."""
+        """The bus bandwidth divided by the algorithm bandwidth."""
         if self.operation == "barrier":
             return 0.0
         return cost.bus_factor(_AS_IN_COST.get(self.operation, self.operation), self.ranks)
 
     def sent(self, rank: int) -> list[TableSlice]:
-        """What ``rank`` has in its input buffer, in order; nothing where it gives none."""
+        """The contents of ``rank``'s input buffer, in order; nothing if the rank gives no input."""
         operation = self.operation
         if operation == "barrier" or (operation in ("broadcast", "scatter") and rank != self.root):
             return []
@@ -121,7 +125,7 @@ class CollectiveCall:
         return [TableSlice(self._tables[rank], 0, elements)]
 
     def received(self, rank: int) -> list[TableSlice]:
-        """What must be in ``rank``'s output buffer afterwards, in order; nothing where it gets nothing."""
+        """The right contents of ``rank``'s output buffer, in order; nothing if the rank gets no output."""
         operation, count, tables = self.operation, self.count, self._tables
         if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
             return []
@@ -140,7 +144,7 @@ class CollectiveCall:
 
     @cached_property
     def _integers(self) -> Tensor:
-        """Every rank's table [ranks, PERIOD], int64."""
+        """The tables of all ranks, int64 [ranks, PERIOD]."""
         return torch.stack([self._numbers(rank) for rank in range(self.ranks)])
 
     @cached_property
@@ -158,7 +162,7 @@ class CollectiveCall:
         return (integers.amin(0) if redop == "min" else integers.amax(0)).to(self.dtype)
 
     def _numbers(self, rank: int) -> Tensor:
-        """The table of ``rank``: equal on all who ask, unlike any other rank's."""
+        """The table of ``rank``: equal in every process, and unlike the table of any other rank."""
         generator = torch.Generator().manual_seed(rank)
 
         def drawn(end: int) -> Tensor:
@@ -168,11 +172,11 @@ class CollectiveCall:
         exact = _EXACT.get(self.dtype, 1 << 24)
         if self.redop == "sum":
             largest = max(1, min(15, exact // self.ranks))
-            every = -(-self.ranks * largest // exact)  # more ranks than may add 1: so many take turns
+            every = -(-self.ranks * largest // exact)  # if there are more ranks than may add 1, they take turns
             return drawn(largest + 1) * ((place + rank) % every == 0)
-        if self.redop == "prod":  # one 2 in each product, from another rank at each place
+        if self.redop == "prod":  # each product has one 2, from another rank at each place
             return (2 * drawn(2) - 1) * (1 + (place % self.ranks == rank).long())
-        if self.redop == "avg":  # a mean that is an integer: the others' deviations cancel
+        if self.redop == "avg":  # the mean is an integer, because the deviations of two ranks cancel
             generator.manual_seed(self.ranks)
             mean = 1 + drawn(max(1, min(3, exact // self.ranks - 1)))
             turn = (place + rank) % self.ranks
@@ -181,19 +185,20 @@ class CollectiveCall:
 
 
 class Buffers:
-    """A rank's two flat buffers for calls of up to ``capacity`` bytes; every call uses their beginnings.
+    """A rank's two flat buffers for calls of up to ``capacity`` bytes. Every call uses their beginnings.
 
-    send, recv: uint8 [capacity]. In place, the input lies in recv: where the output goes, or, all_gather, in the rank's
-    rows of it.
+    send, recv: uint8 [capacity]. In place the input lies in recv: at the place of the output, or for an all_gather in
+    the rank's rows of it.
     """
 
     def __init__(self, send: Tensor, recv: Tensor) -> None:
         self._send, self._recv = send, recv
 
     def views(self, call: CollectiveCall, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
-        """(input, output) of a call on this rank. What the rank does not give or get is there too, but means nothing.
+        """(input, output) of a call on this rank. An input that the rank does not give, or an output that it does not
+        get, is there too, but has no meaning.
 
-        Both are [elements]: a rank's part, or all parts where the operation splits (input) or joins (output).
+        Both are [elements]: a rank's part, or all parts if the operation splits (input) or joins (output).
         """
         several = call.operation in ("reduce_scatter", "scatter", "all_to_all")
         send = self._typed(self._send, call, call.whole if several else call.count)
@@ -208,14 +213,14 @@ class Buffers:
         return memory[: elements * call.dtype.itemsize].view(call.dtype)
 
     def reset(self, call: CollectiveCall, rank: int, in_place: bool) -> None:
-        """Poison both buffers, as far as they are used, and write the input."""
+        """Poison the used parts of both buffers, and write the input."""
         send, recv = self.views(call, rank, in_place)
         for used in (recv, send):
             used.view(torch.uint8).fill_(POISON)
         _each(call.sent(rank), send, TableSlice.write)
 
     def wrong(self, call: CollectiveCall, rank: int) -> int:
-        """Wrong elements in this rank's output."""
+        """The number of wrong elements in this rank's output."""
         return sum(_each(call.received(rank), self.views(call, rank, False)[1], TableSlice.wrong))
 
 

@@ -1,7 +1,7 @@
-"""Our end of bench/peers/collectives.py: each rank has one process of the peer, a child on the same cores.
+"""The transports of peers: each rank has one process of the peer, a child on the same cores.
 
-While one of the two works, the other is blocked in a read, so they alternate call by call as contestants in one process
-do. Lines of JSON go both ways.
+The other end is bench/peers/collectives.py. While one of the two processes works, the other is blocked in a read, so
+they alternate call by call as transports in one process do. Messages are lines of JSON in both directions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from commengine import CollectiveError, Communicator
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_SECONDS = 180.0
-#: what MPI and its launchers told this process is not for the child, which is no rank of theirs
+#: variables of MPI and its launchers; the child must not get them, because it is no rank of the job
 LAUNCHERS = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_LOCAL", "MPIR_", "HYDI_")
 #: the names of --transports, and torch.distributed's backend for each
 PEERS = {"gloo": "gloo", "torch-nccl": "nccl"}
 
 
 class PeerError(Exception):
-    """The peer cannot do it, or is gone."""
+    """The peer cannot do what it was asked for, or is gone."""
 
 
 class PeerProcess:
@@ -47,7 +47,7 @@ class PeerProcess:
         path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
         group = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        # CPython starts it by vfork and exec: nothing of MPI's memory is copied, or registered twice.
+        # CPython starts it by vfork and exec, so no memory of MPI is copied or registered twice.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.peers.collectives", backend, str(capacity)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -55,7 +55,7 @@ class PeerProcess:
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
-        """The next line. Raises PeerError for an error, an end, or silence."""
+        """The next answer. Raises PeerError for an error, for the end of the process, and for silence."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -71,7 +71,7 @@ class PeerProcess:
         return found
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
+        """Send a command, and wait for its answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -81,7 +81,7 @@ class PeerProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End it, kindly and then not."""
+        """End the process: close its input, then kill it if it does not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # the end of its commands
@@ -106,7 +106,7 @@ class PeerCall(Bound):
 
     def run(self, count: int) -> tuple[Times, Times]:
         answer = self._process.ask(do="run", count=count, in_place=self._in_place, **self._clock)
-        # The child reads the same clock of the same machine as we do: no offset between the two.
+        # The child reads the same clock of the same machine, so there is no offset between the two.
         return np.array(answer["starts"]), np.array(answer["seconds"])
 
     def wrong(self) -> int:
@@ -114,7 +114,7 @@ class PeerCall(Bound):
 
 
 class PeerTransport(Transport):
-    """torch.distributed in processes of its own, one beside each rank of the group."""
+    """torch.distributed, in one process beside each rank of the group."""
 
     def __init__(self, name: str, group: Communicator, capacity: int) -> None:
         self.name = name
@@ -147,7 +147,9 @@ class PeerTransport(Transport):
 
 
 def _meeting_point(group: Communicator) -> tuple[str, int]:
-    """Where the group's first rank listens: a name that the others can reach, and a port that is free now."""
+    """The address at which the group's first rank listens: a name that the others can reach, and a port that is free
+    now.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         mine = (socket.gethostname(), int(probe.getsockname()[1]))

@@ -1,12 +1,13 @@
-"""What a collective costs, on paper: formulas, fitted models, and the volumes of a transformer's training step.
+"""Predicted costs: formulas and fitted models of collectives, and the collectives of a transformer's training step.
 
     cost.collective("all_reduce", "ring", 50e6, 8).seconds(cost.Link(alpha=3.4e-6, beta=1 / 120e9))
-    cost.bus_bandwidth("all_reduce", 50e6, 0.9e-3, 8)                      # bytes per second, as nccl-tests has it
-    cost.FittedModel.load("model.json").seconds("all_reduce", 50e6, 8)     # what bench.fit measured
+    cost.bus_bandwidth("all_reduce", 50e6, 0.9e-3, 8)                      # bytes per second, as nccl-tests defines it
+    cost.FittedModel.load("model.json").seconds("all_reduce", 50e6, 8)     # a model from bench.fit
 
-Pure arithmetic: no rank, no MPI, no tensor. Sizes are bytes and may be fractions of one, times are seconds. The size of
-a collective is that of nccl-tests: the whole buffer of a rank (all-reduce, broadcast, reduce, p2p, the sent buffer of
-all-to-all), or the larger of its two (all-gather: the output; reduce-scatter: the input).
+The package is pure arithmetic: it needs no ranks, no MPI and no tensors. Sizes are in bytes and may be fractions of a
+byte; times are in seconds. The size of a collective is counted as in nccl-tests: the whole buffer of a rank
+(all-reduce, broadcast, reduce, p2p, and the sent buffer of all-to-all), or the larger of its two buffers (all-gather:
+the output; reduce-scatter: the input).
 """
 
 from .collectives import (

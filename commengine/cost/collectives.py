@@ -1,7 +1,7 @@
-"""Alpha-beta-gamma costs of collectives, and bandwidths as nccl-tests defines them.
+"""Alpha-beta-gamma formulas of collectives, and bandwidths as nccl-tests defines them.
 
-A message of n bytes takes alpha + n beta; reducing n bytes takes n gamma; a rank sends and receives at once, one
-message at a time (Thakur, Rabenseifner & Gropp 2005, section 3). Sources of the formulas:
+A message of n bytes takes alpha + n beta seconds, and reducing n bytes takes n gamma. A rank can send and receive at
+the same time, one message each (Thakur, Rabenseifner & Gropp 2005, section 3). Sources of the formulas:
 
     [T] Thakur, Rabenseifner & Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
     [P] Patarasuk & Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 69(2), 2009
@@ -15,12 +15,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "p2p")
+from commengine.operations import FORMULAS
+
+#: the operations that have formulas; "p2p" is one message from a rank to another
+OPERATIONS = FORMULAS
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs. alpha: seconds each; beta: seconds per byte; gamma: seconds per byte reduced."""
+    """The costs of a message. alpha: seconds per message; beta: seconds per byte; gamma: seconds per byte reduced."""
 
     alpha: float
     beta: float
@@ -28,10 +31,10 @@ class Link:
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(x) and x >= 0 for x in (self.alpha, self.beta, self.gamma)):
-            raise ValueError(f"{self}: alpha, beta and gamma are finite numbers of seconds, 0 or more")
+            raise ValueError(f"{self}: alpha, beta and gamma must be finite numbers of seconds, 0 or more")
 
     def shared(self, ranks: float) -> Link:
-        """The link of one of ``ranks`` that send through it at once; fewer than one rank cannot make it faster."""
+        """Return the link as each of ``ranks`` ranks sees it when all of them send at once. It is never faster."""
         return Link(self.alpha, self.beta * max(1.0, ranks), self.gamma)
 
 
@@ -39,8 +42,9 @@ class Link:
 class Cost:
     """An algorithm's cost in messages and bytes.
 
-    steps: messages one after another on the critical path. path_bytes: their bytes. reduced_bytes: bytes reduced there.
-    sent_bytes: what the rank that sends most sends. total_bytes: what all ranks send together.
+    steps: number of messages one after another on the critical path. path_bytes: their bytes. reduced_bytes: bytes
+    reduced on the critical path. sent_bytes: bytes sent by the rank that sends most. total_bytes: bytes sent by all
+    ranks.
     """
 
     steps: float
@@ -50,12 +54,12 @@ class Cost:
     total_bytes: float
 
     def seconds(self, link: Link) -> float:
-        """The time on a machine all of whose pairs of ranks are joined by such a link."""
+        """Return the time in seconds on a machine in which every pair of ranks is joined by ``link``."""
         return self.steps * link.alpha + self.path_bytes * link.beta + self.reduced_bytes * link.gamma
 
 
 def _even(steps: float, sent: float, reduced: float, ranks: int) -> Cost:
-    """Every rank sends as much as every other."""
+    """Return the cost of an algorithm in which every rank sends the same number of bytes."""
     return Cost(steps, sent, reduced, sent, ranks * sent)
 
 
@@ -71,7 +75,7 @@ def _ring_all_reduce(n: float, p: int) -> Cost:
 
 
 def _doubling_all_reduce(n: float, p: int) -> Cost:
-    """[T] section 4.5. Ranks beyond a power of two hand their data to a neighbour first and get the sum at the end."""
+    """[T] section 4.5. Ranks beyond a power of two give their data to a neighbour first, and get the sum at the end."""
     rounds = p.bit_length() - 1
     extra = p - (1 << rounds)
     steps, total = rounds, n * rounds * (1 << rounds)
@@ -93,12 +97,15 @@ def _tree_all_reduce(n: float, p: int) -> Cost:
 
 
 def _direct_all_reduce(n: float, p: int) -> Cost:
-    """Every rank sends slice i to rank i, which sends the sum to all: two latencies, for p - 1 messages fly at once."""
+    """Every rank sends slice i to rank i, which sends the sum to all ranks.
+
+    There are two latencies, because p - 1 messages travel at once.
+    """
     return _even(2, 2 * n * (p - 1) / p, n * (p - 1) / p, p)
 
 
 def _ring_reduce_scatter(n: float, p: int) -> Cost:
-    """[C], bucket; [P]."""
+    """[C], bucket algorithm; [P]."""
     return _even(p - 1, n * (p - 1) / p, n * (p - 1) / p, p)
 
 
@@ -108,9 +115,9 @@ def _halving_reduce_scatter(n: float, p: int) -> Cost:
 
 
 def _tree_reduce_scatter(n: float, p: int) -> Cost:
-    """[C], short vectors: a binomial reduce and a binomial scatter, for short vectors."""
+    """[C], short vectors: a binomial reduce and a binomial scatter."""
     depth = math.ceil(math.log2(p))
-    sent = n + n / p * (_largest_subtree(p) - 1)  # its partial sum, and what it passes on to its subtree
+    sent = n + n / p * (_largest_subtree(p) - 1)  # its partial sum, and the parts that it passes on to its subtree
     return Cost(2 * depth, n * depth + n * (p - 1) / p, n * depth, sent, n * (p - 1) + _scattered(n, p))
 
 
@@ -120,7 +127,7 @@ def _direct_reduce_scatter(n: float, p: int) -> Cost:
 
 
 def _ring_all_gather(n: float, p: int) -> Cost:
-    """[T] section 4.1; [C], bucket."""
+    """[T] section 4.1; [C], bucket algorithm."""
     return _even(p - 1, n * (p - 1) / p, 0, p)
 
 
@@ -130,13 +137,13 @@ def _doubling_all_gather(n: float, p: int) -> Cost:
 
 
 def _tree_all_gather(n: float, p: int) -> Cost:
-    """[C], short vectors: a binomial gather and a binomial broadcast, for short vectors."""
+    """[C], short vectors: a binomial gather and a binomial broadcast."""
     depth = math.ceil(math.log2(p))
     return Cost(2 * depth, n * (p - 1) / p + n * depth, 0, n * depth, n * (p - 1) + _scattered(n, p))
 
 
 def _direct_all_gather(n: float, p: int) -> Cost:
-    """Every rank sends its slice to all at once."""
+    """Every rank sends its slice to all ranks at once."""
     return _even(1, n * (p - 1) / p, 0, p)
 
 
@@ -154,7 +161,7 @@ def _ring_broadcast(n: float, p: int) -> Cost:
 
 
 def _direct_broadcast(n: float, p: int) -> Cost:
-    """The root sends to all at once."""
+    """The root sends to all ranks at once."""
     return Cost(1, n * (p - 1), 0, n * (p - 1), n * (p - 1))
 
 
@@ -172,7 +179,7 @@ def _ring_reduce(n: float, p: int) -> Cost:
 
 
 def _direct_reduce(n: float, p: int) -> Cost:
-    """All send to the root at once, which receives and reduces them one after another."""
+    """All ranks send to the root at once. The root receives and reduces the messages one after another."""
     return Cost(1, n * (p - 1), n * (p - 1), n, n * (p - 1))
 
 
@@ -188,7 +195,7 @@ def _doubling_all_to_all(n: float, p: int) -> Cost:
 
 
 def _direct_all_to_all(n: float, p: int) -> Cost:
-    """Every rank sends to all at once."""
+    """Every rank sends to all ranks at once."""
     return _even(1, n * (p - 1) / p, 0, p)
 
 
@@ -198,12 +205,12 @@ def _direct_p2p(n: float, p: int) -> Cost:
 
 
 def _scattered(n: float, p: int) -> float:
-    """All that a binomial scatter (or gather) of n bytes sends: a slice crosses an edge for each bit of its rank."""
+    """Return the bytes of a binomial scatter or gather of n bytes: a slice crosses an edge for each bit of its rank."""
     return n / p * sum(rank.bit_count() for rank in range(p))
 
 
 def _largest_subtree(p: int) -> int:
-    """Ranks in the largest subtree below a binomial tree's root; a rank's parent is it without its lowest bit."""
+    """Return the size of the largest subtree of a binomial tree's root. A parent is a rank without its lowest bit."""
     return max(min(rank & -rank, p - rank) for rank in range(1, p))
 
 
@@ -239,11 +246,11 @@ ALGORITHMS: dict[str, dict[str, Callable[[float, int], Cost]]] = {
 
 
 def collective(operation: str, algorithm: str, size: float, ranks: int) -> Cost:
-    """The cost of one collective of ``size`` bytes (see the package) among ``ranks``; nothing with one rank.
+    """Return the cost of one collective of ``size`` bytes (see the package) among ``ranks``; zero for one rank.
 
     operation: one of OPERATIONS; algorithm: one of ``ALGORITHMS[operation]``. Raises ValueError for anything else, and
-    for recursive algorithms on a number of ranks that is no power of two (but all_reduce by recursive_doubling, which
-    folds).
+    for recursive algorithms on a number of ranks that is not a power of two. The exception is all_reduce by
+    recursive_doubling, which takes any number of ranks.
     """
     _check(operation, size, ranks)
     table = ALGORITHMS[operation]
@@ -255,9 +262,10 @@ def collective(operation: str, algorithm: str, size: float, ranks: int) -> Cost:
 
 
 def best_algorithm(operation: str, size: float, ranks: int, link: Link) -> tuple[str, float]:
-    """The algorithm that is fastest on such links by its formula, and its seconds; ``direct`` is not considered.
+    """Return the algorithm whose formula gives the shortest time on ``link``, and that time in seconds.
 
-    It counts on a fully connected network whose latencies overlap, which alpha and beta do not say.
+    The algorithm ``direct`` is considered for p2p only. Its formula assumes a fully connected network whose latencies
+    overlap, and alpha and beta cannot tell whether that holds.
     """
     _check(operation, size, ranks)
     found: dict[str, float] = {}
@@ -271,7 +279,7 @@ def best_algorithm(operation: str, size: float, ranks: int, link: Link) -> tuple
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What algorithm bandwidth is multiplied by to give bus bandwidth [N]."""
+    """Return the factor from algorithm bandwidth to bus bandwidth [N]."""
     _check(operation, 0, ranks)
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -279,19 +287,19 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def algorithm_bandwidth(size: float, seconds: float) -> float:
-    """Bytes per second, ``size`` over time [N]."""
+    """Return the algorithm bandwidth in bytes per second: ``size`` over time [N]."""
     if not seconds > 0:
         raise ValueError(f"a bandwidth needs a time above 0, not {seconds}")
     return size / seconds
 
 
 def bus_bandwidth(operation: str, size: float, seconds: float, ranks: int) -> float:
-    """Bytes per second, to compare with the hardware's whatever the number of ranks [N]."""
+    """Return the bus bandwidth in bytes per second. It compares with the hardware's for any number of ranks [N]."""
     return algorithm_bandwidth(size, seconds) * bus_factor(operation, ranks)
 
 
 def seconds_at_bus_bandwidth(operation: str, size: float, bandwidth: float, ranks: int) -> float:
-    """The time of a collective that reaches this bus bandwidth, in bytes per second."""
+    """Return the time in seconds of a collective that reaches ``bandwidth``, a bus bandwidth in bytes per second."""
     if not bandwidth > 0:
         raise ValueError(f"a bus bandwidth is above 0, not {bandwidth}")
     return size * bus_factor(operation, ranks) / bandwidth

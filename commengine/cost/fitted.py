@@ -1,4 +1,4 @@
-"""A measured alpha-beta model, piecewise in size: what bench.fit writes and everything else loads.
+"""A measured alpha-beta model, piecewise linear in size. bench.fit writes such models, and other programs load them.
 
 The file is JSON:
 
@@ -6,10 +6,10 @@ The file is JSON:
      "collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 2e-6, "beta": 1e-10}, ...], ...},
      ...}
 
-Per operation, a list of segments: with ``ranks`` ranks and from ``from_bytes`` bytes on (nccl-tests' size) up to the
-next segment with as many ranks, the collective takes alpha + size * beta seconds. Every number of ranks starts at 0
-bytes. Other keys, in the file and in a segment, are the writer's (how it was measured, confidence intervals) and are
-ignored.
+Each operation has a list of segments. A segment holds for ``ranks`` ranks, from ``from_bytes`` bytes on (nccl-tests'
+size) up to the next segment with as many ranks: there the collective takes alpha + size * beta seconds. For every
+number of ranks the first segment starts at 0 bytes. Other keys, in the file and in a segment, are ignored: the writer
+notes there how it measured, and confidence intervals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Segment:
-    """From ``from_bytes`` on, a collective among ``ranks`` takes alpha + size * beta seconds."""
+    """A stretch of sizes: from ``from_bytes`` on, a collective among ``ranks`` takes alpha + size * beta seconds."""
 
     ranks: int
     from_bytes: float
@@ -37,16 +37,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class FittedModel:
-    """Segments per operation, sorted by ranks and size."""
+    """A measured model: for each operation its segments, sorted by ranks and size."""
 
     collectives: dict[str, tuple[Segment, ...]]
 
     def seconds(self, operation: str, size: float, ranks: int) -> float:
-        """The time of a collective of ``size`` bytes among ``ranks``; 0 with one rank.
+        """Return the time in seconds of a collective of ``size`` bytes among ``ranks``; 0 for one rank.
 
-        With a number of ranks that was not measured, the nearest measured one's alpha is scaled by the steps of a ring
-        and its beta by the bus factor: the bus bandwidth is what stays. Raises ValueError for an operation not
-        measured.
+        If this number of ranks was not measured, the segments of the nearest measured number are scaled: alpha by the
+        steps of a ring, beta by the bus factor, so that the bus bandwidth stays the same. Raises ValueError for an
+        operation that was not measured.
         """
         if size < 0:
             raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")
@@ -64,13 +64,13 @@ class FittedModel:
         return used.alpha * steps + size * used.beta * bus_factor(operation, ranks) / bus_factor(operation, nearest)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``load`` reads."""
+        """Return the JSON object that ``load`` reads."""
         collectives = {name: [asdict(one) for one in segments] for name, segments in self.collectives.items()}
         return {"format": FORMAT, "collectives": collectives}
 
     @staticmethod
     def from_json(data: Any) -> FittedModel:
-        """The model in ``data``. Raises ValueError that names what is wrong."""
+        """Return the model in ``data``, an object from JSON. Raises ValueError that names the fault."""
         if not isinstance(data, dict) or not isinstance(data.get("collectives"), dict):
             raise ValueError('a cost model is an object with "collectives": {"all_reduce": [...], ...}')
         if data.get("format", FORMAT) != FORMAT:
@@ -94,7 +94,7 @@ class FittedModel:
 
     @staticmethod
     def load(path: str | Path) -> FittedModel:
-        """Read a file. Raises ValueError that names the file and what is wrong with it."""
+        """Read a file. Raises ValueError that names the file and the fault."""
         try:
             return FittedModel.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:

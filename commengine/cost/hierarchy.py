@@ -1,4 +1,4 @@
-"""Collectives over nodes whose ranks share network adapters."""
+"""Collectives over several nodes whose ranks share network adapters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .collectives import Cost, Link, collective
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of ``ranks_per_node`` ranks, joined by ``nics_per_node`` adapters that a node's ranks share.
+    """A cluster: each node has ``ranks_per_node`` ranks, which share the node's ``nics_per_node`` network adapters.
 
-    inside: a rank's link to another in its node. between: one adapter's link to one of another node.
+    inside: the link from a rank to another rank of its node. between: the link from one adapter to an adapter of
+    another node.
     """
 
     inside: Link
@@ -24,13 +25,13 @@ class Machine:
             raise ValueError("a node has at least one rank and one network adapter")
 
     def between_for(self, sending: int) -> Link:
-        """The link between nodes of each of ``sending`` ranks of a node that send at once."""
+        """Return the link between nodes as each rank sees it when ``sending`` ranks of a node send at once."""
         return self.between.shared(sending / self.nics_per_node)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a hierarchical collective: where it runs, its cost for a rank, its seconds."""
+    """A part of a hierarchical collective: its name, its cost for a rank, and its time in seconds."""
 
     name: str
     cost: Cost
@@ -40,11 +41,15 @@ class Phase:
 def hierarchical_all_reduce(
     size: float, members_per_node: int, nodes: int, machine: Machine, groups_per_node: int = 1
 ) -> tuple[Phase, ...]:
-    """Reduce-scatter inside each node, all-reduce of the slices between nodes, all-gather inside: all by rings.
+    """Return the phases of an all-reduce of ``size`` bytes over two levels, all by rings.
 
-    Every member sends its own slice between nodes at once, and so do the members of the ``groups_per_node`` groups
-    that do the same at the same time; together they share the node's adapters. A ring in one node, or one member a
-    node, is the special case. The composition is that of Chan et al. 2007 for long vectors, over two levels.
+    The phases are a reduce-scatter inside each node, an all-reduce of the slices between the nodes, and an all-gather
+    inside each node (the composition of Chan et al. 2007 for long vectors, over two levels).
+
+    members_per_node: ranks of the group on each node. groups_per_node: groups of a node that do the same at the same
+    time. All their members send their slices between nodes at once and share the node's adapters. A group inside one
+    node, and a group with one member on each node, are special cases. Raises ValueError if the groups do not fit a
+    node.
     """
     if nodes < 1 or members_per_node * groups_per_node > machine.ranks_per_node:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The collectives of a GPT's training step, by formula: which, how many, of how many bytes, in which part of the step.
+"""The collectives of a GPT's training step, by formula: their operations, numbers, sizes, and parts of the step.
 
     [M] Shoeybi et al., Megatron-LM, 2019: section 3, Figure 4 (a layer), the loss; appendix B.1 (gradients)
     [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: sections 5 and 7
@@ -18,11 +18,11 @@ from .transformer import TransformerShape, require_recompute
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that a step runs ``count`` times: bytes as nccl-tests has them, and the ranks of its group.
+    """A collective that a step runs ``count`` times.
 
-    part: of the step: "layers" (all of them together), "embedding", "output layer", "loss", "gradients", "optimizer",
-    "labels", "loss and norm". phase: of the parts of the model: "forward", "recompute" or "backward".
-    why: what it is for, and who says so.
+    size: bytes, as nccl-tests counts them. ranks: the size of its group. why: its purpose and its source.
+    part: the part of the step: "layers" (all of them together), "embedding", "output layer", "loss", "gradients",
+    "optimizer", "labels", "loss and norm". phase: in a part of the model, "forward", "recompute" or "backward".
     """
 
     operation: str
@@ -44,15 +44,16 @@ def tensor_parallel_collectives(
     sequence_parallel: bool = False,
     stops_early: bool = False,
 ) -> list[Collective]:
-    """What one micro-batch of ``batch`` sequences communicates over its tensor group, but for the loss.
+    """Return the collectives of one micro-batch of ``batch`` sequences over its tensor group, without the loss.
 
-    A layer: 2 all-reduces of b s h elements forward and 2 backward [M], and the forward's 2 again where it is
-    recomputed whole; the embedding's g and the output layer's f add one each. With sequence parallelism each becomes a
-    reduce-scatter and an all-gather of the same size, and backward gathers each column-parallel input again for its
-    weight gradient [K].
+    A layer has 2 all-reduces of b s h elements forward and 2 backward [M]. If the layer is recomputed in full, the 2 of
+    the forward run again. The embedding's g and the output layer's f add one each. With sequence parallelism each
+    all-reduce becomes a reduce-scatter and an all-gather of the same size, and the backward gathers each
+    column-parallel input again for its weight gradient [K].
 
-    stops_early: a recomputation ends with the last tensor that the backward needs, as PyTorch's does; where that is the
-    MLP's (no dropout follows it), the layer's last reduction is not run again.
+    tensor: the size of the tensor group. stops_early: a recomputation ends with the last tensor that the backward
+    needs, as PyTorch's does. If that is the MLP's (no dropout follows it), the layer's last reduction does not run
+    again.
     """
     require_recompute(recompute)
     if tensor == 1:
@@ -93,10 +94,11 @@ def tensor_parallel_collectives(
 
 
 def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes: float = 4) -> list[Collective]:
-    """The gradients of what acts on sequence shards, once a step: each rank has a part, which the tensor group sums.
+    """Return the sums, once a step, of the gradients of parameters that act on sequence shards.
 
-    partial: elements of those parameters: LayerNorms, biases after a reduce-scatter, position embedding. No seed counts
-    them; Megatron-LM sums them likewise.
+    Each rank of the tensor group has a part of such a gradient, and the group sums the parts. partial: the number of
+    elements of these parameters: LayerNorms, biases after a reduce-scatter, position embedding. The papers do not count
+    these collectives; Megatron-LM runs them, too.
     """
     if tensor == 1 or not partial:
         return []
@@ -107,10 +109,11 @@ def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes
 def loss_collectives(
     shape: TransformerShape, batch: int, tensor: int, *, parallel: bool = True, together: bool = False
 ) -> list[Collective]:
-    """The loss of vocabulary-parallel logits: b s fp32 numbers three times; or b s v logits gathered [M, section 3].
+    """Return the collectives of the loss of vocabulary-parallel logits [M, section 3].
 
-    Maximum, target logit and sum of exponentials of each token. together: the last two in one collective of twice the
-    size. parallel=False: what gathering fp16 logits would take.
+    The tensor group reduces b s fp32 numbers three times: the maximum, the target logit and the sum of exponentials of
+    each token. together: the last two are one collective of twice the size. parallel=False: gather the b s v fp16
+    logits instead.
     """
     if tensor == 1:
         return []
@@ -138,11 +141,11 @@ def data_parallel_collectives(
     zero1: bool = False,
     buckets: Sequence[float] | None = None,
 ) -> list[Collective]:
-    """The gradients of ``count`` parameters summed over ``data`` replicas, once a step [M, appendix B.1].
+    """Return the sums, once a step, of the gradients of ``count`` parameters over ``data`` replicas [M, appendix B.1].
 
-    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters instead of an all-reduce: the
-    same volume where both have as many bytes [Z, section 7]. buckets: the elements of each collective, ``count`` and
-    what they are padded with in all, instead of one collective for everything.
+    zero1: a reduce-scatter of the gradients and an all-gather of the updated parameters, instead of an all-reduce. The
+    volume is the same if gradients and parameters have as many bytes [Z, section 7]. buckets: the elements of each
+    collective, padding included, instead of one collective for all parameters.
     """
     if data == 1:
         return []
@@ -162,11 +165,15 @@ def data_parallel_collectives(
 def scalar_collectives(
     tensor: int, data: int, *, zero1: bool = False, fp16: bool = False
 ) -> list[tuple[str, Collective]]:
-    """(Group, collective): the few numbers that the ranks agree on in a step, which no seed counts.
+    """Return (group, collective) for the few numbers that the ranks exchange in a step. The papers do not count them.
 
-    Over the data group the labels that the loss counts and whether a token is outside the vocabulary (2 int64), and the
-    loss (float64); over the tensor group the squared norm of split parameters' gradients (float64), with ZeRO-1 first
-    over the data group, with that of the replicated ones (2 float64); fp16's flag of an overflow (int64) over both.
+    | group        | numbers                                                                                          |
+    |--------------|--------------------------------------------------------------------------------------------------|
+    | data         | 2 int64: the labels that the loss counts, and whether a token is outside the vocabulary          |
+    | data         | float64: the loss                                                                                |
+    | tensor       | float64: the squared norm of the gradients of split parameters                                   |
+    | data         | ZeRO-1 only, 2 float64: that norm, and the squared norm of the gradients of replicated parameters |
+    | tensor, data | fp16 only, int64: whether a gradient overflowed                                                  |
     """
     found = [
         ("data", Collective("all_reduce", 16, data, 1, "labels counted, tokens outside", "labels")),
@@ -182,5 +189,5 @@ def scalar_collectives(
 
 
 def total_bytes_sent(collectives: Iterable[Collective], algorithm: str = "ring") -> float:
-    """What the busiest rank sends in all of them."""
+    """Return the bytes that the busiest rank sends in all of ``collectives``."""
     return sum(one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives)

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory of a GPT's training step, by formula; its collectives are in `step.py`.
+"""Parameters, FLOPs and memory of a GPT's training step, by formula. `step.py` has its collectives.
 
     [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1 (16 bytes a parameter)
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# fp16 weight and gradient, fp32 master weight, Adam's two moments [Z].
+# fp16 weight and gradient, fp32 master weight, two fp32 moments of Adam [Z].
 ADAM_BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """A GPT with an MLP of 4 h and the output layer tied to the embedding. vocab: after padding."""
+    """The shape of a GPT whose MLP has the width 4 h and whose output layer is tied to the embedding.
+
+    vocab: after padding. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
+    """
 
     layers: int
     hidden: int
@@ -35,14 +38,14 @@ class TransformerShape:
             raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}")
 
     def require_tensor_parallel(self, tensor: int) -> None:
-        """Raise ValueError unless ``tensor`` ranks can each have a part: of heads, hidden size and vocabulary."""
+        """Raise ValueError unless ``tensor`` ranks can split the heads, the hidden size and the vocabulary evenly."""
         for name in ("heads", "hidden", "vocab"):
             if tensor < 1 or getattr(self, name) % tensor:
                 raise ValueError(f"tensor-parallel size {tensor} does not divide {name}={getattr(self, name)}")
 
 
 def layer_parameters(hidden: int, mlp: int | None = None) -> int:
-    """Weights and biases of a transformer layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
+    """Return the number of parameters of a layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
     mlp = 4 * hidden if mlp is None else mlp
     return (
         (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden) + (2 * mlp * hidden + mlp + hidden) + 4 * hidden
@@ -50,7 +53,11 @@ def layer_parameters(hidden: int, mlp: int | None = None) -> int:
 
 
 def parameters(shape: TransformerShape, tensor: int = 1) -> float:
-    """Parameters of one rank of ``tensor``: weights and column biases split, LayerNorms, row biases, positions not."""
+    """Return the number of parameters of one rank of a tensor group of ``tensor`` ranks.
+
+    Weights and the biases of column-parallel layers are split. LayerNorms, the biases of row-parallel layers and the
+    position embedding are not.
+    """
     h = shape.hidden
     split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
     whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
@@ -60,10 +67,10 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
 def parameter_sizes(
     shape: TransformerShape, tensor: int = 1, *, mlp: int | None = None, positions: int | None = None
 ) -> list[tuple[str, int]]:
-    """(Name, elements) of each parameter that one rank of ``tensor`` holds; without the options, `parameters` in all.
+    """Return (name, elements) of each parameter of one rank of a tensor group of ``tensor`` ranks.
 
-    mlp: width of the feed-forward block (default 4 h). positions: that the model knows (default s). In the order in
-    which this project's GPT lists its parameters, with its names.
+    mlp: width of the feed-forward block (default 4 h). positions: number of positions that the model knows (default s).
+    Names and order are those of this project's GPT. Without the options the elements add up to `parameters`.
     """
     h = shape.hidden
     mlp = 4 * h if mlp is None else mlp
@@ -82,11 +89,11 @@ def parameter_sizes(
 
 
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:
-    """FLOPs of all matrix products of a step with ``batch`` sequences, recomputed ones included [A].
+    """Return the FLOPs of all matrix products of a step with ``batch`` sequences, recomputed ones included [A].
 
-    Forward 24 b s h^2 (1 + s / 6h) a layer and 2 b s h v for the logits; backward twice that; recompute "full" one more
-    forward of every layer: 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all; "selective" one more of the two products of
-    attention [K].
+    The forward takes 24 b s h^2 (1 + s / 6h) for each layer and 2 b s h v for the logits; the backward takes twice
+    that. recompute "full" adds one more forward of every layer, 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all.
+    "selective" adds one more of the two matrix products of attention [K].
     """
     require_recompute(recompute)
     tokens = batch * shape.seq
@@ -99,7 +106,10 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
 
 
 def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:
-    """Weights, gradients and Adam state of ``count`` parameters: 16 bytes each, of which ZeRO-1 splits 12 [Z]."""
+    """Return the bytes of weights, gradients and Adam's state of ``count`` parameters.
+
+    They are 16 bytes for each parameter, of which ZeRO-1 splits 12 over ``zero1_ranks`` ranks [Z].
+    """
     return count * (4 + 12 / zero1_ranks)
 
 
@@ -112,11 +122,14 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     fused_attention: bool = False,
 ) -> float:
-    """What a layer saves for backward, at 2 bytes an activation and 1 a dropout mask [K, Table 2].
+    """Return the bytes that a layer saves for the backward [K, Table 2].
 
-    Nothing recomputed: s b h (34 + 5 a s / h), of which 10 s b h is whole on every tensor rank without sequence
-    parallelism; selective: without the 5 a s / h of attention's scores, which fused_attention never stores; full: the
-    layer's input, 2 s b h, which the paper's table keeps on every rank.
+    An activation has 2 bytes and an element of a dropout mask 1. By ``recompute``:
+
+    - "none": s b h (34 + 5 a s / h). Without sequence parallelism, 10 s b h of it is whole on every rank of the tensor
+      group.
+    - "selective": the same without 5 a s / h, the scores of attention. ``fused_attention`` never stores these.
+    - "full": the layer's input, 2 s b h. The paper's table keeps it on every rank.
     """
     require_recompute(recompute)
     shape.require_tensor_parallel(tensor)
@@ -138,11 +151,11 @@ def activation_bytes(
     sequence_parallel: bool = False,
     fused_attention: bool = False,
 ) -> float:
-    """What is saved at the peak of a step: all layers, the model's ends [K, section 4.3], and one layer recomputed.
+    """Return the bytes saved at the peak of a step: all layers, the model's ends, and the layer being recomputed.
 
-    The ends: dropout of the embedding (s b h), final LayerNorm and input of the output layer (2 s b h each), and the
-    logits in fp32 (4 s b v / t). Under "full" the layer being recomputed is there in full besides; under "selective"
-    its attention's scores.
+    The ends are the dropout of the embedding (s b h), the final LayerNorm and the input of the output layer (2 s b h
+    each), and the logits in fp32 (4 s b v / t) [K, section 4.3]. Of the layer being recomputed, "full" adds everything
+    that it saves, and "selective" the scores of its attention.
     """
     layer, everything = (
         layer_activation_bytes(

@@ -1,8 +1,8 @@
 """Device tensors by MPI: through pinned host memory, or as device addresses if the MPI takes them.
 
-`StagedTransport` and `DeviceAddressTransport` both work on the host, as `HostTransport` does. `Hosted` puts their calls
-in order with the caller's CUDA stream: a call begins after what the stream holds, and returns when its result is
-complete.
+`StagedTransport` and the transport of `device_address_transport` work on the host, as `HostTransport` does. `Hosted`
+puts their calls in order with the caller's CUDA stream: a call begins after everything that the stream holds, and
+returns when its result is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BYTES = 4 << 20
 class Hosted:
     """Runs the operations of a transport for device tensors that works on the host, in order with a CUDA stream.
 
-    inner: a `StagedTransport` or the operations of a `DeviceAddressTransport`. Its calls run on a stream of their own.
+    inner: a `StagedTransport`, or the transport of `device_address_transport`. Its calls run on a stream of their own.
     """
 
     def __init__(self, inner: Any, runtime: Runtime, device: torch.device) -> None:

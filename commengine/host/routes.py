@@ -1,13 +1,11 @@
 """The route of a large collective of host tensors: MPI, the shared memory of one node, or two levels.
 
-================  ================================================  ================================================
-route             used for                                          implementation
-================  ================================================  ================================================
-window            tensors that lie in windows, inside one node      `commengine.shared_memory.window_collectives`
-bounce            reductions of private tensors, inside one node    `commengine.shared_memory.slots`
-two levels        reductions of a group that spans nodes            `commengine.shared_memory.two_level`
-MPI               everything else                                   `commengine.host.transport`
-================  ================================================  ================================================
+| route      | used for                                       | implementation                                |
+|------------|------------------------------------------------|-----------------------------------------------|
+| window     | tensors that lie in windows, inside one node   | `commengine.shared_memory.window_collectives` |
+| bounce     | reductions of private tensors, inside one node | `commengine.shared_memory.slots`              |
+| two levels | reductions of a group that spans nodes         | `commengine.shared_memory.two_level`          |
+| MPI        | everything else                                | `commengine.host.transport`                   |
 
 A table of switch points (`commengine.host.switch_points`) says from which size on each route is faster than MPI.
 """

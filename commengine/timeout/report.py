@@ -12,9 +12,7 @@ from .entries import Entry
 NAMED = 16
 
 
-def write_report(
-    world_rank: int, problem: str, missing: list[str] | None, entries: Iterable[Entry]
-) -> str:  # fmt: skip
+def write_report(world_rank: int, problem: str, missing: list[str] | None, entries: Iterable[Entry]) -> str:
     """Return the report of the rank ``world_rank``.
 
     problem: what is wrong. missing: from `missing_ranks`, or None if no collective of this rank is waiting. entries:

@@ -189,7 +189,7 @@ def test_options_come_from_a_file_too(tmp_path):
         ),
         (["--max-bytes", "1T"], "--max-bytes 1T: 8 buffers of that size; at most"),
         (["--min-bytes", "2K", "--max-bytes", "1K"], "--min-bytes 2048 and --max-bytes 1024"),
-        (["--step-factor", "1"], "--step-factor 1.0: a number above 1"),
+        (["--step-factor", "1"], "--step-factor 1.0: must be a number above 1"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: tensor=3 does not divide"),
         (["--start", "now"], "--start now: there is no such name; valid: auto, barrier, clock"),
         (["--group", "pipeline"], "--group pipeline: there is no such name; valid: world, tensor, data"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,3 +253,62 @@ def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeyp
             monkeypatch.setattr("sys.argv", ["replay", *argv])
             with pytest.raises(UsageError, match=message):
                 replay.main(world)
+
+
+#: the median step of bench.step --save at commit 21090a0 (format 2), and of bench.replay --record at its ancestor that
+#: wrote format 1: a GPT of one layer, hidden 8, sequence 8, one sample, tensor-parallel over two ranks
+OLD = {number: Path(__file__).with_name("recordings") / f"format-{number}" for number in (1, 2)}
+
+
+@pytest.mark.parametrize("number", OLD)
+def test_recordings_of_older_versions_are_read(number):
+    what = recording.parse(recording.read(OLD[number]))
+    assert what.groups[0] == Group("tensor", (0, 1)) and what.size == 2
+    for calls in what.calls:
+        sizes = Counter((call.operation, call.dtype, call.bytes) for call in calls if call.group == 0)
+        # s b h activations: the embedding, two each way of the layer, and the output layer's backward. Then the loss's
+        # maximum, and its two sums together, of s b numbers; and the square of the gradient's norm.
+        assert sizes == {
+            ("all_reduce", "float32", 256): 6, ("all_reduce", "float32", 32): 1, ("all_reduce", "float32", 64): 1,
+            ("all_reduce", "float64", 8): 1,
+        }  # fmt: skip
+        assert all(call.start <= call.end and not any(call.windows) for call in calls)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("number", OLD)
+def test_recordings_of_older_versions_are_replayed(number, mpi_world):
+    from mpi4py import MPI
+
+    from bench import replay
+    from commengine import Communicator
+
+    two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
+    if two == MPI.COMM_NULL:
+        return
+    with Communicator(two) as world:
+        rows = replay.measure(world, recording.parse(recording.read(OLD[number])), warmup=0, rounds=1)
+        assert [row["bytes"] for row in rows] == [row["replayed_bytes"] for row in rows] and len(rows) == 11
+        assert sum(row["bytes"] for row in rows if row["group"] == "tensor") == 6 * 256 + 32 + 64 + 8
+    two.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_recording_is_replaced_only_when_asked(mpi_world, folder):
+    from bench import replay
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        if world.rank == 0:
+            write(folder, lambda rank: [event("all_reduce", rank, redop="sum")], ranks=7)
+        world.barrier()
+        argv = [str(folder), "--record", "--warmup", "0", *TINY]
+        with pytest.raises(UsageError, match=r"^TRACE .*: holds a recording of 7 ranks; give another .* --overwrite"):
+            replay.main(world, argv)
+        assert len(list(folder.iterdir())) == 7
+        world.barrier()
+        replay.main(world, [*argv, "--overwrite"])
+        world.barrier()
+        assert recording.parse(recording.read(folder)).size == world.size == len(list(folder.iterdir()))
+        with pytest.raises(UsageError, match=r"^--overwrite goes with --record"):
+            replay.main(world, [str(folder), "--overwrite"])

@@ -117,7 +117,7 @@ def test_fits_are_drawn_and_other_json_is_tabled(tmp_path):
     found = Page((tmp_path / "report.html").read_text())
     assert check_stands_alone(found) == 2
     assert found.tables[2][:2] == [["tensor", "s"], ["2", "0.123457"]] and len(found.tables[2]) == 101
-    assert "20 rows more" in found.texts
+    assert "20 more rows" in found.texts
     assert [one[1][0].replace(chr(92), "") for one in found.tables[3:]] == ["c|d", "e"]
 
 

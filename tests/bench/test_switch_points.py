@@ -46,7 +46,10 @@ def test_command(tmp_path):
         (["--largest", "16K"], "--largest 16K: valid: from 32K to 64M"),
         (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
-        (["--json", __file__], f"--json {__file__}: would be completed, but holds something else"),
+        (
+            ["--json", __file__],
+            f"--json {__file__}: holds something else than switch points, so it cannot be completed",
+        ),
     ],
 )
 def test_bad_options_are_named(argv, message):

@@ -1,9 +1,9 @@
 """Run command lines of pretrain_gpt one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
 
-A start of an MPI job costs seconds, most of them for importing torch; a run of a tiny model does not. Each command
-is given a communicator over the first ranks of the job, and ends as `launch.run` would end it; a crash ends the
-whole job, as it should. RUNS: a list of [ranks, arguments]. OUTCOMES: for each, what each of its ranks ended with:
-exit code, standard output and standard error.
+Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
+command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
+whole job. RUNS: a list of [ranks, arguments]. OUTCOMES: for each run, the exit code, standard output and standard error
+of each of its ranks.
 """
 
 import io
@@ -20,7 +20,7 @@ from trainers.pretrain_gpt import main
 
 
 class Tee(io.StringIO):
-    """Keeps what is written, and shows it at once: of a job that is aborted, nothing else is seen."""
+    """Keep the text, and also show it at once, because nothing else is seen of a job that is aborted."""
 
     def write(self, text: str) -> int:
         sys.__stderr__.write(text)

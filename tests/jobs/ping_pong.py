@@ -1,6 +1,7 @@
-"""Messages of the engine between two ranks, as bench.collectives writes its results: ``ping_pong.py FILE ROUNDS``.
+"""Time messages of the engine between two ranks: ``ping_pong.py FILE ROUNDS``.
 
-A time is half a round trip: what one message takes. The order of the sizes is random and the same on both ranks.
+FILE has the format of bench.collectives. A time is half a round trip.
+The order of the sizes is random and the same on both ranks.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A job whose ranks are on several nodes, or are told so: ``two_levels.py RANKS_PER_NODE``, on every rank.
+"""Compare reductions over several nodes with the exact result: ``two_levels.py RANKS_PER_NODE``, on every rank.
 
-Reductions in two levels against the only right result, of private tensors and of those that a node shares.
+The nodes may be emulated. The tensors are private or shared by the ranks of a node.
 """
 
 import itertools

@@ -1,6 +1,7 @@
-"""What reductions send from a host, by MPI alone and in two levels: ``wire_bytes.py FILE BYTES ROUNDS``.
+"""Count the bytes that reductions send from a host, by MPI alone and in two levels.
 
-The ways alternate. FILE: {operation: {dtype: {way: {"bytes": sent by rank 0's host in a call, "seconds": the least}}}}.
+``wire_bytes.py FILE BYTES ROUNDS``. The two alternate.
+FILE: {operation: {dtype: {way: {"bytes": sent by rank 0's host in a call, "seconds": the least}}}}.
 """
 
 import json

@@ -51,6 +51,7 @@ def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
     assert right, found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
     """Which begins calls at an agreed time here: after a barrier one would set out up to a delay before the other.

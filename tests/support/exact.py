@@ -1,11 +1,11 @@
-"""Inputs whose every reduction is exact, and the results; and tables by which small ones go every way."""
+"""Inputs of which every reduction is exact, the results, and switch points for always or never using shared memory."""
 
 import torch
 
 from commengine.dtypes import FLOATING_TYPES
 from commengine.host.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
 
-#: through memory from the first byte on, and never
+#: shared memory from the first byte on, and never
 ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
 NEVER = SwitchPoints({})
 
@@ -24,7 +24,7 @@ def values(dtype, numel, rank):
 
 
 def expected(dtype, numel, size, op):
-    """What all ranks get from reducing their `values`."""
+    """The result of reducing the `values` of all ranks."""
     parts = torch.stack([values(dtype, numel, rank) for rank in range(size)])
     if dtype == torch.bool:
         return parts.any(0) if op in ("sum", "max") else parts.all(0)

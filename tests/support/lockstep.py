@@ -1,12 +1,12 @@
-"""Keep the ranks of an MPI test run in step, so that a failure on one is a failure on all and never a hang.
+"""Keep the ranks of an MPI test run in step: a failure on one rank is a failure on all, and never a hang.
 
-After each phase of each test (setup, call, teardown) the ranks exchange how it went, on a communicator of
-their own. If one failed, all of them fail the phase, and rank 0's report, the only one shown, carries what
-the others said. So the ranks run the same tests in the same order, whatever happens.
+After each phase of a test (setup, call, teardown) the ranks exchange its outcome on a communicator of their own. If the
+phase failed on one rank, all ranks fail it. Only rank 0's report is shown, and it contains the failures of the other
+ranks. Therefore the ranks always run the same tests in the same order.
 
-A rank that failed cannot know whether the others will come: they may be waiting inside a collective that it
-never joined. It waits ``GRACE_S`` for them, then prints its own failure and aborts the job. A rank that did
-not fail waits as long as the test's time limit (pytest-timeout's) allows; then every rank prints where it is.
+The other ranks may wait for a failed rank inside a collective that it never joined. A failed rank therefore waits only
+``GRACE_S`` for them, prints its own failure and aborts the job. A rank that did not fail waits until the test's time
+limit (pytest-timeout's). Then every rank prints its stacks.
 """
 
 import faulthandler
@@ -24,11 +24,9 @@ import pytest
 from mpi4py import MPI
 
 GRACE_S = 5.0  # a failed rank waits this long for the others before it ends the job
-COLLECTION_S = 60.0  # by this much may the ranks differ in collecting the tests
-STACKS_S = 1.0  # at a time limit: from printing this rank's stacks to ending the job, so that all print theirs
-FORWARD_S = (
-    0.5  # what an aborting rank leaves the launcher to forward its last words: MPICH's kills at once, words and all
-)
+COLLECTION_S = 60.0  # the first rank to have collected its tests waits this long for the others
+STACKS_S = 1.0  # after a time limit, a rank waits this long before it ends the job, so that all print their stacks
+FORWARD_S = 0.5  # an aborting rank waits this long for its output to be forwarded, because MPICH's launcher drops it
 EXIT_S = 30  # a rank that has not left MPI this long after its last test is killed
 
 PASSED, SKIPPED, FAILED = range(3)
@@ -36,14 +34,14 @@ WORDS = ("passed", "skipped", "failed")
 
 
 class Lockstep:
-    """The plugin. Its communicator is a duplicate, so that a test's own traffic never meets it."""
+    """The plugin. It uses a duplicate of MPI.COMM_WORLD, so that its messages and those of a test never meet."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._comm = MPI.COMM_WORLD.Dup()
         self._rank = self._comm.rank
-        self._stderr = os.dup(2)  # past pytest's capture
-        self._report = io.StringIO()  # what a rank other than 0 would have shown
-        self._report_is_news = self._rank > 0  # whether rank 0's report leaves it out
+        self._stderr = os.dup(2)  # not captured by pytest
+        self._report = io.StringIO()  # the report of a rank other than 0
+        self._report_is_news = self._rank > 0  # whether rank 0's report does not contain it
         self._limit: float | None = None  # seconds for each phase of the current test
         if self._rank > 0:
             config.pluginmanager.unregister(name="terminalreporter")
@@ -53,7 +51,7 @@ class Lockstep:
         vendor, version = MPI.get_vendor()
         return f"mpi: {self._comm.size} ranks, {vendor} {'.'.join(map(str, version))}"
 
-    # Collection: the same tests everywhere, or none is run.
+    # Collection: unless all ranks collected the same tests, none is run.
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
@@ -74,7 +72,7 @@ class Lockstep:
                 pytest.exit(reason, returncode=pytest.ExitCode.INTERRUPTED)
         return (yield)
 
-    # Tests: how each phase went, everywhere.
+    # Tests: all ranks exchange the outcome of each phase.
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -112,7 +110,7 @@ class Lockstep:
             timer.cancel()
 
     def _agree(self, item: pytest.Item, phase: str, outcome: int, text: str) -> str:
-        """Exchange how the phase went; return what the other ranks said, unless all passed or all skipped."""
+        """Exchange the outcome of a phase. Return the other ranks' words, or "" if all passed or all skipped."""
         outcomes = self._arrived(outcome, GRACE_S if outcome == FAILED else None)
         if outcomes is None:
             self._abort(f"{text}\n{item.nodeid}: this rank failed in {phase}, and the others wait for it")
@@ -130,7 +128,7 @@ class Lockstep:
         return others
 
     def _arrived(self, mine: int, seconds: float | None) -> list[int] | None:
-        """Every rank's number, or None if not all of them gave it in time."""
+        """The numbers of all ranks, or None if one of them did not arrive in time."""
         send, received = np.array([mine]), np.empty(self._comm.size, dtype=int)
         request = self._comm.Iallgather(send, received)
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -142,8 +140,8 @@ class Lockstep:
             pause = min(2 * pause, 5e-3)
         return received.tolist()
 
-    # Time limits: pytest-timeout decides how long. Its own report would go where only rank 0's is seen, and
-    # it stops counting at the first failure, before a teardown that may hang.
+    # Time limits: pytest-timeout chooses them. It would report only on rank 0's output, and it stops its timer at the
+    # first failure, although the teardown may hang. The timers here do neither.
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool:
@@ -183,10 +181,10 @@ class Lockstep:
     def pytest_unconfigure(self) -> None:
         if self._report_is_news:
             self._say(self._report.getvalue())
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: MPI_Finalize runs when no Python thread can
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # no Python handler could run during MPI_Finalize
         signal.alarm(int(GRACE_S) if self._report_is_news else EXIT_S)
 
 
 def _anywhere(report: str) -> str:
-    """A report without what differs between processes: the addresses of objects."""
+    """A report without the addresses of objects, which differ between processes."""
     return re.sub("0x[0-9a-f]+", "0x", report)

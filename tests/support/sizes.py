@@ -9,11 +9,13 @@ OPTION = "--where-size-matters"
 
 
 def selected(item: pytest.Item, size: int) -> bool:
-    """Whether ``make test`` runs this test, which is marked ``mpi``, on ``size`` ranks.
+    """Whether ``make test`` runs this test on ``size`` ranks, if it is marked ``mpi``.
 
     A test marked ``every_size`` runs on every number of ranks from its ``min_size`` on. Any other test runs on 2 ranks
     only, or on the smallest of SIZES that its ``min_size`` allows.
     """
+    if not item.get_closest_marker("mpi"):
+        return True
     least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
     if least > max(SIZES):
         raise pytest.UsageError(

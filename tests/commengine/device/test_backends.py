@@ -10,8 +10,8 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, trace
 from commengine.device.stream import DeviceStream
-from tests.commengine import test_collectives
-from tests.commengine.test_collectives import given
+from tests.commengine import test_communicator_collectives
+from tests.commengine.test_communicator_collectives import given
 from tests.support.device.device_stand_in import communicator_stand_in, on_device
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -65,7 +65,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_are_those_of_the_host(run, mpi_world, operation, dtype):
     """The tests of the host's operations, with the `run` of this file."""
-    getattr(test_collectives, f"test_{operation}")(run, mpi_world, dtype)
+    getattr(test_communicator_collectives, f"test_{operation}")(run, mpi_world, dtype)
 
 
 # Streams: the stand-in runs everything as late as it may, so a missing wait is a wrong result every time. ---------
@@ -307,6 +307,15 @@ def test_checked_tells_a_device_tensor_from_a_host_tensor(patches, mpi_world):
         comm.all_reduce(tensor)
         with pytest.raises(CollectiveMismatch, match=re.escape("all_reduce(float32 cuda [3], op=sum)")):
             comm.all_reduce(tensor if comm.rank == 0 else torch.ones(3))
+        comm.cuda.synchronize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_checked_compares_a_block_of_one_device_call(patches, mpi_world):
+    with opened(patches, mpi_world, checked=True) as comm:
+        tensor = on_device(torch.ones(3))
+        with pytest.raises(CollectiveMismatch, match="op=max"), comm.coalesce():
+            comm.all_reduce(tensor, "sum" if comm.rank == 0 else "max")
         comm.cuda.synchronize()
 
 

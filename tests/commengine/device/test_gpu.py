@@ -8,7 +8,7 @@ import torch
 
 from commengine import CollectiveError, Communicator, trace
 from commengine.device.stream import DeviceStream
-from tests.commengine.test_collectives import (  # noqa: F401  run here with the `run` of this file
+from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     test_all_gather,
     test_all_gather_in_place,
     test_all_reduce,

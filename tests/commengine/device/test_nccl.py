@@ -9,7 +9,7 @@ from commengine import CollectiveError
 from commengine.device.nccl import DeviceTransport, connect
 from commengine.dtypes import DTYPES, NCCL_REDUCTIONS, REDUCTIONS
 from commengine.errors import TransferError
-from tests.commengine.test_collectives import (  # noqa: F401  run here with the `run` of this file
+from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     given,
     test_all_gather,
     test_all_gather_in_place,

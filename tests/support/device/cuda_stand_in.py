@@ -1,8 +1,8 @@
 """``torch.cuda`` without a GPU: streams and events whose work runs as late as it may.
 
-Nothing runs before somebody waits for it, and then only what that needs. So a result that was used without waiting
-for it, or a collective that did not wait for what it sends, is wrong every time and not once in a while. Every piece
-of work takes one millisecond of a clock of this module's own.
+Work runs only when somebody waits for it, together with the work that it depends on. Therefore a result that was used
+without a wait, and a collective that did not wait for its input, are wrong every time. Every piece of work takes one
+millisecond of this module's own clock.
 """
 
 from __future__ import annotations

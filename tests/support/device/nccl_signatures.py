@@ -1,7 +1,7 @@
-"""What CuPy's NCCL binding says of itself: the first line of every docstring, of 13.6 and of 14.2.
+"""The signatures of CuPy's NCCL binding: the first lines of its docstrings, of versions 13.6 and 14.2.
 
-`test_device_binding.py` compares this with the real binding wherever it loads; `nccl_stand_in.py` holds every call
-against it.
+`tests/commengine/device/test_nccl_binding.py` compares them with the real binding wherever it loads.
+`nccl_stand_in.py` checks every call against them.
 """
 
 _BOTH = {

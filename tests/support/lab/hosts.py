@@ -1,9 +1,9 @@
-"""Emulated hosts with a known delay and rate, for MPI jobs: brought up and torn down in one ``with``.
+"""Start emulated hosts with a known delay and rate for MPI jobs, and remove them, in one ``with``.
 
     with emulated_hosts(2, delay_us=1000, rate_mbit=500) as hosts:
         done = hosts.run("-m", "some.program", timeout=60)      # one rank on each host
 
-What the wire is, is in relay.py. Nothing of it outlives the block: namespaces have no names, only processes.
+relay.py emulates the wire. Nothing outlives the block, because the namespaces have no names, only processes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MTU = 9000  # large packets: the relay is Python, and takes 10 to 20 us for one
 
 
 def why_not() -> str | None:
-    """Why this machine cannot emulate hosts; None where it can."""
+    """The reason why this machine cannot emulate hosts, or None if it can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -54,11 +54,11 @@ class Hosts:
     def run(self, *args: str, timeout: float, ranks_each: int = 1) -> "subprocess.CompletedProcess[str]":
         """Run ``python ARGS`` as an MPI job, ``ranks_each`` on each host, between hosts over the emulated wire alone.
 
-        Raises subprocess.TimeoutExpired after ``timeout`` seconds, the job ended.
+        After ``timeout`` seconds it ends the job and raises subprocess.TimeoutExpired.
         """
         environment = {
             "LAB_HOSTS": json.dumps(self.pids),
-            # UCX would find that all hosts have one memory, and use that.
+            # Without this, UCX finds that the hosts share memory, and uses that.
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": "wan0",
         }
@@ -72,7 +72,7 @@ class Hosts:
         return mpirun.command(first, timeout=timeout, env=environment)
 
     def processes(self) -> list[int]:
-        """All that runs on the hosts, whoever started it."""
+        """The ids of all processes on the hosts."""
         ours = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in self.pids.values()}
         found = []
         for path in Path("/proc").iterdir():

@@ -28,12 +28,12 @@ def _call(name: str, *args: int | bytes | None) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends, in whatever way."""
+    """Let the kernel kill this process when the thread that started it ends."""
     _call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def wake_in_time() -> None:
-    """Wake from a sleep when it is over, before others: timers without slack, real-time priority where it is given."""
+    """Wake from a sleep on time: no timer slack, and real-time priority if it is allowed."""
     _call("prctl", SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -44,7 +44,7 @@ def wake_in_time() -> None:
 def leave() -> None:
     """Put this process into network, UTS, IPC and mount namespaces of its own.
 
-    /sys shows the devices of the network namespace that it was mounted in, and UCX looks there: so it is mounted anew.
+    /sys shows the devices of the network namespace in which it was mounted. It is mounted again, because UCX reads it.
     """
     _call("unshare", sum(KINDS.values()))
     _call("mount", b"none", b"/", None, SLAVE_ALL, None)

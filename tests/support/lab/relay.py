@@ -1,9 +1,9 @@
 """Hosts in network namespaces, and the wire between them: ``python relay.py HOSTS DELAY_US RATE_MBIT MTU``.
 
-Host k has the address 10.79.0.k on a device ``wan0``, whose other end is this process. A packet leaves its sender at
-RATE_MBIT, one after another, and arrives DELAY_US later. Prints {address: process that holds the host's namespaces}
-when all is up. It and all hosts end with whoever started it, however that ends, for a namespace lives as long as a
-process in it.
+Host k has the address 10.79.0.k on a device ``wan0``, whose other end is this process. Packets leave their sender one
+after another at RATE_MBIT and arrive DELAY_US later. When all hosts are up, this program prints {address: id of the
+process that holds the host's namespaces}. The program and its hosts end when their parent process ends, even if that
+was killed, because a namespace lives as long as a process in it.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 import namespaces
 
 NETWORK = "10.79.0"
-LONGEST_QUEUE_S = 0.2  # of a sender's packets; beyond, they are dropped, as a router would
+LONGEST_QUEUE_S = 0.2  # a sender's packets that would wait longer are dropped, as by a router
 BATCH = 64  # packets taken from one host before the others' are delivered
 #: one congestion window for the whole connection, as between hosts that talk all the time
 SETTINGS = {"tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
@@ -67,7 +67,7 @@ def relay(tuns: list[int], delay_s: float, bytes_per_s: float) -> None:
                 _, receiver, packet = wire.popleft()
                 try:
                     write(receiver, packet)
-                except OSError:  # its queue is full: lost, and sent again
+                except OSError:  # the receiver's queue is full; TCP sends the packet again
                     continue
             if wire:
                 arrival = min(arrival, wire[0][0])
@@ -91,7 +91,7 @@ def relay(tuns: list[int], delay_s: float, bytes_per_s: float) -> None:
 
 
 def main() -> None:
-    """Bring all up, say so, and carry packets."""
+    """Start the hosts, print their processes, and carry packets."""
     hosts, delay_us, rate_mbit, mtu = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     namespaces.die_with_parent()
     up = [new_host(number, mtu) for number in range(1, hosts + 1)]

@@ -86,6 +86,7 @@ class Branch(torch.nn.Module):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
+@pytest.mark.long
 def test_inductor(group):
     if group.size != 2:
         pytest.skip("two ranks are enough for what takes so long")

@@ -1,4 +1,4 @@
-"""The split GPT against the whole one (which test_gpt2_peer.py holds against transformers')."""
+"""The split GPT against the whole one (which test_gpt_peer.py holds against transformers')."""
 
 import pytest
 import torch

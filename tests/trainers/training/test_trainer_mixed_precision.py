@@ -10,7 +10,7 @@ import torch
 from commengine import trace
 from tplayers import GPT, Randomness, initialize
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 STEPS = 20
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
@@ -66,6 +66,7 @@ def assert_same_bits(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, single, precision):
     """(TP, DP) = (1, 1), (2, 1), (2, 2), by the size of the job, against one rank, in this precision and in fp32.
@@ -98,7 +99,10 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", pytest.param("bf16", marks=pytest.mark.every_size), "fp16"],  # on four ranks it takes long
+)
 def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatch, precision):
     """(TP, DP) = (2, 1) or (2, 2), by the size of the job, with dropout. See LAYERS for which agree in every bit.
 
@@ -115,6 +119,7 @@ def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatc
         assert worst == 0 if same else 0 < worst < LOSSES[precision], (name, worst)
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_shard_is_clipped_as_the_whole_is(world, alone, trainer, precision):
     """Clipped runs differ by the rounding of the norm; with the norm of a shard alone they would be far off."""
@@ -168,6 +173,7 @@ def plain_torch(alone, trainer, dtype, scale, clip, steps):
     return losses, dict(zip(dict(model.named_parameters()), masters, strict=True))
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_against_a_plain_torch_loop(world, alone, trainer, precision, clip):
@@ -189,6 +195,7 @@ def test_against_a_plain_torch_loop(world, alone, trainer, precision, clip):
             assert torch.equal(ours[name], master.to(DTYPES[precision])), name
 
 
+@pytest.mark.every_size
 def test_each_rank_keeps_its_share_of_the_optimizer_and_all_of_the_parameters(world, trainer):
     made = trainer(world, bf16=True, use_distributed_optimizer=True)
     elements = sum(p.numel() for p in made.model.parameters())
@@ -200,6 +207,7 @@ def test_each_rank_keeps_its_share_of_the_optimizer_and_all_of_the_parameters(wo
         assert layout.size % world.size == 0 and all(start % 64 == 0 for start in layout.starts.values())
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize(("fp32", "overlap"), list(itertools.product([False, True], repeat=2)))
 def test_what_is_sent(world, trainer, fp32, overlap):
     """Per bucket: gradients in the parameters' dtype or in fp32, parameters in theirs, on the stream or not."""

@@ -1,0 +1,100 @@
+"""The tests of a module are found from its name, and no folder of tests is too full to read."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LARGEST = 16  # modules in a folder
+PACKAGES = ("commengine", "tplayers", "trainers")
+
+#: the modules without a test file of their own: the files that test them
+TESTED_BY = {
+    "commengine/calls/dispatch.py": ["commengine/test_communicator_collectives.py", "commengine/test_trace.py"],
+    "commengine/device/clock.py": ["commengine/device/test_backends.py"],
+    "commengine/device/staged.py": ["commengine/device/test_backends.py"],
+    "commengine/device/stream.py": ["commengine/device/test_backends.py"],
+    "commengine/dtypes.py": ["commengine/test_communicator_collectives.py"],
+    "commengine/errors.py": ["commengine/calls/test_checks.py", "commengine/test_agreement.py"],
+    "commengine/host/polling.py": ["commengine/test_stream.py", "commengine/device/test_backends.py"],
+    "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
+    "commengine/job_end.py": ["commengine/test_launch.py"],
+    "commengine/mpi.py": ["commengine/test_launch.py"],
+    "commengine/operations.py": ["commengine/test_communicator_collectives.py"],
+    "commengine/rank_zero.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_layer_options.py"],
+    "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
+    "commengine/shared_memory/nodes.py": ["commengine/shared_memory/test_two_level.py"],
+    "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
+    "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
+    "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
+    "tplayers/mlp.py": ["tplayers/test_block.py"],
+    "trainers/checkpoints/parallel_safetensors.py": ["trainers/checkpoints/test_checkpoint.py"],
+    "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
+    "trainers/config.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/data/batches.py": ["trainers/run/test_evaluation.py", "trainers/training/test_reduction.py"],
+    "trainers/data/corpus.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
+    "trainers/options.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/run/loop.py": ["trainers/test_pretrain_gpt.py", "trainers/checkpoints/test_run_folder.py"],
+    "trainers/run/report.py": ["trainers/run/test_metrics.py", "trainers/test_pretrain_gpt.py"],
+    "trainers/run/startup.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
+    "trainers/training/clipping.py": ["trainers/training/test_reduction.py"],
+    "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
+    "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
+    "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
+    "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
+    "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
+}
+#: the commands of bench without a test file of their own; the rooms of bench are tested through its commands
+BENCH_TESTED_BY: dict[str, list[str]] = {
+    "bench/gpu.py": ["bench/command/test_commands.py"],
+    "bench/overhead.py": ["bench/command/test_commands.py"],
+    "bench/overlap.py": ["bench/command/test_commands.py"],
+    "bench/step_contest.py": ["bench/command/test_commands.py"],
+    "bench/this_machine.py": ["bench/command/test_commands.py"],
+}
+ELSEWHERE = TESTED_BY | BENCH_TESTED_BY
+
+
+def own_files(module: Path) -> list[Path]:
+    """The test files of the module's own name: test_<module>.py and test_<module>_<aspect>.py."""
+    folder = ROOT / "tests" / module.parent
+    return [*folder.glob(f"test_{module.stem}.py"), *folder.glob(f"test_{module.stem}_*.py")]
+
+
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for path in [*(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")), *(ROOT / "bench").glob("*.py")]
+    if not path.name.startswith("_")
+)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_modules_tests_are_found_from_its_name(module: Path) -> None:
+    if str(module) not in ELSEWHERE:
+        wanted = Path("tests", module.parent, f"test_{module.stem}.py")
+        assert own_files(module), (
+            f"{module}: write {wanted}, or name its test files in TESTED_BY of tests/test_mirror.py"
+        )
+
+
+def test_the_table_names_what_exists_and_nothing_else() -> None:
+    for name, files in ELSEWHERE.items():
+        assert Path(name) in MODULES, f"{name} is in the table, and there is no such module"
+        missing = [file for file in files if not (ROOT / "tests" / file).is_file()]
+        assert files and not missing, f"{name}: no tests/{missing}"
+    for name in TESTED_BY:
+        assert not own_files(Path(name)), f"{name} has a test file of its name: take it out of the table"
+
+
+def test_a_folder_of_tests_mirrors_one_of_the_packages() -> None:
+    own = {"support", "jobs", "lab"}
+    for folder in {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}:
+        assert folder.parts[:1] in [(), *((name,) for name in own)] or (ROOT / folder).is_dir(), f"tests/{folder}"
+
+
+def test_no_folder_of_tests_has_too_many_modules() -> None:
+    for folder in {path.parent for path in (ROOT / "tests").rglob("*.py")}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= LARGEST, f"{folder.relative_to(ROOT)} has {len(modules)}: make rooms"

@@ -1,0 +1,160 @@
+"""Every table of operations in the repository agrees with `commengine.operations`.
+
+These tests lead a developer who adds an operation there from place to place. A table that leaves operations out, or has
+names of its own, has an exception below, with the reason.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from bench import fit, switch_points
+from bench.step_study import recording, timeline
+from bench.transports import operations as measured
+from commengine import Communicator, compiled_ops, cost
+from commengine.cost import step as training_step
+from commengine.device.nccl import DeviceTransport
+from commengine.device.staged import StagedTransport
+from commengine.host import switch_points as measured_points
+from commengine.host.routes import MemoryRoutes
+from commengine.host.switch_points import KINDS, SwitchPoints
+from commengine.host.transport import HostTransport
+from commengine.operations import FORMULAS, IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
+from commengine.shared_memory import flags
+from commengine.shared_memory.slots import Bounce
+from commengine.shared_memory.two_level import TwoLevel
+from commengine.shared_memory.window_collectives import InWindow
+
+ALL = frozenset(OPERATIONS)
+PAIRWISE = frozenset(name for name, operation in OPERATIONS.items() if operation.pairwise)
+REDUCING = frozenset(name for name, operation in OPERATIONS.items() if operation.reduces)
+COLLECTIVE = ALL - PAIRWISE
+
+#: table -> (operations that it leaves out, names of its own), each with the reason
+LEFT_OUT = {
+    # bench.collectives gives every rank the same call; a send and a recv are two, which sendrecv measures together
+    "bench.transports.operations.OPERATIONS": {"send", "recv"},
+    # a series of bench.fit is named after the call of rank 0, which sends
+    "bench.fit.MESSAGES": {"recv"},
+}
+OWN_NAMES = {
+    # a round trip, which bench.collectives measures with send and recv
+    "bench.fit.MESSAGES": {"ping_pong"},
+    # an all-gather whose output lies in a window, beside one whose input does
+    "commengine.shared_memory.flags._OPERATIONS": {"gather_into"},
+}
+#: collectives under f and g, which layers use inside torch.compile: their operators in commengine.compiled_ops
+COMPILED = {"all_reduce": "all_reduce_", "all_gather": "all_gather_into_", "reduce_scatter": "reduce_scatter_into_"}
+#: operations that no layer uses, only the trainer around it
+NOT_COMPILED = {"broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier", "send", "recv", "sendrecv"}
+
+TABLES = {
+    "commengine.cost.OPERATIONS": (cost.OPERATIONS, FORMULAS),
+    "commengine.cost.ALGORITHMS": (cost.ALGORITHMS, FORMULAS),
+    "commengine.host.switch_points.OPERATIONS": (measured_points.OPERATIONS, IN_MEMORY),
+    "commengine.host.switch_points.REDUCING": (measured_points.REDUCING, REDUCING_IN_MEMORY),
+    "commengine.shared_memory.flags._OPERATIONS": (flags._OPERATIONS, IN_MEMORY),
+    "bench.transports.operations.OPERATIONS": (measured.OPERATIONS, ALL),
+    "bench.transports.operations.REDUCING": (measured.REDUCING, REDUCING),
+    "bench.transports.operations.ROOTED": (measured.ROOTED, {n for n, o in OPERATIONS.items() if o.rooted}),
+    "bench.transports.operations.SPLIT": (measured.SPLIT, {n for n, o in OPERATIONS.items() if o.split}),
+    "bench.step_study.recording.REPLAYED": (recording.REPLAYED, ALL),
+    "bench.step_study.recording.MESSAGES": (recording.MESSAGES, PAIRWISE),
+    "bench.step_study.recording.IN_WINDOWS": (recording.IN_WINDOWS, IN_MEMORY),
+    "bench.fit.MESSAGES": (fit.MESSAGES, {n for n, o in OPERATIONS.items() if o.formula == "p2p"}),
+    "bench.switch_points.SERIES": ({name for name, _ in switch_points.SERIES}, IN_MEMORY),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_has_every_operation(name: str):
+    table, expected = TABLES[name]
+    assert set(table) == set(expected) - LEFT_OUT.get(name, set()) | OWN_NAMES.get(name, set())
+
+
+def test_exceptions_are_exceptions():
+    assert LEFT_OUT.keys() | OWN_NAMES.keys() <= TABLES.keys()
+    assert all(left_out <= set(TABLES[name][1]) for name, left_out in LEFT_OUT.items())
+    assert all(not own & ALL for own in OWN_NAMES.values())
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("transport", [HostTransport, StagedTransport, DeviceTransport], ids=lambda t: t.__name__)
+def test_transport_has_the_operation(transport: type, operation: str):
+    parameters = inspect.signature(getattr(transport, operation)).parameters
+    assert tuple(parameters) == ("self", *OPERATIONS[operation].arguments)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_communicator_has_the_operation(operation: str):
+    parameters = inspect.signature(getattr(Communicator, operation)).parameters
+    longer = {"sent": "sendtensor", "received": "recvtensor"}
+    ours = {longer.get(name, name) for name in OPERATIONS[operation].arguments}
+    assert parameters.keys() == {"self", "stream", *ours}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_row_is_sound(operation: str):
+    row = OPERATIONS[operation]
+    assert row.name == operation
+    assert {row.counted, row.whole} - {None} <= set(row.arguments)
+    assert (row.counted is None) == (not row.arguments)
+    assert not (row.pairwise and (row.reduces or row.rooted or row.in_memory))
+    assert row.formula in (None, operation) or row.pairwise
+    assert row.nbytes(6, 4) == (24 if row.counts_part else 6)
+
+
+@pytest.mark.parametrize("operation", IN_MEMORY)
+def test_operation_in_memory_has_its_routes(operation: str):
+    reduces = operation in REDUCING_IN_MEMORY
+    assert hasattr(MemoryRoutes, operation) and hasattr(InWindow, operation)
+    assert hasattr(Bounce, operation) or not reduces
+    assert hasattr(TwoLevel, operation) == reduces
+    kinds = KINDS if reduces else ("full",)
+    rows = SwitchPoints.load().rows
+    assert {key.kind for key in rows if key.operation == operation} == set(kinds)
+    assert [kind for name, kind in switch_points.SERIES if name == operation] == list(kinds)
+
+
+def test_no_other_operation_has_a_route():
+    assert {name for name in OPERATIONS if hasattr(MemoryRoutes, name)} == set(IN_MEMORY)
+
+
+def test_operation_is_compiled_or_is_not():
+    operators = {name for name in vars(compiled_ops) if name.endswith("_") and not name.startswith("_")}
+    assert operators == set(COMPILED.values())
+    assert COMPILED.keys() | NOT_COMPILED == ALL and not COMPILED.keys() & NOT_COMPILED
+
+
+@pytest.mark.parametrize("operation", FORMULAS)
+def test_every_formula_has_a_bus_factor(operation: str):
+    assert 0 < cost.bus_factor(operation, 4) < 2
+
+
+@pytest.mark.parametrize("operation", measured.OPERATIONS)
+def test_every_measured_operation_has_a_bus_factor(operation: str):
+    call = measured.CollectiveCall.of(operation, torch.float32, "sum", 0, 4, 64)
+    assert (call.bus_factor > 0) == (operation != "barrier")  # which moves no bytes
+    counted = OPERATIONS[operation].counted
+    assert (call.nbytes >= 64) == (counted is not None)
+
+
+def test_operations_that_can_be_in_place_are_known():
+    """Those with one tensor, and all_gather, whose input may be rows of its output."""
+    one_tensor = {name for name in COLLECTIVE if "tensor" in OPERATIONS[name].arguments}
+    assert set(measured.IN_PLACE) == one_tensor | {"all_gather"}
+
+
+def test_a_step_has_known_operations_only():
+    shape = cost.TransformerShape(layers=2, hidden=64, heads=4, seq=32, vocab=128)
+    collectives = [
+        *training_step.tensor_parallel_collectives(shape, 2, 4, recompute="full"),
+        *training_step.tensor_parallel_collectives(shape, 2, 4, recompute="full", sequence_parallel=True),
+        *training_step.sequence_parallel_collectives(100, 4),
+        *training_step.loss_collectives(shape, 2, 4),
+        *training_step.data_parallel_collectives(1000, 2, zero1=True),
+        *(one for _, one in training_step.scalar_collectives(4, 2, zero1=True, fp16=True)),
+    ]
+    assert {one.operation for one in collectives} <= set(FORMULAS)
+    assert {operation for _, operation in timeline.COLLECTIVES} <= COLLECTIVE
