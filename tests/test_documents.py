@@ -17,6 +17,8 @@ import yaml
 from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
 from tests.test_readme import accepted
+from trainers.options import parse
+from trainers.tasks.gpt import GPTTrainConfig
 
 ROOT = mpirun.ROOT
 PACKAGES = ("commengine", "tplayers", "trainers", "bench")
@@ -77,7 +79,7 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     if rest:
         assert name == "bench.step", f"{command.text}: unknown arguments {rest}"
         ranks, _ = python_words(command.words)
-        accepted(f"mpirun -n {ranks} python -m trainers.pretrain_gpt {' '.join(rest)}", data)
+        parse(GPTTrainConfig, rest, name).validate(ranks)
 
 
 def parse_make(words: list[str], data: Path) -> None:
