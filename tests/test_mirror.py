@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distribution import INDEPENDENT
+from tests.support.distribution import BUSY, INDEPENDENT
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 16  # modules in a folder
@@ -85,8 +85,8 @@ def test_the_table_names_what_exists_and_nothing_else() -> None:
         assert not own_files(Path(name)), f"{name} has a test file of its name: take it out of the table"
 
 
-def test_files_whose_tests_are_given_out_one_by_one_exist() -> None:
-    assert [file for file in INDEPENDENT if not (ROOT / file).is_file()] == []
+def test_files_that_the_distribution_of_tests_names_exist() -> None:
+    assert [file for file in (*INDEPENDENT, *BUSY) if not (ROOT / file).is_file()] == []
 
 
 def test_a_folder_of_tests_mirrors_one_of_the_packages() -> None:
