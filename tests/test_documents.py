@@ -265,6 +265,7 @@ def exists(path: str) -> bool:
 WRITTEN = {
     "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
     "PREFIX-tokenizer.json", "step.json", "step.png", "program.py", "job.sh", ".json", ".png",
+    "bert.py", "pretrain_bert.py",
 }  # fmt: skip
 
 
@@ -273,7 +274,8 @@ def test_paths_in_backticks_exist(page):
     missing = [
         code
         for code in documents.inline_code(page)
-        if PATH.fullmatch(code) and not code.startswith(OF_THE_READER) and code not in WRITTEN and not exists(code)
+        if PATH.fullmatch(code)
+        and not (code.startswith(OF_THE_READER) or code in WRITTEN or "NAME" in code or exists(code))
     ]
     assert missing == []
 
