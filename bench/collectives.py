@@ -1,9 +1,7 @@
-"""Measure every collective: each operation, size, dtype and transport, in place and out of place, on any group of a
-grid.
+"""Measure every collective, by every transport, in place and out of place, on any group of a grid.
 
     mpiexec -n 2 python -m bench.collectives --max-bytes 64M --json results.json --plot results.png
-    mpiexec -n 4 python -m bench.collectives --operations all_reduce --transports engine,shared,gloo \
-        --tensor-model-parallel-size 2 --group tensor --overlap --transports stream
+    mpiexec -n 4 python -m bench.collectives --tensor-model-parallel-size 2 --group tensor --transports stream --overlap
 
 Size, count, algorithm bandwidth and bus bandwidth are defined as in nccl-tests, with the size of the group. At each
 size all transports alternate, in place and out of place (bench/timing/sampling.py). The ranks begin each call

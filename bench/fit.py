@@ -13,52 +13,23 @@ Sizes are defined as in nccl-tests.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from argparse import BooleanOptionalAction
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from bench.collective_study import piecewise
-from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
-from bench.collective_study.results import KEY, STATISTICS, Series, read
-from bench.collective_study.tables import LINES, readable
+from bench.collective_study.fitted_series import FittedSeries, as_json, draw, tables
+from bench.collective_study.results import STATISTICS, Series, read
 from bench.command.files import check_writable
 from bench.command.machine import environment
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
 from bench.command.values import check_least
 from commengine import UsageError
-from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COMMAND = "bench.fit"
-#: operations that cost one message, because a rank sends and receives at once (commengine/cost/collectives.py)
-MESSAGES = ("send", "sendrecv", "ping_pong")
-
-
-@dataclass(frozen=True)
-class FittedSeries:
-    """A series with its fit."""
-
-    series: Series
-    fit: PiecewiseFit
-
-    @property
-    def operation(self) -> str:
-        """The operation's name in `commengine.cost`."""
-        return "p2p" if self.series.operation in MESSAGES else self.series.operation
-
-    @property
-    def title(self) -> str:
-        """The series in words."""
-        return f"{self.series.operation}, {self.series.ranks} ranks, {self.series.variant}"
 
 
 def parser() -> CommandParser:
@@ -120,155 +91,6 @@ def fit_all(series: Sequence[Series], most: int) -> tuple[list[FittedSeries], li
     return fitted, left_out
 
 
-def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
-    """The model for `commengine.cost`, and the series from which it is made."""
-    used: dict[tuple[str, int], FittedSeries] = {}
-    transports = [one.series.key["transport"] for one in fitted]
-    for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
-        if one.operation in OPERATIONS:
-            used.setdefault((one.operation, one.series.ranks), one)
-    collectives: dict[str, tuple[Segment, ...]] = {}
-    for operation, ranks in sorted(used):
-        segments = used[operation, ranks].fit.segments
-        rows = tuple(Segment(ranks, part.from_bytes, part.alpha, part.beta) for part in segments)
-        collectives[operation] = collectives.get(operation, ()) + rows
-    return FittedModel(collectives), list(used.values())
-
-
-def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
-    """For each algorithm the alpha and beta of a link on which its formula gives this segment, with free arithmetic."""
-    found = {}
-    for name in ALGORITHMS.get(operation, {}):
-        try:
-            cost = collective(operation, name, 1.0, ranks)
-        except ValueError:  # needs a power of two
-            continue
-        found[name] = {"alpha": segment.alpha / cost.steps, "beta": segment.beta / cost.path_bytes}
-    return found
-
-
-def as_json(fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The contents of the model file."""
-    model, used = model_of(fitted)
-    rows = []
-    for one in fitted:
-        points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, one.series.errors, strict=True)
-        rows.append({
-            **one.series.key,
-            "in_model": any(one is other for other in used),
-            "bic": one.fit.bic,
-            "segments": [
-                asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
-            ],
-            "points": [
-                {"bytes": size, "seconds": spent, "residual": residual, "error": error}
-                for size, spent, residual, error in points
-            ],
-        })  # fmt: skip
-    measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
-    result = {**model.to_json(), **environment(COMMAND), "results": str(path), "measured": measured, "series": rows}
-    found: dict[str, Any] = finite(result)
-    return found
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None in place of infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
-    """Yield markdown: the fits, then every size."""
-    yield "| operation | ranks | measured as | from bytes | alpha, us | 1 / beta, GB/s | residuals: rms | largest |"
-    yield "|---|---:|---|---:|---:|---:|---:|---:|"
-    for one in fitted:
-        bounds = [*(part.from_bytes for part in one.fit.segments[1:]), float("inf")]
-        for part, end in zip(one.fit.segments, bounds, strict=True):
-            pairs = zip(one.series.sizes, one.fit.residuals, strict=True)
-            errors = [error for size, error in pairs if part.from_bytes <= size < end]
-            rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
-            start = _interval(part.from_bytes, part.from_interval, "g") if part.from_bytes else "0"
-            low, high = (_bandwidth(beta) for beta in reversed(part.beta_interval))
-            yield (
-                f"| {one.series.operation} | {one.series.ranks} | {one.series.variant} | {start} "
-                f"| {_interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
-                f"| {_bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
-            )
-    for one in fitted:
-        yield from ("", f"{one.title}:", "", "| bytes | measured, us | fit, us | residual |", "|---:|---:|---:|---:|")
-        for size, spent, error in zip(one.series.sizes, one.series.seconds, one.fit.residuals, strict=True):
-            yield f"| {size:.0f} | {1e6 * spent:.4g} | {1e6 * spent * (1 - error):.4g} | {error:+.1%} |"
-
-
-def _interval(value: float, ends: Sequence[float], form: str) -> str:
-    return f"{value:{form}} [{ends[0]:{form}} to {ends[1]:{form}}]"
-
-
-def _bandwidth(beta: float) -> str:
-    return f"{1e-9 / beta:.4g}" if beta else "inf"
-
-
-def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
-    """The fits in a model file. Raises KeyError, TypeError or ValueError if it is not one."""
-
-    def interval(ends: Sequence[float | None]) -> tuple[float, float]:
-        low, high = (math.inf if end is None else float(end) for end in ends)
-        return low, high
-
-    found = []
-    for one in data.get("series", ()):
-        segments = tuple(
-            FittedSegment(
-                part["from_bytes"], interval(part["from_interval"]), part["alpha"], interval(part["alpha_interval"]),
-                part["beta"], interval(part["beta_interval"]),
-            )
-            for part in one["segments"]
-        )  # fmt: skip
-        sizes, spent, residuals, errors = (
-            np.array([float(point[name]) for point in one["points"]])
-            for name in ("bytes", "seconds", "residual", "error")
-        )
-        series = Series({name: one[name] for name in KEY}, sizes, spent, errors)
-        found.append(FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"])))
-    return found
-
-
-def draw(fitted: Sequence[FittedSeries]) -> Figure:
-    """Draw each fit over its data, on logarithmic axes, with the residuals below; one column for each operation."""
-    from matplotlib.figure import Figure
-
-    operations = list(dict.fromkeys(one.series.operation for one in fitted))
-    figure = Figure(figsize=(5.5 * len(operations), 6.5), layout="constrained")
-    axes = figure.subplots(2, len(operations), squeeze=False, sharex="col", height_ratios=(3, 1))
-    for column, operation in enumerate(operations):
-        above, below = axes[0][column], axes[1][column]
-        for number, one in enumerate(one for one in fitted if one.series.operation == operation):
-            colour, shown = LINES[number % len(LINES)], one.series.sizes > 0
-            sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
-            bars = 1.96 * one.series.errors[shown] * seconds
-            label = f"{one.series.ranks} ranks, {one.series.variant}"
-            above.errorbar(sizes, seconds, bars, fmt="o", color=colour, markersize=4, label=label)
-            starts = [part.from_bytes for part in one.fit.segments]
-            for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
-                inside = sizes[(sizes >= start) & (sizes < end)]
-                line = [inside[0] * (inside[-1] / inside[0]) ** (k / 50) for k in range(51)]  # a line curves here
-                above.plot(line, [1e6 * one.fit.seconds(size) for size in line], color=colour)
-                if start:
-                    above.axvline(start, color=colour, linestyle=":", linewidth=0.8)
-            errors = [100 * error for error, keep in zip(one.fit.residuals, shown, strict=True) if keep]
-            below.plot(sizes, errors, "o-", color=colour, markersize=3, linewidth=0.8)
-        above.set(title=operation, xscale="log", yscale="log", ylabel="time, us" if not column else "")
-        readable(above)
-        above.legend(fontsize="x-small", loc="upper left", framealpha=0.8)
-        below.axhline(0, color="black", linewidth=0.6)
-        below.set(xlabel="size", ylabel="residual, %" if not column else "")
-        below.grid(alpha=0.3)
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit and report. Returns the exit status."""
     with user_errors(COMMAND):
@@ -285,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "\n".join(["# Fit", "", f"- results: `{source.get('command', arguments.results)}`", "", *lines, ""])
             )
         if arguments.output:
-            text = json.dumps(as_json(fitted, source, arguments.results), indent=1, allow_nan=False)
+            text = json.dumps(
+                as_json(fitted, source, arguments.results, environment(COMMAND)), indent=1, allow_nan=False
+            )
             arguments.output.write_text(text)
         if arguments.plot:
             draw(fitted).savefig(arguments.plot, dpi=120)

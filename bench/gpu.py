@@ -20,6 +20,7 @@ from bench.command.files import check_writable
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import answer_help, run_on_ranks, user_errors
 from bench.command.values import check_least
+from bench.contests.driver import ContestError
 from bench.gpu_study import flops, overhead, overlap
 from commengine import UsageError
 
@@ -60,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         study = flops if given.study == "flops" else overlap
         device = "cuda" if torch.cuda.is_available() else "cpu"
         run_on_ranks(COMMAND, lambda world: study.run(world, given), parser, device=device)
-    overhead.run(given)  # it starts its programs itself and is no rank of them
+    try:
+        overhead.run(given)  # it starts its programs itself and is no rank of them
+    except ContestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

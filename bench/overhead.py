@@ -74,8 +74,7 @@ def ways_of(
 def measure(
     world: Communicator, windows: Communicator, size: int, rounds: int, seconds: float, least: float
 ) -> dict[str, float]:
-    """Measure one row: medians over ``rounds``, in microseconds, of the engine, of mpi4py, and of what the engine
-    added.
+    """Measure one row: medians over ``rounds`` of the engine, of mpi4py and of the addition, in us.
 
     windows: a communicator of the same ranks for tensors in windows. It is another one, because a communicator that
     has windows checks for large private tensors where they lie. least: the size in bytes from which a tensor in a

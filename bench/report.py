@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import fit
+from bench.collective_study.fitted_series import draw as draw_fits
+from bench.collective_study.fitted_series import fits_of
 from bench.collective_study.results import read
 from bench.collective_study.tables import draw
 from bench.command.files import check_writable
@@ -50,8 +51,9 @@ nav li { display: inline; margin: 1em; }
 
 
 def inline(text: str) -> str:
-    """One line with `code`, **bold** and [text](address). An address is shown as text, because the page stands
-    alone.
+    """One line with `code`, **bold** and [text](address).
+
+    An address is shown as text, because the page stands alone.
     """
     parts = []
     for number, part in enumerate(re.split(r"`([^`]*)`", text)):
@@ -135,11 +137,9 @@ def collectives(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
-    """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture beside the file has it
-    (``drawn``).
-    """
-    if (fitted := fit.fits_of(data)) and not drawn:
-        yield drawing(fit.draw(fitted), name)
+    """Yield the HTML of a model of bench.fit: a table, and a plot unless a picture has it (``drawn``)."""
+    if (fitted := fits_of(data)) and not drawn:
+        yield drawing(draw_fits(fitted), name)
     lines = ["| operation | ranks | from bytes | alpha, us | 1 / beta, GB/s |", "|---|---:|---:|---:|---:|"]
     for operation, segments in data["collectives"].items():
         for one in segments:
@@ -151,9 +151,7 @@ def model(data: dict[str, Any], name: str, drawn: bool) -> Iterator[str]:
 
 
 def records(data: Any, name: str = "") -> Iterator[str]:
-    """Yield a table for every list of objects in other JSON (a plan, a step, the paper's figures), with plain values
-    only.
-    """
+    """Yield a table of the plain values of every list of objects in other JSON (a plan, a step)."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from records(value, f"{name} {key}".strip())

@@ -1,5 +1,4 @@
-"""Trace training steps: what each collective moved, how long it took, and how long the caller waited, beside the
-formulas.
+"""Trace training steps: what each collective moved and took, beside the formulas.
 
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --timeline step.png
     mpiexec -n 4 python -m bench.step --config trainers/configs/main.yaml --overlap-grad-reduce --json step.json

@@ -26,7 +26,7 @@ from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
 from bench.command.values import check_least, listed
-from bench.contests.driver import Contestant, Running, Spread, ratio, rounds, started
+from bench.contests.driver import Contestant, ContestError, Running, Spread, ratio, rounds, started
 from bench.contests.step_task import StepTask
 from bench.peers.gpt import reference_state
 
@@ -193,7 +193,10 @@ def choose(arguments: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report. Returns the exit status: 1 if losses differ, or if a contestant used the cores of another."""
+    """Measure and report. Returns the exit status.
+
+    It is 1 if losses differ, if a contestant used the cores of another, or if one failed.
+    """
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
         check_least(arguments, warmup=COMPARED_STEPS, rounds=1, steps=1)
@@ -210,12 +213,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = StepTask(**sizes, weights=weights)
         save_file(reference_state(task), weights)
         task.save(task_file)
-        with started(everyone) as running:
-            for one in running:
-                print(f"{one.name}: warming up ({one.note})", file=sys.stderr)
-                one.run(arguments.warmup)
-            seconds = rounds(running, arguments.rounds, arguments.steps)
-            result = surroundings | report(task, running, seconds, arguments.baseline or running[0].name)
+        try:
+            with started(everyone) as running:
+                for one in running:
+                    print(f"{one.name}: warming up ({one.note})", file=sys.stderr)
+                    one.run(arguments.warmup)
+                seconds = rounds(running, arguments.rounds, arguments.steps)
+                result = surroundings | report(task, running, seconds, arguments.baseline or running[0].name)
+        except ContestError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
     text = markdown(result, arguments.rounds, arguments.steps)
     publish(text, result, output=arguments.output, json_file=arguments.json)
     for error in result["errors"]:

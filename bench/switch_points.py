@@ -68,8 +68,9 @@ def calls_of(
     ways: dict[str, tuple[Communicator, bool]], operation: str, dtype: torch.dtype, tensors: dict[bool, torch.Tensor],
     nbytes: int,
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """The collective of ``nbytes``, one call for each way. tensors: memory for it, private (False) and in a window
-    (True).
+    """The collective of ``nbytes``, one call for each way.
+
+    tensors: memory for it, private (False) and in a window (True).
     """
 
     def call(comm: Communicator, windowed: bool) -> Callable[[], object]:
@@ -86,8 +87,9 @@ def calls_of(
 
 
 def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
-    """Seconds of each way in each round. It takes about ``seconds`` in all, and at least LEAST_ROUNDS rounds.
-    Collective.
+    """Seconds of each way in each round.
+
+    It takes about ``seconds`` in all, and at least LEAST_ROUNDS rounds. Collective.
     """
     began = time.perf_counter()
     count = max(1, min(50, int(300e-6 / min(mean_seconds(call, 1, world) for call in calls.values()))))
@@ -104,9 +106,7 @@ def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Commu
 
 
 def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: float = 1.0) -> float:
-    """The size of ``sizes`` from which ``way``, taken as ``margin`` times slower, saves the most in the sum of log
-    time.
-    """
+    """The size from which ``way``, taken as ``margin`` times slower, saves the most in the sum of log time."""
     gains = [math.log(slow / fast / margin) for slow, fast in zip(mpi, way, strict=True)]
     totals = [sum(gains[index:]) for index in range(len(sizes))]
     best = max(range(len(sizes)), key=totals.__getitem__)

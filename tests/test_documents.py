@@ -168,6 +168,7 @@ def runnable() -> list[Command]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", runnable(), ids=ids)
 def test_command_runs(command, folder):
     """As it is written, but for options that make a measurement short."""
@@ -188,6 +189,7 @@ def test_command_runs(command, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_python_of_the_cost_study_runs(folder):
     """After the commands above, which wrote the model that it reads."""
     (text,) = [block.text for block in documents.blocks(ROOT / "docs" / "cost-study.md") if block.language == "python"]

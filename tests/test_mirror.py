@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distribution import BUSY, INDEPENDENT
+
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 16  # modules in a folder
 PACKAGES = ("commengine", "tplayers", "trainers")
@@ -20,7 +22,7 @@ TESTED_BY = {
     "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],
     "commengine/mpi.py": ["commengine/test_launch.py"],
-    "commengine/operations.py": ["commengine/test_communicator_collectives.py"],
+    "commengine/operations.py": ["test_operations_tables.py"],
     "commengine/rank_zero.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_layer_options.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
     "commengine/shared_memory/nodes.py": ["commengine/shared_memory/test_two_level.py"],
@@ -48,10 +50,6 @@ TESTED_BY = {
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands
 BENCH_TESTED_BY: dict[str, list[str]] = {
-    "bench/gpu.py": ["bench/command/test_commands.py"],
-    "bench/overhead.py": ["bench/command/test_commands.py"],
-    "bench/overlap.py": ["bench/command/test_commands.py"],
-    "bench/step_contest.py": ["bench/command/test_commands.py"],
     "bench/this_machine.py": ["bench/command/test_commands.py"],
 }
 ELSEWHERE = TESTED_BY | BENCH_TESTED_BY
@@ -84,8 +82,11 @@ def test_the_table_names_what_exists_and_nothing_else() -> None:
         assert Path(name) in MODULES, f"{name} is in the table, and there is no such module"
         missing = [file for file in files if not (ROOT / "tests" / file).is_file()]
         assert files and not missing, f"{name}: no tests/{missing}"
-    for name in TESTED_BY:
         assert not own_files(Path(name)), f"{name} has a test file of its name: take it out of the table"
+
+
+def test_files_that_the_distribution_of_tests_names_exist() -> None:
+    assert [file for file in (*INDEPENDENT, *BUSY) if not (ROOT / file).is_file()] == []
 
 
 def test_a_folder_of_tests_mirrors_one_of_the_packages() -> None:

@@ -9,7 +9,8 @@ import inspect
 import pytest
 import torch
 
-from bench import fit, switch_points
+from bench import switch_points
+from bench.collective_study import fitted_series
 from bench.step_study import recording, timeline
 from bench.transports import operations as measured
 from commengine import Communicator, compiled_ops, cost
@@ -36,11 +37,11 @@ LEFT_OUT = {
     # bench.collectives gives every rank the same call; a send and a recv are two, which sendrecv measures together
     "bench.transports.operations.OPERATIONS": {"send", "recv"},
     # a series of bench.fit is named after the call of rank 0, which sends
-    "bench.fit.MESSAGES": {"recv"},
+    "bench.collective_study.fitted_series.MESSAGES": {"recv"},
 }
 OWN_NAMES = {
     # a round trip, which bench.collectives measures with send and recv
-    "bench.fit.MESSAGES": {"ping_pong"},
+    "bench.collective_study.fitted_series.MESSAGES": {"ping_pong"},
     # an all-gather whose output lies in a window, beside one whose input does
     "commengine.shared_memory.flags._OPERATIONS": {"gather_into"},
 }
@@ -62,7 +63,10 @@ TABLES = {
     "bench.step_study.recording.REPLAYED": (recording.REPLAYED, ALL),
     "bench.step_study.recording.MESSAGES": (recording.MESSAGES, PAIRWISE),
     "bench.step_study.recording.IN_WINDOWS": (recording.IN_WINDOWS, IN_MEMORY),
-    "bench.fit.MESSAGES": (fit.MESSAGES, {n for n, o in OPERATIONS.items() if o.formula == "p2p"}),
+    "bench.collective_study.fitted_series.MESSAGES": (
+        fitted_series.MESSAGES,
+        {n for n, o in OPERATIONS.items() if o.formula == "p2p"},
+    ),
     "bench.switch_points.SERIES": ({name for name, _ in switch_points.SERIES}, IN_MEMORY),
 }
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and models over commengine. No files, no arguments, no global state."""
+"""Tensor-parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
 from .attention import SelfAttention
 from .block import TransformerBlock

@@ -17,19 +17,22 @@ from .rng import Randomness, dropout
 
 
 class SelfAttention(nn.Module):
-    """Each rank computes its own heads, whole; the output projection's g sums them. One all-reduce each way.
+    """Multi-head self-attention. Each rank computes its own heads, and the g of the output projection sums them.
 
-    hidden_size, num_heads: of the whole layer; ``num_heads`` must divide the hidden size, and ``comm.size`` the
-    heads (else ValueError). The fused weight's rows are [queries; keys; values], each ordered by head.
-    output_init: of the projection that ends the residual branch.
-    site: names this layer's dropout mask.
-    sequence_parallel, overlap_stream: as in the two layers (`ColumnParallelLinear`, `RowParallelLinear`).
-    recompute_core: keep queries, keys and values, and compute scores, softmax and dropout again in the backward: the
-        selective recomputation of Korthikanti et al. 2022, section 5. No communication, the same numbers.
+    One all-reduce forward and one backward.
+
+    hidden_size, num_heads: of the whole layer. ``num_heads`` must divide the hidden size, and ``comm.size`` must divide
+    the heads (else ValueError). The rows of the fused weight are [queries; keys; values], each ordered by head.
+    output_init: initial values of the projection that ends the residual branch.
+    site: the name of this layer's dropout mask.
+    sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
+    recompute_core: keep queries, keys and values, and compute scores, softmax and dropout again in the backward. This
+        is the selective recomputation of Korthikanti et al. 2022, section 5. It communicates nothing and changes no
+        number.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. Without attention dropout the core is
-    `scaled_dot_product_attention`; with it, the mask is a function of position, which no fused kernel takes.
+    sequence shard -> the same. Without attention dropout the core is `scaled_dot_product_attention`. With dropout it is
+    not, because the mask is a function of position, and no fused kernel takes such a mask.
     """
 
     def __init__(
@@ -83,18 +86,18 @@ class SelfAttention(nn.Module):
         return result
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
-        """The weighted values; keys [b, heads] of the dropout mask, or None for no dropout."""
+        """The values weighted by attention. keys: [b, heads] of the dropout mask, or None for no dropout."""
         if keys is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
         if self.causal:
-            # Added, because the backward of an addition keeps nothing: masked_fill would keep the mask.
+            # An addition keeps nothing for its backward; masked_fill would keep the mask.
             scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
         return dropout(scores.softmax(dim=-1), self.attention_dropout, keys) @ v
 
 
 def needed(randomness: Randomness | None, site: str) -> Randomness:
-    """The randomness that a training forward pass with dropout must be given."""
+    """``randomness``, which a training pass with dropout needs. Raises ValueError, naming ``site``, if it is None."""
     if randomness is None:
         raise ValueError(f"dropout at {site}: a training forward pass needs randomness=tplayers.Randomness(...)")
     return randomness

@@ -1,4 +1,4 @@
-"""One transformer layer, normalising before each branch (paper, Figures 2 and 4)."""
+"""TransformerBlock: one transformer layer, normalising before each branch (paper, Figures 2 and 4)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .rng import Randomness, dropout
 class TransformerBlock(nn.Module):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    Two all-reduces of b * s * h elements forward and two backward, as in the paper's Figure 4; norms, dropout and
-    residuals are computed by every rank alike.
+    Two all-reduces of b * s * h elements forward and two backward, as in the paper's Figure 4. Every rank computes the
+    same norms, dropout and residuals.
 
-    With sequence_parallel (Korthikanti et al. 2022, section 4.2.2) norms, dropout and residuals are of this rank's
-    sequence shard, and each all-reduce becomes a reduce-scatter and an all-gather: the same volume, but for two more
-    all-gathers backward, of what the column-parallel layers kept a shard of.
+    With sequence_parallel (Korthikanti et al. 2022, section 4.2.2) a rank computes norms, dropout and residuals of its
+    sequence shard only, and each all-reduce becomes a reduce-scatter and an all-gather of the same volume. Two more
+    all-gathers run backward, because the column-parallel layers keep only a shard of their input.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same.
-    site: names this layer's dropout masks, such as "layers.3".
-    recompute: "full" keeps only x for the backward, and runs the forward again, communication included;
+    site: the name of this layer in its dropout masks, such as "layers.3".
+    recompute: "full" keeps only x for the backward, and runs the forward again, communication included.
         "selective" recomputes the inside of attention (`SelfAttention`).
-    overlap_stream: of ``comm``; what the backward of column-parallel layers communicates runs there.
+    overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates.
     """
 
     def __init__(

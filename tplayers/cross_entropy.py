@@ -1,6 +1,6 @@
-"""Cross-entropy over logits whose vocabulary is split: O(b * s) elements communicated, not b * s * v.
+"""Cross-entropy over logits whose vocabulary is split over the ranks (paper, section 3).
 
-The paper, section 3.
+It communicates O(b * s) elements instead of b * s * v.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Per-token losses in nats, in float32 (float64 for float64 logits), equal on all ranks of ``comm``.
 
-    logits_shard: [..., padded vocabulary / comm.size], this rank's columns; left as it is.
+    logits_shard: [..., padded vocabulary / comm.size], this rank's columns. It is not changed, unless ``overwrite``.
     target: int64 [...], global token numbers, equal on all ranks. ``ignore_index`` gives loss 0 and gradient 0.
-    vocab_size: columns from here on are padding: they neither win nor enter the sum.
-    overwrite: work in the memory of ``logits_shard``, which the caller made and gives away: two copies of the logits
-        less. A second backward through the same graph then raises.
+    vocab_size: columns from this number on are padding, which enter neither the maximum nor the sum.
+    overwrite: work in the memory of ``logits_shard``, which saves two copies of the logits. The caller must own it and
+        not use it afterwards. A second backward through the same graph then raises an error.
 
-    Two all-reduces forward (the maxima; the sums and target logits together), none backward. Every rank must call
-    it. Raises ValueError on a shape that does not fit, or (on the host, not compiled) a target outside the vocabulary.
+    Two all-reduces forward (the maxima; the sums and target logits together), none backward. Every rank must call it.
+    Raises ValueError for a shape that does not fit and, on the host if not compiled, for a target outside the
+    vocabulary.
     """
     if logits_shard.shape[:-1] != target.shape:
         fitting = list(logits_shard.shape[:-1])
@@ -42,7 +43,7 @@ def vocab_parallel_cross_entropy(
     vocab_size = padded if vocab_size is None else vocab_size
     if not 0 < vocab_size <= padded:
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
-    compiling = torch.compiler.is_compiling()  # then no value can be looked at, and buffers are the compiler's affair
+    compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at values, and plans its buffers itself
     if (
         not compiling
         and target.is_cpu
@@ -68,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         real = min(max(vocab_size - start, 0), width)
         precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
-        # The global maximum keeps exp() finite; a rank that holds only padding contributes nothing to it.
+        # Subtracting the global maximum keeps exp() finite. A rank that holds only padding contributes -inf.
         peak = logits.new_full(target.shape, -torch.inf, dtype=precision)
         if real:
             peak = logits[..., :real].amax(dim=-1).to(precision)
@@ -76,7 +77,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         ctx.overwrite = overwrite and real == width and precision == logits.dtype
         if ctx.overwrite:
-            shifted = logits.detach().sub_(peak.unsqueeze(-1))  # shares logits' version: autograd sees the change
+            # The detached tensor shares the version counter of logits, so autograd sees the change.
+            shifted = logits.detach().sub_(peak.unsqueeze(-1))
         elif real == width:
             shifted = logits.to(precision) - peak.unsqueeze(-1)
         else:

@@ -1,4 +1,4 @@
-"""Token embedding split by vocabulary (paper, section 3)."""
+"""VocabParallelEmbedding: a token embedding that is split by vocabulary (paper, section 3)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_s
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rank i holds rows i * v/p to (i+1) * v/p of the embedding table; g sums what each rank looked up.
+    """An embedding table of which rank i holds rows i * v/p to (i+1) * v/p; g sums the rows that the ranks found.
 
-    num_embeddings: rows of the whole table; ``comm.size`` must divide it (else ValueError).
-    sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
-        ValueError): one reduce-scatter instead of the all-reduce. `logits` takes such a shard.
+    num_embeddings: rows of the whole table, which ``comm.size`` must divide (else ValueError).
+    sequence_parallel: return this rank's sequence shard along dim 0, by one reduce-scatter instead of the all-reduce.
+        ``comm.size`` must divide that dimension (else ValueError). `logits` then takes such a shard.
     overlap_stream: for `logits`, as in `column_parallel_linear`.
 
-    forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError
-    on the host, not compiled, for a token outside the table. `logits` uses the same table as the output layer: tied.
+    forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError for a
+    token outside the table, on the host if not compiled. `logits` is the output layer, tied to the same table.
     With sequence_parallel: tokens [s, ...] -> [s / comm.size, ..., embedding_dim].
     """
 
@@ -71,9 +71,10 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_own_from_tensor_parallel_region(found, self.comm)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of x [..., embedding_dim], equal on all ranks: this rank's logits [..., num_embeddings / comm.size].
+        """This rank's logits [..., num_embeddings / comm.size] of x [..., embedding_dim], equal on all ranks.
 
-        With sequence_parallel: of x [s / comm.size, ..., embedding_dim], this rank's shard, the logits of all s.
+        With sequence_parallel x [s / comm.size, ..., embedding_dim] is this rank's shard, and the logits are of all s
+        positions.
         """
         return column_parallel_linear(
             x, self.weight, None, self.comm,
@@ -88,10 +89,10 @@ def _looked_up(rows: Tensor, table: Tensor) -> Tensor:
 
 
 class _HostHalfLookup(torch.autograd.Function):
-    """torch's embedding of halves, but for the gradient of a row that is read often.
+    """torch's embedding in half precision, with the gradient of a row added up in float32.
 
-    On the host torch adds that up in the halves themselves: what is added to a bfloat16 row stops to count once the
-    sum is 256 times as large.
+    On the host torch adds it up in half precision: a number that is added to a bfloat16 sum is lost once the sum is 256
+    times as large, which happens to rows that many tokens read.
     """
 
     @staticmethod

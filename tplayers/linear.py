@@ -1,4 +1,4 @@
-"""Linear layers split by columns and by rows (paper, section 3, equations 2 and 3, Figure 3)."""
+"""Linear layers that are split by columns and by rows (paper, section 3, equations 2 and 3, Figure 3)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ DEFAULT_INIT = Normal(0.02)
 class ColumnParallelLinear(nn.Module):
     """Y = X A^T + b with A split by output features: A = [A_1; ...; A_p], rank i computes Y_i = X A_i^T + b_i.
 
-    in_features, out_features: of the whole layer; ``comm.size`` must divide out_features (else ValueError).
-    comm: the tensor group. gather_output: return Y whole instead of this rank's part.
-    blocks: the output features are this many equal blocks, each split over the ranks (3 for a fused QKV).
-    init: of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
+    in_features, out_features: of the whole layer. ``comm.size`` must divide out_features (else ValueError).
+    comm: the tensor group. gather_output: return the whole Y instead of this rank's part.
+    blocks: the output features are this many equal blocks, and each block is split over the ranks (3 for a fused QKV).
+    init: initial values of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
     sequence_parallel: x is this rank's sequence shard along dim 0 (Korthikanti et al. 2022, section 4.2.2).
-    overlap_stream: of ``comm``: what the backward communicates runs there while it computes (`column_parallel_linear`).
+    overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
+        (`column_parallel_linear`).
 
     forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size] (or [..., out_features]).
     One all-reduce of x's gradient backward (f).
     With sequence_parallel: x [s / comm.size, ..., in_features] -> [s, ..., out_features / comm.size]. One all-gather of
-    x forward and again backward, where one reduce-scatter of its gradient follows.
+    x forward; backward one more all-gather of x, and one reduce-scatter of its gradient.
     """
 
     weight: nn.Parameter
@@ -85,8 +86,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = X A^T + b with A split by input features: rank i computes X_i A_i^T, g sums, then b is added once.
 
-    in_features, out_features: of the whole layer; ``comm.size`` must divide in_features (else ValueError).
-    input_is_parallel: x is already this rank's part; else it is equal on all ranks and split here.
+    in_features, out_features: of the whole layer. ``comm.size`` must divide in_features (else ValueError).
+    input_is_parallel: x is already this rank's part. If False, x is equal on all ranks, and the layer splits it.
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
 
@@ -119,8 +120,8 @@ class RowParallelLinear(nn.Module):
         weight = Placement((out_features, in_features), init, dim=1, index=comm.rank, count=comm.size)
         add_parameter(self, "weight", weight, dtype)
         if bias:
-            # Replicated, added after the sum: every rank then has its whole gradient, without communication, or its
-            # sequence shard's part.
+            # The bias is replicated and added after the sum. Every rank therefore computes its whole gradient without
+            # communication, or with sequence_parallel the part of its sequence shard.
             add_parameter(self, "bias", Placement((out_features,), partial=sequence_parallel), dtype)
         else:
             self.bias = None
@@ -145,16 +146,16 @@ def column_parallel_linear(
     sequence_parallel: bool = False,
     overlap_stream: Stream | None = None,
 ) -> Tensor:
-    """f, then x A_i^T + b_i, as one autograd Function: the gradient of x is reduced where the product left it.
+    """The region f and then x A_i^T + b_i, as one autograd Function that reduces the gradient of x in place.
 
     x [..., in], equal on all ranks of ``comm``; weight [out / comm.size, in], bias [out / comm.size], this rank's
-    rows. One all-reduce of x's gradient backward, which every rank must run.
+    rows. One all-reduce of x's gradient backward. Every rank must run the backward.
 
-    sequence_parallel: x [s / comm.size, ..., in] is this rank's shard along dim 0. It is gathered for the product, and
-        again in the backward: between them only the shard is kept.
-    overlap_stream: a stream of ``comm``. There x's gradient is reduced while those of weight and bias are computed, and
-        the shard gathered while x's gradient is. The same collectives in the same order; without it each is done before
-        the computation goes on. A compiled backward does not use it.
+    sequence_parallel: x [s / comm.size, ..., in] is this rank's shard along dim 0. It is gathered for the product and
+        gathered again in the backward, so that only the shard is kept in between.
+    overlap_stream: a stream of ``comm``. On it x's gradient is reduced while the gradients of weight and bias are
+        computed, and the shard is gathered while x's gradient is computed. Without it the same collectives run in the
+        same order, and the computation waits for each of them. A compiled backward does not use it.
     """
     if comm.size == 1:
         return F.linear(x, weight, bias)
@@ -200,7 +201,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
             else:
-                reducing = all_reduce_(grad_x, comm, stream=stream)  # this product is ours alone: no copy, unlike f's
+                reducing = all_reduce_(grad_x, comm, stream=stream)  # in place: nothing else holds this product
         if need_weight:
             if gathering is not None:
                 gathering.wait()

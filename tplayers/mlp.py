@@ -1,4 +1,4 @@
-"""The feed-forward block: columns, GELU, rows (paper, section 3, Figure 3a)."""
+"""MLP: the feed-forward block of columns, GELU and rows (paper, section 3, Figure 3a)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .placement import Normal
 class MLP(nn.Module):
     """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
 
-    sequence_parallel, overlap_stream: as in the two layers (`ColumnParallelLinear`, `RowParallelLinear`).
+    sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
 
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
     With sequence_parallel: x [s / comm.size, ..., hidden_size], this rank's sequence shard -> the same.

@@ -1,4 +1,4 @@
-"""Layer normalisation, of a replicated and of a split hidden dimension."""
+"""Layer normalisation over a hidden dimension that is replicated, or split over the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .regions import new_whole
 class LayerNorm(nn.Module):
     """torch.nn.LayerNorm over the last dimension, with parameters that every rank holds whole.
 
-    sequence_parallel: what it is given is this rank's sequence shard: the parameters' gradients are partial (see
+    sequence_parallel: the input is this rank's sequence shard, so the parameters' gradients are partial (see
         `Placement`).
     """
 
@@ -47,14 +47,15 @@ class LayerNorm(nn.Module):
 
 
 class _HostHalfNorm(torch.autograd.Function):
-    """torch's layer_norm of halves, but for sums over tokens: on the host torch adds those up in the halves themselves.
+    """torch's layer_norm in half precision, with the sums over tokens in float32.
 
-    Of 8192 tokens the gradient of a bfloat16 bias is then off by half its size. It keeps what torch's keeps.
+    On the host torch adds them up in half precision: for 8192 tokens the gradient of a bfloat16 bias is then wrong by
+    half its size. This Function keeps the same tensors for the backward as torch's does.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        # With parameters in float32 mean and deviation are so, too.
+        # With parameters in float32, torch returns mean and deviation in float32, too.
         y, mean, scale = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
         ctx.save_for_backward(x, weight, mean, scale)
         return y
@@ -73,11 +74,12 @@ class _HostHalfNorm(torch.autograd.Function):
 class ParallelLayerNorm(nn.Module):
     """Layer normalisation over a hidden dimension that is split over ``comm``.
 
-    hidden_size: of the whole; ``comm.size`` must divide it (else ValueError). Weight and bias are split alike.
+    hidden_size: the whole dimension, which ``comm.size`` must divide (else ValueError). Weight and bias are split like
+    it.
 
     forward: x [..., hidden_size / comm.size], this rank's features -> the same shape. One all-gather of each rank's
-    mean and squared deviation forward (merged as in Chan et al. 1979, so that no large sums cancel), one all-reduce
-    of two sums backward: two numbers a token each. Every rank must call it and run its backward.
+    mean and squared deviation forward (merged as in Chan et al. 1979, so that no large sums cancel) and one all-reduce
+    of two sums backward, each of two numbers per token. Every rank must call it and run its backward.
     """
 
     weight: nn.Parameter

@@ -1,7 +1,8 @@
-"""What slice of which global tensor a parameter holds.
+"""Placement: the part of a global tensor that a parameter holds.
 
-Initial values, the gradient norm, checkpoints and conversions all derive from this one record. The module keeps it, by
-the parameter's name: parameters are replaced (``load_state_dict(assign=True)``, ``copy.deepcopy``), names are not.
+Initial values, the gradient norm, checkpoints and conversions all derive from this one record. The module keeps it by
+the parameter's name, because parameters are replaced (``load_state_dict(assign=True)``, ``copy.deepcopy``) and names
+are not.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Placement:
 
     shape: of the global tensor.
     init: how its initial values are drawn.
-    dim: which dimension of ``view`` is split; None for a parameter that every rank holds whole.
-    index, count: this rank holds part ``index`` of ``count`` equal ones.
-    view: a shape that the global tensor is seen as before it is split, where the parts are not contiguous blocks
-        of one of its own dimensions: (3, hidden, hidden) with dim 1 for a fused QKV weight [3 * hidden, hidden].
-    partial: each rank of the tensor group computes only its sequence shard's part of the gradient; it must be summed
-        over the group (`sum_partial_gradients`). About the gradient, not the values: it does not enter comparison.
+    dim: the dimension of ``view`` that is split; None for a parameter that every rank holds whole.
+    index, count: this rank holds part ``index`` of ``count`` equal parts.
+    view: the shape in which the global tensor is split. It differs from ``shape`` if the parts are not contiguous
+        blocks of a dimension of ``shape``: (3, hidden, hidden) with dim 1 for a fused QKV weight [3 * hidden, hidden].
+    partial: each rank of the tensor group computes only its sequence shard's part of the gradient, and the parts must
+        be summed over the group (`sum_partial_gradients`). It says nothing about the values, so two placements that
+        differ only in it are equal.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +98,7 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter: that of the global tensor, the dimension that the view's lies in shrunk."""
+        """The shape of the parameter: the global tensor's, with the dimension that is split divided by ``count``."""
         sizes = list(self.shape)
         if self.dim is not None:
             end = math.prod(self.view[: self.dim]) * self.view[self.dim]
@@ -121,9 +123,9 @@ class Placement:
 
 
 def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: torch.dtype | None = None) -> None:
-    """Give ``module`` a parameter of ``placement``, and the record of it, which `placements` finds by that name.
+    """Give ``module`` a parameter ``name`` with this placement, and the record that `placements` reads.
 
-    The parameter holds NaN until `initialize` or a checkpoint fills it: forgetting is loud.
+    The parameter holds NaN until `initialize` or a checkpoint fills it, so that nobody trains one that was forgotten.
     """
     module.register_parameter(name, nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype)))
     vars(module).setdefault(_RECORDS, {})[name] = placement
@@ -132,29 +134,29 @@ def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: tor
 def placements(module: nn.Module) -> dict[str, Placement]:
     """The placement of each parameter, by the names and in the order of ``module.named_parameters()``.
 
-    A parameter without a record, of a module that is not ours, is replicated; one that several modules share has the
-    record that any of them has. Raises ValueError, naming the parameter, where what a module has no longer is what its
-    record says: it is gone (parametrized, pruned: what took its place may hold parts, too), or of another shape.
+    A parameter without a record belongs to a module of someone else, and is replicated. A parameter that several
+    modules share has the record of any of them. Raises ValueError, naming the parameter, if a module no longer has the
+    parameter that its record describes: it is gone (parametrized or pruned), or has another shape.
     """
     recorded = _recorded(module)
     return {name: recorded.get(p) or Placement(tuple(p.shape)) for name, p in module.named_parameters()}
 
 
-#: the attribute of a module that has the placements of its own parameters
+#: The attribute of a module that holds the placements of its own parameters.
 _RECORDS = "parameter_placements"
 
 
 def _recorded(module: nn.Module) -> dict[nn.Parameter, Placement]:
     found: dict[nn.Parameter, Placement] = {}
     for path, owner in module.named_modules():
-        mine = dict(owner.named_parameters(recurse=False, remove_duplicate=False))  # tied ones, too
+        mine = dict(owner.named_parameters(recurse=False, remove_duplicate=False))  # tied parameters, too
         for name, placement in vars(owner).get(_RECORDS, {}).items():
             where = f"{path}.{name}".lstrip(".")
             parameter = mine.get(name)
             if parameter is None:
                 raise ValueError(
                     f"{where}: has a placement and is no parameter any more; a layer of tplayers cannot be "
-                    "parametrized, pruned, or otherwise have its parameters taken away"
+                    "parametrized or pruned, or lose its parameters in another way"
                 )
             if tuple(parameter.shape) != placement.local_shape:
                 needed = f"{list(placement.local_shape)} of {list(placement.shape)}"
@@ -168,8 +170,9 @@ def _recorded(module: nn.Module) -> dict[nn.Parameter, Placement]:
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every placed parameter of ``module`` with its part of a global tensor drawn from (seed, global name).
 
-    The global tensor is drawn on the CPU in float32, so all TP sizes and devices start bit-identical. No
-    communication. The global name is the path in ``module``, so call it on the root. Raises ValueError as `placements`.
+    The global tensor is drawn on the CPU in float32, so all TP sizes and devices start with the same bits. It
+    communicates nothing. The global name is the path in ``module``, so call it on the root module. Raises ValueError as
+    `placements` does.
     """
     recorded = _recorded(module)
     with torch.no_grad():
@@ -179,10 +182,10 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 
 def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
-    """Sum the gradients that `Placement.partial` calls partial over the tensor group ``comm``, in place.
+    """Sum the gradients of parameters that are `Placement.partial` over the tensor group ``comm``, in place.
 
-    After the last backward of a step, before anything reads them. Every rank must call it, with gradients for the same
-    parameters. (`trainers.training.reduction` does it for its buckets.)
+    Call it after the last backward of a step, before anything reads the gradients. Every rank must call it, with
+    gradients for the same parameters. (`trainers.training.reduction` does it for its buckets.)
     """
     placed = placements(module)
     partial = [p.grad for name, p in module.named_parameters() if placed[name].partial and p.grad is not None]
@@ -190,9 +193,9 @@ def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
 
 
 def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Sum each of ``tensors`` over ``comm``, in place: one all-reduce for each dtype, of a copy.
+    """Sum each of ``tensors`` over ``comm``, in place, by one all-reduce for each dtype, of a copy.
 
-    Every rank must call it, with as many elements. A group of one communicates nothing.
+    Every rank must call it with the same shapes. A group of one rank communicates nothing.
     """
     if comm.size == 1:
         return
@@ -207,7 +210,7 @@ def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
 
 
 def require_divisible(parallel_size: int, **values: int) -> None:
-    """Raise ValueError, naming the values and the TP sizes that would work, unless ``parallel_size`` divides all."""
+    """Raise ValueError, naming the values and the TP sizes that would work, unless ``parallel_size`` divides each."""
     if all(value % parallel_size == 0 for value in values.values()):
         return
     common = math.gcd(*values.values())

@@ -1,9 +1,9 @@
-"""f, g and their sequence-parallel twins: where an activation enters and leaves a parallel region.
+"""The regions f and g and their sequence-parallel forms, by which an activation enters and leaves parallel layers.
 
 Each is an autograd Function that is a collective in one direction and its conjugate in the other (Shoeybi et al.
 2019, section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel pair). None of them
-changes its input: autograd may share it with other branches. Differentiating twice raises an error, for autograd does
-not see the collectives.
+changes its input, because autograd may share it with other branches. Differentiating twice raises an error, because
+autograd does not see the collectives.
 
 =================================================  ====================  =====================
 region                                             forward               backward
@@ -33,7 +33,7 @@ from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatte
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
     """The paper's f: identity forward, all-reduce of the gradient backward.
 
-    Stands where a replicated activation enters a column-parallel region, in which each rank computes only its own
+    It stands where a replicated activation enters a column-parallel region, in which each rank computes only its own
     part of dL/dx (Shoeybi et al. 2019, section 3, Figure 3).
 
     x: any shape, equal on all ranks of ``comm``. Every rank of ``comm`` must run the backward.
@@ -44,17 +44,17 @@ def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
     """The paper's g: all-reduce (sum) forward, identity backward.
 
-    Stands where the partial sums of a row-parallel region become one replicated activation.
+    It stands where the partial sums of a row-parallel region become one replicated activation.
 
-    x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is left as it is.
+    x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is not changed.
     """
     return _apply(_ReduceFrom, x, comm)
 
 
 def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
-    """The region g in place, for a tensor that the caller made and hands over: it must not be used afterwards.
+    """The region g in place. The caller must own ``x``, and must not use it afterwards.
 
-    Autograd is told, so that a tensor which something else has saved for its backward raises an error there.
+    Autograd knows of the change: if another operation has saved ``x`` for its backward, that backward raises an error.
     """
     if comm.size > 1 and not (x.requires_grad and torch.is_grad_enabled()):  # the compiler knows no mark_dirty here
         all_reduce_(x, comm)
@@ -76,7 +76,7 @@ def scatter_to_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = 
 def gather_from_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     """All-gather the parts along ``dim`` into a replicated tensor; take this rank's part of the gradient backward.
 
-    What follows must be replicated: every rank computes the same with the result. Every rank must call it.
+    Every rank must call it, and must compute the same with the result: the computation after it is replicated.
     """
     return _apply(_GatherFrom, x, comm, dim)
 
@@ -84,8 +84,8 @@ def gather_from_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int =
 def gather_from_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     """All-gather the sequence parts along ``dim``; reduce-scatter the gradient backward.
 
-    Stands where f does when the activation before it is split along the sequence: what follows is tensor-parallel,
-    so the ranks' gradients are partial sums. Every rank must call it and run its backward.
+    It takes the place of f when the activation before it is split along the sequence. The layers after it are
+    tensor-parallel, so the ranks' gradients are partial sums. Every rank must call it and run its backward.
     """
     return _apply(_GatherSequence, x, comm, dim)
 
@@ -93,7 +93,7 @@ def gather_from_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     """Sum the partial results and keep this rank's sequence part along ``dim``; all-gather the gradient backward.
 
-    Stands where g does. ``x.shape[dim]`` must be a multiple of ``comm.size`` (else ValueError).
+    It takes the place of g. ``x.shape[dim]`` must be a multiple of ``comm.size`` (else ValueError).
     """
     _require_parts(x, comm, dim)
     return _apply(_ReduceScatterSequence, x, comm, dim)
@@ -103,8 +103,9 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
 
 
 def new_whole(part: Tensor, comm: Communicator) -> Tensor:
-    """What all ranks' contiguous ``part`` are gathered into along dim 0: uninitialised."""
-    # torch.empty: the compiler takes two new_empty for one, and so the backward's gathering for the forward's.
+    """An uninitialised tensor for the ``part`` of every rank, along dim 0."""
+    # Not new_empty: the compiler would merge two of them, and so use one buffer for the forward's and the backward's
+    # gathering.
     return torch.empty((comm.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
 
 
@@ -139,7 +140,7 @@ def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _from_front(x: Tensor, dim: int) -> Tensor:
-    """``x``, whose dimension 0 belongs at ``dim``; itself where it is there, for nothing may write into a view."""
+    """``x`` with its dimension 0 moved to ``dim``. If nothing moves it is ``x``, not a view: those refuse writes."""
     return x if dim in (0, -x.dim()) else x.movedim(0, dim).contiguous()
 
 
@@ -197,7 +198,7 @@ def _pair(
     forward_collective: Callable[[Tensor, Communicator, int], Tensor],
     backward_collective: Callable[[Tensor, Communicator, int], Tensor],
 ) -> type[torch.autograd.Function]:
-    """The Function that is one collective along a dimension forward and another backward."""
+    """A Function that runs one collective along a dimension forward, and another backward."""
 
     class Region(torch.autograd.Function):
         @staticmethod

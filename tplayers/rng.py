@@ -1,8 +1,8 @@
-"""Random numbers as a function of position, never of history.
+"""Random numbers that are a function of position, never of history.
 
-A dropout mask is a pure function of (seed, iteration, global sample, site, position), and inside attention of the
-global head: the same at every TP and DP size, replicated where the activation is, different where it is split
-(paper, appendix B.2), and drawn again by a recompute without any saved state.
+A dropout mask is a pure function of (seed, iteration, global sample, site, position), and inside attention also of the
+global head. It is therefore the same at every TP and DP size, equal on all ranks where the activation is replicated and
+different where it is split (paper, appendix B.2), and a recomputation draws it again without a saved state.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ def stable_hash(*parts: int | str) -> int:
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for what is called ``name``."""
+    """A CPU generator whose seed follows from ``seed`` and ``name``."""
     return torch.Generator().manual_seed(stable_hash(seed, name))
 
 
 class Randomness:
-    """What a forward pass needs to know to draw its dropout masks.
+    """The source of the dropout masks of one forward pass.
 
     seed: of the run. iteration: of training. samples: the global number of each sample of the microbatch, in order.
-    device: where ``base`` is to lie.
+    device: the device of ``base``.
 
-    What changes from step to step is held as a tensor (``base``, int64, a hash a sample): a compiled model takes it as
-    an input, and is not compiled anew for every step. Sites are constants of the program.
+    ``base`` is an int64 tensor with a hash for each sample. Everything that changes from step to step is in this
+    tensor, so that a compiled model takes it as an input and is not compiled again for every step. A site, the name of
+    a place where dropout is applied, is a constant of the program.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Randomness:
         self.base = torch.tensor(hashes, dtype=torch.int64, device=device)
 
     def keys(self, site: str, heads: range | None = None) -> Tensor:
-        """One int64 key a sample [b], or a sample and global head [b, heads], for the dropout at ``site``."""
+        """The int64 keys of the dropout at ``site``: one per sample [b], or per sample and global head [b, heads]."""
         keys = _mix64(self.base ^ _hash_of_site(site))
         if heads is None:
             return keys
-        # Numbers, not arange * _GOLDEN: the compiler works that out in integers that do not wrap around.
+        # Python numbers, not arange * _GOLDEN: the compiler would compute that in integers that do not wrap around.
         offsets = torch.tensor([_int64(head * _GOLDEN) for head in heads], dtype=torch.int64, device=keys.device)
         return _mix64(keys[:, None] + offsets)
 
@@ -58,7 +59,8 @@ def _hash_of_site(site: str) -> int:
     return stable_hash(site)
 
 
-# What torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
+# This mark is all that torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes
+# seconds.
 _hash_of_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -66,7 +68,7 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
     """Zero each element of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
 
     x: [s, b, h] with ``keys`` [b], or [b, heads, s, k] with ``keys`` [b, heads].
-    first_row: the global position of row 0 of the s dimension, where the sequence is split.
+    first_row: the global position of row 0 of the s dimension, if the sequence is split.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} is not within 0 to 1")
@@ -84,8 +86,9 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
 def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
     """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other.
 
-    Multiply-xorshift rounds in int32 (the form of Murmur3's finaliser) with the key's two halves entering between
-    them; its last xorshift changes no high bit, so a comparison does without. Not cryptographic.
+    It is a sequence of multiply-xorshift rounds in int32 (the form of Murmur3's finaliser), and the two halves of the
+    key enter between them. The finaliser's last xorshift is left out, because it changes no high bit and only those
+    decide the comparison. The hash is not cryptographic.
     """
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     bits = counters ^ low
@@ -104,7 +107,7 @@ def _int64(x: int) -> int:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Logical shift to the right: torch's own copies the sign, and x ^ (x >> n) would then always clear it."""
+    """Logical shift to the right. torch's shift copies the sign, so x ^ (x >> n) would always clear the sign bit."""
     return (x >> by).bitwise_and_((1 << (x.dtype.itemsize * 8 - by)) - 1)
 
 
@@ -115,7 +118,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps one byte an element for the backward."""
+    """The product with a mask. It keeps one byte per element for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:

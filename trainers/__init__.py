@@ -1,1 +1,1 @@
-"""Training of GPT models: the commands, and the parts that they are made of."""
+"""Training on top of tplayers: the commands, and the parts that they are made of."""

@@ -1,7 +1,7 @@
-"""Text to an indexed data set: ``python -m trainers.preprocess_data --input FILES --output-prefix PREFIX``.
+"""Turn text into an indexed data set: ``python -m trainers.preprocess_data --input FILES --output-prefix PREFIX``.
 
-Writes ``PREFIX.bin``, ``PREFIX.idx`` (Megatron-core's format) and ``PREFIX-tokenizer.json``, all or none.
-Memory is bounded by a batch of text and the largest document, not by the input.
+The command writes ``PREFIX.bin``, ``PREFIX.idx`` (Megatron-core's format) and ``PREFIX-tokenizer.json``, or none of
+them. Its memory is bounded by a batch of text and the largest document, not by the input.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from tqdm import tqdm
 from .data import stdlib_text, text_files
 from .data.indexed import IndexedDatasetWriter, best_dtype, bin_path, idx_path
 from .data.samples import EpochPermutation
-from .data.text_files import Piece, TextFileError
+from .data.text_files import TextFileError, TextPiece
 from .data.tokenizer import SMALLEST_BPE, Tokenizer
 from .options import OptionError, Parser
 
 _JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
-# Characters handed to the tokenizer's threads at a time; their encodings take some 20 bytes a character.
+# Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
 
 
 def _parser() -> Parser:
     parser = Parser(prog="preprocess_data", description="Tokenise text into an indexed data set.")
     add = parser.add_argument
-    add("--input", nargs="+", metavar="FILE", help=".jsonl or .json: a document a line; any other: UTF-8 text")
+    add("--input", nargs="+", metavar="FILE", help=".jsonl or .json: one document per line; any other name: UTF-8 text")
     add(
         "--from-stdlib",
         action="store_true",
         help="use the documentation in Python's standard library, about 2 MB",
     )
     add("--json-key", default="text", help="key of the text in a JSON line (default: %(default)s)")
-    add("--split-on-blank-lines", action="store_true", help="text files: a document a paragraph, not a file")
+    add("--split-on-blank-lines", action="store_true", help="text files: each paragraph is a document, not each file")
     add("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and -tokenizer.json")
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json")
     add("--vocab-file", metavar="FILE", help="GPT-2's encoder.json; needs --merge-file")
@@ -61,12 +61,12 @@ def _parser() -> Parser:
 
 
 def _cores() -> int:
-    # What this process may use, which under srun is less than the machine has; macOS cannot tell.
+    # The cores that this process may use, which under srun are fewer than the machine has. macOS does not tell.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(args: Namespace) -> None:
-    """Everything that can be refused before any work is done. Raises ValueError naming the option."""
+    """Raise ValueError, naming the option, for everything that can be refused before any work is done."""
     if bool(args.input) == args.from_stdlib:
         raise ValueError("give --input FILE... or --from-stdlib, one of the two")
     for path in args.input or ():
@@ -103,7 +103,7 @@ def _outputs(prefix: str) -> tuple[Path, Path, Path]:
 
 
 class _Source:
-    """The documents of the command line, which can be read more than once. size: bytes, for progress."""
+    """The documents that the command line names. They can be read more than once. size: bytes, for the progress."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
@@ -112,7 +112,7 @@ class _Source:
             texts = list(stdlib_text.documents())
             if not texts:
                 raise ValueError("--from-stdlib: this Python has no sources of its standard library")
-            # Topics come first, then modules by name: shuffled, so that the last documents, which --split
+            # Topics come first, then modules by name. They are shuffled, so that the last documents, which --split
             # holds out, are like the others.
             order = EpochPermutation(len(texts), seed=0)
             self._texts = [texts[order[i]] for i in range(len(texts))]
@@ -120,10 +120,10 @@ class _Source:
         else:
             self.size = sum(Path(path).stat().st_size for path in args.input)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """All documents, in order. Raises TextFileError and OSError."""
         for text in self._texts:
-            yield Piece(text, True, len(text.encode()))
+            yield TextPiece(text, True, len(text.encode()))
         for path in self._args.input or ():
             if path.lower().endswith(_JSON_LINES):
                 yield from text_files.read_json_lines(path, self._args.json_key)
@@ -132,8 +132,8 @@ class _Source:
             else:
                 yield from text_files.read_text(path)
 
-    def progress(self, pieces: Iterator[Piece], title: str) -> Iterator[Piece]:
-        """The same pieces; draws a bar of the bytes read, where stderr is a terminal."""
+    def progress(self, pieces: Iterator[TextPiece], title: str) -> Iterator[TextPiece]:
+        """The same pieces. If stderr is a terminal, it draws a bar of the bytes read."""
         with tqdm(total=self.size, desc=title, unit="B", unit_scale=True, disable=None) as bar:
             for piece in pieces:
                 yield piece
@@ -153,12 +153,12 @@ def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
         raise ValueError(f"{option}: {error}") from error
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece.text) + 1  # a batch of empty documents ends, too
+        characters += len(piece.text) + 1  # + 1, so that a batch of empty documents ends, too
         if characters >= _BATCH:
             yield batch
             batch, characters = [], 0
@@ -166,8 +166,8 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter) -> int:
-    """Write every document that has a token; return the bytes of text."""
+def _encode(pieces: Iterator[TextPiece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter) -> int:
+    """Write every document that has a token. Return the bytes of text."""
     size = 0
     document: list[np.ndarray[Any, np.dtype[Any]]] = []
     end = [] if eod is None else [np.array([eod], writer.dtype)]
@@ -185,9 +185,9 @@ def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer, eod: int | None, writ
 
 
 def preprocess(args: Namespace) -> str:
-    """Run the command; return its last line. Raises ValueError or OSError, having written nothing."""
+    """Run the command and return its last line. If it raises ValueError or OSError, it has written nothing."""
     _check(args)
-    # Read when the tokenizer first starts its threads, which nothing above has done.
+    # The tokenizer reads these when it first starts its threads, and nothing has started them yet.
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.workers > 1 else "false"
     source = _Source(args)
@@ -208,7 +208,7 @@ def preprocess(args: Namespace) -> str:
         size = _encode(source.progress(pieces, "tokenise"), tokenizer, eod, writer)
         if not writer.num_tokens:
             raise ValueError("--input: the tokenizer found no token in it")
-        index.unlink(missing_ok=True)  # an older data set must never meet the new tokenizer
+        index.unlink(missing_ok=True)  # an older data set must never stand beside the new tokenizer
         tokenizer.save(tokenizer_file)
     seconds = time.perf_counter() - start
     return (
@@ -218,7 +218,7 @@ def preprocess(args: Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command. Exits with code 2, one line on stderr and no output files, where something is wrong."""
+    """The command. After an error it exits with code 2, one line on stderr and no output files."""
     try:
         args = _parser().parse_args(argv)
         line = _run(args)
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: Namespace) -> str:
-    """`preprocess`, with what is wrong as an OptionError that names the option."""
+    """Call `preprocess`. Raises OptionError, naming the option, for each of its errors."""
     try:
         return preprocess(args)
     except TextFileError as error:

@@ -1,7 +1,7 @@
-"""A machine for bench.predict: a device, nodes of them, and links, from a YAML file in bench/clusters or anywhere else.
+"""Read a machine for bench.predict: a device, nodes of devices, and links, from a YAML file here or anywhere else.
 
-Rates are in the units of data sheets (TFLOP/s, GB/s of 1e9, us) and become SI units here. Every key of the example,
-bench/clusters/dgx-2h.yaml, is required but ``calibration``, ``fitted`` and ``source``.
+Rates are in the units of data sheets (TFLOP/s, GB/s of 1e9, us) and become SI units here. A file needs every key of
+the example, bench/clusters/dgx-2h.yaml, except ``calibration``, ``fitted`` and ``source``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KERNELS = ("unfused", "fused")
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one core of a host. Bytes, seconds, FLOP/s.
+    """One GPU, or one core of a host. Units are bytes, seconds and FLOP/s.
 
-    gemm_efficiency: of peak_flops, what the largest GEMMs reach. tiles: output tiles (rows, columns) that a GEMM may
-    use, one per unit (SM) at a time. cache_bandwidth: what all units together read from the last cache.
-    memory_efficiency: of memory_bandwidth, what a plain kernel reaches; layernorm_efficiency: what LayerNorm reaches,
-    forward and backward. latency: of a first read from memory. launch: between two kernels in a stream. dispatch: the
-    host's time to issue one. random_state: to save and restore the generator of dropout once, during which the device
-    waits.
+    gemm_efficiency: the share of peak_flops that the largest GEMMs reach. tiles: the output tiles (rows, columns) that
+    a GEMM may use, one at a time on each unit (SM). cache_bandwidth: the rate at which all units together read from
+    the last cache. memory_efficiency: the share of memory_bandwidth that a plain kernel reaches. layernorm_efficiency:
+    the same for LayerNorm, forward and backward. latency: of a first read from memory. launch: between two kernels in
+    a stream. dispatch: the host's time to issue a kernel. random_state: the time to save and restore the generator of
+    dropout once, during which the device waits.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One measured step: its FLOP/s a device, recomputed ones included. What is computed is scaled to meet it."""
+    """One measured step, and its FLOP/s on a device, with recomputed ones. Predictions are scaled to meet it."""
 
     model: str
     micro_batch: int
@@ -62,10 +62,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, links and the software's habits.
+    """Devices, links, and the habits of the software.
 
-    base: what a collective takes before its first message. overlap: gradients are reduced while backward runs.
-    fitted: a measured model of collectives inside a node, instead of the link's alpha and beta.
+    base: the time of a collective before its first message. overlap: gradients are reduced while backward runs.
+    fitted: a measured model of collectives inside a node, in place of the link's alpha and beta.
     """
 
     name: str
@@ -78,12 +78,15 @@ class Cluster:
 
 
 def names() -> list[str]:
-    """The clusters that ship."""
+    """The names of the clusters in this folder."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Cluster:
-    """A cluster that ships, by its name, or any file's. Raises UsageError that names the file and the key at fault."""
+    """A cluster of this folder, by its name, or one of any file.
+
+    Raises UsageError that names the file and the key at fault.
+    """
     path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -160,7 +163,7 @@ def _device(section: _Section) -> Device:
 
 
 class _Section:
-    """A mapping of the file, whose keys are taken one by one; what is left at the end is unknown."""
+    """A mapping in the file. Its keys are taken one by one; a key that is left at the end is unknown."""
 
     def __init__(self, data: Any, name: str) -> None:
         if not isinstance(data, Mapping):

@@ -1,12 +1,15 @@
-"""One point of bench.collectives: a call by every transport, in and out of place, alternating, checked and timed.
+"""Measure one call of bench.collectives by every transport, in place and out of place, alternating, checked and timed.
 
-A row, in the JSON that bench.fit reads, has of the call: operation, transport, group (world, tensor or data), ranks (of
-that group), dtype, redop ("none" where nothing is reduced), root (-1 where there is none), in_place, bytes and count
-(nccl-tests'). Of the times: iterations, converged (or else out of time), seconds {p50, p95, p99, min, max, mean} of the
-slowest rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second. wrong: elements, of all
-ranks. start_skew: {p50, max} of the seconds between the first rank's start of a call and the last's, and the
-uncertainty of the clocks. late: calls that were not counted, for between nodes a rank began late
-(bench/timing/starting.py). With --overlap, on streams: overlap {communication, compute, overall in seconds, percent}.
+A row of the JSON, which bench.fit reads, has these keys:
+
+- of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
+  nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests')
+- of the times: iterations, converged (false: the time was up), seconds {p50, p95, p99, min, max, mean} on the slowest
+  rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second
+- wrong: the wrong elements of all ranks
+- start_skew: {p50, max} of the seconds between the first and the last rank's start of a call, and the uncertainty of
+  the clocks; late: calls that were not counted because between nodes a rank began late (bench/timing/starting.py)
+- with --overlap, for streams: overlap {communication, compute, overall in seconds, percent}
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from bench.transports.operations import IN_PLACE, CollectiveCall
 from commengine import CollectiveError, Communicator
 from commengine.mpi import load_mpi
 
-PRODUCT = 32  # rows and columns of the matrices of --overlap's compute: a product takes a microsecond or two
+PRODUCT = 32  # rows and columns of the matrices of --overlap's compute; a product takes one or two microseconds
 
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """Where and how everything is measured: all groups of the world at the same time.
+    """The groups that are measured, all at the same time, and how.
 
-    name: the row's "group": world, tensor or data. group: this rank's. by_clock: the ranks of a group begin at agreed
-    times, not at MPI's barrier (bench/timing/starting.py).
+    name: the row's "group": world, tensor or data. group: this rank's group. by_clock: the ranks of a group begin at
+    agreed times instead of at MPI's barrier (bench/timing/starting.py).
     """
 
     world: Communicator
@@ -46,7 +49,7 @@ class GroupSetup:
     by_clock: bool = False
 
     def meeting(self, offsets: Sequence[Offset]) -> Callable[[], object]:
-        """What the ranks of a group do before each call."""
+        """The function that the ranks of a group call before each measured call."""
         if not self.by_clock:
             return self.group.mpi.Barrier
         delay = max(one.uncertainty for one in offsets)  # half a round trip to the first rank
@@ -54,23 +57,23 @@ class GroupSetup:
         return AgreedStart(clock, MpiExchange(self.group.mpi))
 
     def in_group(self, mine: Times) -> Times:
-        """Element by element the largest of the group's."""
+        """The element-wise largest values of the group."""
         return _largest(self.group, mine)
 
     def in_world(self, mine: Times) -> Times:
-        """Element by element the largest of all ranks'."""
+        """The element-wise largest values of all ranks."""
         return _largest(self.world, mine)
 
-    def sample(self, contestants: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
+    def sample(self, calls: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
         """See `bench.timing.sampling.sample`."""
         self.world.mpi.Barrier()
         stopping = (
             replace(self.stopping, skew=MOST_SKEW, round_seconds=ROUND_SECONDS) if self.by_clock else self.stopping
         )
-        return sample(contestants, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
+        return sample(calls, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
 
     def agreed(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work()``, which every rank runs; CollectiveError in one group is one on every rank."""
+        """The result of ``work()``, which every rank runs. A CollectiveError in one group is raised on every rank."""
         problem, result = "", None
         try:
             result = work()
@@ -91,7 +94,7 @@ def _largest(comm: Communicator, mine: Times) -> Times:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of a point. rows: on rank 0, nothing elsewhere. offsets: of every rank's clock, just before."""
+    """The results for one call. rows: on rank 0; empty elsewhere. offsets: of every rank's clock, just before."""
 
     rows: list[dict[str, Any]]
     skipped: list[dict[str, Any]]
@@ -103,7 +106,8 @@ def measure_call(
 ) -> CallResult:
     """Measure ``call``. Collective over the world. variants: False out of place, True in place.
 
-    A row is that of the slowest group, but its wrong elements are those of all. seed: of the order within a round.
+    A row is that of the slowest group, but its wrong elements are those of all groups. seed: of the order within a
+    round.
     """
     bounds: list[tuple[dict[str, Any], Bound]] = []
     skipped = []
@@ -153,7 +157,7 @@ def _times(call: CollectiveCall, sampler: Sampler) -> dict[str, Any]:
 
 
 def _wrong(place: GroupSetup, bound: Bound) -> int:
-    """Wrong elements on all ranks after one call from poisoned buffers."""
+    """The wrong elements on all ranks after one call with poisoned buffers."""
     bound.reset()
     place.world.mpi.Barrier()
     bound.run(1)
@@ -161,7 +165,7 @@ def _wrong(place: GroupSetup, bound: Bound) -> int:
 
 
 class Compute:
-    """Matrix products that take about ``seconds`` on this rank, as OSU's non-blocking benchmarks calibrate theirs."""
+    """Matrix products that take about ``seconds`` on this rank, calibrated as in OSU's non-blocking benchmarks."""
 
     def __init__(self, seconds: float, meet: Callable[[], object]) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -182,7 +186,7 @@ class Compute:
 
 
 class Both:
-    """A collective enqueued, the compute, then the wait for the collective."""
+    """A call that enqueues a collective, computes, and then waits for the collective."""
 
     def __init__(self, start: Callable[[], Any], compute: Compute, meet: Callable[[], object]) -> None:
         self._start, self._compute, self._meet = start, compute, meet
@@ -200,9 +204,10 @@ class Both:
 def overlap(
     place: GroupSetup, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
 ) -> dict[str, float]:
-    """How much of a collective on a stream is hidden behind as much compute (OSU micro-benchmarks, osu_iallreduce).
+    """The share of a collective on a stream that is hidden behind as much compute.
 
-    Medians in seconds of three that alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
+    It is defined as in the OSU micro-benchmarks (osu_iallreduce). Returns medians in seconds of three calls that
+    alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
     """
     assert bound.start is not None
     compute = Compute(float(np.median(alone.seconds)), meet)

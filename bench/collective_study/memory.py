@@ -12,6 +12,7 @@ from commengine.mpi import load_mpi
 
 def free_memory(world: Communicator) -> dict[str, int]:
     """Bytes that each rank may take on the node that has least: {"available": in all, "shared": of them in windows}.
+
     Collective.
     """
     mpi = load_mpi()

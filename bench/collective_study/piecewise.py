@@ -1,12 +1,14 @@
-"""A piecewise alpha-beta fit: where a collective changes its algorithm, and alpha + n beta in between.
+"""Fit a piecewise alpha-beta model to the times of a collective.
 
-Least squares on relative errors, (measured - model) / measured, for times span six decades and an error of 10% is as
-bad at 8 bytes as at 1 GB. A size weighs 1 / (its confidence interval's relative standard error ^ 2 + FLOOR ^ 2): an
-interval narrower than FLOOR says how well the time was measured, not how straight the line is. Alpha and beta are not
-negative. The best split into s segments is exact, by dynamic programming over all of them (Bai & Perron 2003, section
-3); s is the one with the least BIC (Schwarz 1978), with the unbiased variance in it, for there are few sizes. Intervals
-are from a parametric bootstrap (Efron & Tibshirani 1993, section 6.5) in which the switch points are found anew and the
-variance is drawn too, so that few sizes give wide intervals.
+The model is alpha + n beta between the sizes at which the collective changes its algorithm.
+
+The fit minimises squares of relative errors, (measured - model) / measured, because times span six decades, and an
+error of 10% is as bad at 8 bytes as at 1 GB. A size has the weight 1 / (its confidence interval's relative standard
+error ^ 2 + FLOOR ^ 2), because an interval narrower than FLOOR says how well the time was measured, not how straight
+the line is. Alpha and beta are not negative. The best split into s segments is exact: dynamic programming over all
+splits (Bai & Perron 2003, section 3). The number s has the least BIC (Schwarz 1978), with the unbiased variance,
+because there are few sizes. Intervals come from a parametric bootstrap (Efron & Tibshirani 1993, section 6.5) that
+searches the switch points anew and also draws the variance, so that few sizes give wide intervals.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[np.float64]
 
 MOST_SEGMENTS = 4
-LEAST_SIZES = 3  # of a segment: two would always lie on their line
+LEAST_SIZES = 3  # of a segment, because two sizes always lie on a line
 FLOOR = 0.01
-EXACT = 1e-5  # a relative error below this is rounding: noiseless data must not buy segments with it
+EXACT = 1e-5  # a smaller relative error is rounding, which must not give noiseless data more segments
 CONFIDENCE = 0.95
 REPLICATES = 300
 
@@ -32,7 +34,7 @@ Interval: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class FittedSegment:
-    """From ``from_bytes`` on: alpha + n beta seconds; each with its confidence interval."""
+    """From ``from_bytes`` on a call takes alpha + n beta seconds. Each number has its confidence interval."""
 
     from_bytes: float
     from_interval: Interval
@@ -44,21 +46,21 @@ class FittedSegment:
 
 @dataclass(frozen=True)
 class PiecewiseFit:
-    """The segments, by size, and for each measured size (measured - model) / measured."""
+    """The segments, by size, and (measured - model) / measured for each measured size."""
 
     segments: tuple[FittedSegment, ...]
     residuals: tuple[float, ...]
     bic: float
 
     def seconds(self, size: float) -> float:
-        """What the model says of ``size`` bytes."""
+        """The model's seconds for ``size`` bytes."""
         used = [one for one in self.segments if one.from_bytes <= size][-1]
         return used.alpha + size * used.beta
 
 
 @dataclass(frozen=True)
 class _Split:
-    """firsts: index of each segment's first size. alphas, betas: of each."""
+    """firsts: the index of each segment's first size. alphas, betas: of each segment."""
 
     firsts: tuple[int, ...]
     alphas: tuple[float, ...]
@@ -72,7 +74,7 @@ def fit(
     """Fit up to ``most`` segments.
 
     sizes: bytes, ascending; equal ones are measurements of one size. seconds: above 0. errors: the relative standard
-    error of each. Raises ValueError with fewer than LEAST_SIZES different sizes.
+    error of each. Raises ValueError if there are fewer than LEAST_SIZES different sizes.
     """
     count, different = len(sizes), len(np.unique(sizes))
     if different < LEAST_SIZES:
@@ -87,7 +89,7 @@ def fit(
     starts = _starts(best, sizes)
     segments = []
     for s, first in enumerate(best.firsts):
-        # The sizes on both sides are all that the data say of where the switch is.
+        # The data bound the switch point only by the sizes on both sides.
         around = (float(sizes[first - 1]), float(sizes[first])) if s else (0.0, 0.0)
         segments.append(
             FittedSegment(
@@ -103,19 +105,19 @@ def fit(
 
 
 def _free(split: _Split) -> int:
-    """How many numbers a split has: alpha and beta of each segment, and the switch points."""
+    """The number of free parameters of a split: alpha and beta of each segment, and the switch points."""
     return 3 * len(split.firsts) - 1
 
 
 def _bic(split: _Split, count: int, floor: float) -> float:
-    # A switch point is searched for, which fits more noise than a free number does (Zhang & Siegmund 2007): counted as
-    # three, it is found in 5% of straight lines of 6 to 10 noisy sizes; as one, in 15%.
+    # The search for a switch point fits more noise than a free number does (Zhang & Siegmund 2007). Counted as three
+    # numbers, a switch point is found in 5% of straight lines of 6 to 10 noisy sizes; counted as one, in 15%.
     penalty = _free(split) + 2 * (len(split.firsts) - 1)
     return count * math.log(split.chi2 / (count - _free(split)) + floor) + penalty * math.log(count)
 
 
 def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_Split]:
-    """The best split into 1, 2, ... ``most`` segments."""
+    """The best splits into 1, 2, ... ``most`` segments."""
     count = len(sizes)
     alphas, betas, cost = _lines(sizes, seconds, variances)
     best = cost[0].copy()  # of all that ends at index j
@@ -147,7 +149,7 @@ def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_
 
 
 def _lines(sizes: Array, seconds: Array, variances: Array) -> tuple[Array, Array, Array]:
-    """Alpha, beta and chi squared of the line through sizes i to j, at [i, j]; infinite where that is no segment."""
+    """Alpha, beta and chi squared of the line through sizes i to j, at [i, j]; infinite if that is not a segment."""
     weights, one, slope = 1 / variances, 1 / seconds, sizes / seconds
 
     def sums(values: Array) -> Array:
@@ -176,9 +178,10 @@ def _model(split: _Split, sizes: Array) -> Array:
 
 
 def _starts(split: _Split, sizes: Array) -> list[float]:
-    """Where each segment begins, above the last size before it and at most at its first.
+    """The size at which each segment begins, above the last size before it and at most its first size.
 
-    The lines' crossing where it lies there, for MPI switches where algorithms break even; else the geometric mean.
+    It is the crossing of the two lines if that lies there, because MPI switches where algorithms break even; or else
+    the geometric mean.
     """
     starts = [0.0]
     for s, first in enumerate(split.firsts[1:], 1):
@@ -189,25 +192,25 @@ def _starts(split: _Split, sizes: Array) -> list[float]:
     return starts
 
 
-#: logarithms of noise beyond which a time would be no number
+#: the largest logarithm of the noise; beyond it a time would overflow
 CLIPPED = 50.0
 
 
 def _intervals(
     split: _Split, sizes: Array, model: Array, variances: Array, replicates: int, seed: int
 ) -> tuple[Array, Array]:
-    """Low and high ends, each [switch point, alpha, beta] x segment."""
+    """The low and high ends of the intervals, each [switch point, alpha, beta] x segment."""
     random = np.random.default_rng(seed)
     freedom = len(sizes) - _free(split)
     drawn = []
     for _ in range(replicates):
-        scale = split.chi2 / random.chisquare(freedom)  # the variance is an estimate: hence Student's t
+        scale = split.chi2 / random.chisquare(freedom)  # Student's t, because the variance is an estimate
         noise = np.sqrt(variances * scale) * random.standard_normal(len(sizes))
         found = _splits(sizes, model * np.exp(np.clip(noise, -CLIPPED, CLIPPED)), variances, len(split.firsts))
         if found and len(found[-1].firsts) == len(split.firsts):
             again = found[-1]
             drawn.append([_starts(again, sizes), again.alphas, again.betas])
-    if len(drawn) < replicates / 2:  # so noisy that no interval can be told
+    if len(drawn) < replicates / 2:  # the data are too noisy for an interval
         nothing = np.zeros((3, len(split.firsts)))
         return nothing, nothing + np.inf
     ends = (1 - CONFIDENCE) / 2

@@ -1,4 +1,4 @@
-"""What bench.collectives measured, read and checked: one Series per way to run an operation."""
+"""Read and check the results of bench.collectives: one `Series` for each way to run an operation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from commengine import UsageError
 FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
 STATISTICS = ("p50", "mean", "min")
-#: what tells measurements of one operation apart, besides the size
+#: the fields that distinguish measurements of one operation, besides the size
 KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One operation run in one way, at several sizes.
+    """One operation, run in one way, at several sizes.
 
-    key: KEY's fields. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
+    key: the fields in KEY. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
     errors.
     """
 
@@ -35,7 +35,7 @@ class Series:
 
     @property
     def operation(self) -> str:
-        """The engine's name of it."""
+        """The engine's name of the operation."""
         return str(self.key["operation"])
 
     @property
@@ -50,7 +50,7 @@ class Series:
 
     @property
     def variant(self) -> str:
-        """What else tells it apart, for people."""
+        """The other fields of the key, for people."""
         parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop") if self.key.get(name)]
         if self.key.get("in_place") is not None:
             parts.append("in place" if self.key["in_place"] else "out of place")
@@ -58,7 +58,7 @@ class Series:
 
 
 def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:
-    """The series of a results file, in its order, and the rest of the file. statistic: one of STATISTICS.
+    """The series of a results file, in the file's order, and the rest of the file. statistic: one of STATISTICS.
 
     Raises UsageError that names the fault.
     """

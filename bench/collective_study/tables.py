@@ -1,4 +1,4 @@
-"""The results of bench.collectives for people and for spreadsheets: nccl-tests' columns, CSV, plots."""
+"""Print and draw results of collectives: nccl-tests' columns, CSV, plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-#: name, unit, width, what a row has there; the first nine columns and their units are nccl-tests'
+#: name, unit, width, and text of a row; the first nine columns and their units are nccl-tests'
 COLUMNS = (
     ("size", "(B)", 12, lambda row: f"{row['bytes']}"),
     ("count", "(elements)", 12, lambda row: f"{row['count']}"),
@@ -43,7 +43,7 @@ OVERLAP = (
 
 
 def interval_percent(row: Row) -> float:
-    """Half the median's confidence interval, in percent of the median."""
+    """Half the confidence interval of the median, in percent of the median."""
     low, high = row["ci"]
     return float(50 * (high - low) / row["seconds"]["p50"])
 
@@ -53,7 +53,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows of one operation, by size, with two lines of heading as nccl-tests has them."""
+    """The rows of one operation by size, under the two lines of heading that nccl-tests has."""
     columns = COLUMNS + (OVERLAP if any("overlap" in row for row in rows) else ())
     first = rows[0]
     lines = [
@@ -71,7 +71,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def flat(row: Row) -> Row:
-    """A row without nesting: seconds become seconds_p50 and so on."""
+    """A row without nested values: seconds become seconds_p50, and so on."""
     found: Row = {}
     for name, value in row.items():
         if name == "ci":
@@ -84,7 +84,7 @@ def flat(row: Row) -> Row:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line a row; seconds, bytes, and bytes per second, as in the JSON."""
+    """Write one line for each row. Seconds, bytes, and bytes per second are as in the JSON."""
     flattened = [flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flattened for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -99,9 +99,10 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Median time, with its confidence interval, and bus bandwidth over size; a line of two plots for each operation.
+    """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
-    All axes are logarithmic. Colours are transports, markers dtypes and reductions; in place is dashed.
+    The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
+    reduction; lines in place are dashed.
     """
     from matplotlib.figure import Figure  # here: it takes a second to load
 
@@ -111,7 +112,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
     height = 4 * max(1, len(operations))
     figure = Figure(figsize=(15, height))
-    # matplotlib's own layouts take twice the time of everything else here
+    # matplotlib's own layouts take twice as long as all the rest here
     figure.subplots_adjust(0.06, 0.6 / height, 0.82, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
     axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
@@ -135,7 +136,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
             low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
             time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            # A group of one rank moves nothing: 0 has no place on the axis.
+            # A group of one rank moves nothing, and a logarithmic axis has no 0.
             bandwidth_axes.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
         ranks = next(row["ranks"] for row in shown if row["operation"] == operation)
         for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
@@ -145,18 +146,18 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-#: dark enough on white, and apart for the colour-blind (Okabe & Ito 2008)
+#: colours that are dark enough on white, and that colour-blind people can tell apart (Okabe & Ito 2008)
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
 
 
 def size_label(nbytes: float, _: object = None) -> str:
-    """1536 -> 1.5 KB; units are powers of 1024."""
+    """A size in words: 1536 -> 1.5 KB. Units are powers of 1024."""
     power = min(3, max(0, int(math.log2(max(nbytes, 1)) // 10)))
     return f"{nbytes / 1024**power:g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def readable(axes: Any) -> None:
-    """Plain numbers on logarithmic axes: sizes in units along x, no powers of ten along y."""
+    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axes.get_xlim()
@@ -173,9 +174,9 @@ def readable(axes: Any) -> None:
 
 
 def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], bound: str = "memory") -> None:
-    """Bus bandwidth over size, log-log: a line for each transport, with quartiles, and the dashed one of ``bound``.
+    """Draw the bus bandwidth over the size: a line with quartiles for each transport, and a dashed one for ``bound``.
 
-    rows: of one operation, dtype and number of ranks, as bench.all_reduce writes them. titles: of transports.
+    rows: of one operation, dtype and number of ranks, as bench.all_reduce writes them. titles: of the transports.
     """
     from matplotlib.figure import Figure
 

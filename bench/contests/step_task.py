@@ -30,8 +30,9 @@ class StepTask:
     weights: str = ""  # safetensors file of bench.peers.gpt.reference_state(); "": draw them
 
     def tokens(self) -> np.ndarray:
-        """The tokens, int64 [global batch, sequence + 1], the same at every step: inputs are [:, :-1], targets [:,
-        1:].
+        """The tokens, int64 [global batch, sequence + 1], the same at every step.
+
+        Inputs are [:, :-1], and targets [:, 1:].
         """
         shape = (self.global_batch_size, self.seq_length + 1)
         return np.random.default_rng(self.seed).integers(0, self.vocab_size, shape)

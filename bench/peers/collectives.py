@@ -114,8 +114,9 @@ class PeerServer:
         return {}
 
     def run(self, in_place: bool, count: int, clock: dict[str, float] | None = None) -> dict[str, Any]:
-        """Make ``count`` calls. They begin at a barrier, or at agreed times of ``clock``
-        (bench.timing.starting.Clock).
+        """Make ``count`` calls.
+
+        They begin at a barrier, or at agreed times of ``clock`` (bench.timing.starting.Clock).
         """
         if clock is not None and (self._start is None or self._start.clock != Clock(**clock)):
             self._start = AgreedStart(Clock(**clock), self._exchange)
@@ -139,8 +140,9 @@ class PeerServer:
 
 
 def main() -> None:
-    """Run the server. Arguments: the backend ("gloo", or "nccl", which has not run yet), and the bytes of the largest
-    call.
+    """Run the server.
+
+    Arguments: the backend ("gloo", or "nccl", which has not run yet), and the bytes of the largest call.
     """
     backend, capacity = sys.argv[1], int(sys.argv[2])
     answers, sys.stdout = sys.stdout, sys.stderr  # other output must not mix with the answers

@@ -1,4 +1,4 @@
-"""Seconds of the collectives of a step: rings, as NCCL's for long messages, inside a node and through its adapters."""
+"""The seconds of a step's collectives: rings, as NCCL runs long messages, inside a node and through its adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commengine.cost import TransformerShape
 
 
 def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of a step in which a device waits for its tensor group, all micro-batches together."""
+    """The seconds of a step during which a device waits for its tensor group, over all micro-batches."""
     ranks = cluster.machine.ranks_per_node
     members = min(layout.tensor, ranks)
     groups = max(1, min(ranks, layout.ranks) // members)
@@ -33,7 +33,7 @@ def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Clust
 def data_communication(
     owned: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
 ) -> tuple[float, float]:
-    """Seconds of the gradients' reduction that a device waits for, and those that pass under backward."""
+    """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward."""
     if layout.data == 1:
         return 0.0, 0.0
     node = cluster.machine.ranks_per_node
@@ -45,10 +45,10 @@ def data_communication(
     )
     times = [ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run]
     copies = 0.0
-    if not cluster.overlap:  # into one flat tensor, divided, and back
+    if not cluster.overlap:  # copied into one flat tensor, divided, and copied back
         copies = slow * memory_seconds(cluster.device, 6 * size * owned)
         return sum(times) + copies, 0.0
-    # The first layer's gradients are there last: nothing is left to hide their share.
+    # The first layer's gradients are complete last, and no backward is left to hide their share.
     hidden = min(times[0] * (1 - 1 / layers), under_backward)
     return sum(times) - hidden, hidden
 
@@ -56,9 +56,9 @@ def data_communication(
 def ring_seconds(
     cluster: Cluster, operation: str, size: float, ranks: int, members_per_node: int, groups_per_node: int
 ) -> float:
-    """A collective by one ring through all ranks of a group, node by node.
+    """The seconds of a collective by one ring through all ranks of a group, node by node.
 
-    The ``groups_per_node`` groups that run at once share the node's adapters; a lone group stripes over all of them.
+    The ``groups_per_node`` groups that run at once share the node's adapters; a single group uses all of them.
     """
     if ranks == 1:
         return 0.0

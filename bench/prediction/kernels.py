@@ -1,10 +1,10 @@
-"""How long one device computes: matrix products by shape, and kernels that only move memory.
+"""The time that one device computes: matrix products by their shape, and kernels that only move memory.
 
-A GEMM of M x N x K is cut into output tiles, one a unit (SM) at a time, in waves; a last wave that is not full and a
-tile that hangs over the edge cost as much as a full one (NVIDIA, Matrix Multiplication Background, section 3). A tile
-reads its operands from the last cache, which bounds small tiles; it starts with a read from memory and ends with the
-write of its result, in which nothing is multiplied: short K costs most. All of it is bounded by the traffic to memory
-below.
+A GEMM of M x N x K is cut into output tiles, one at a time on each unit (SM), in waves. A last wave that is not full,
+and a tile that hangs over the edge, cost as much as full ones (NVIDIA, Matrix Multiplication Background, section 3). A
+tile reads its operands from the last cache, whose rate bounds small tiles. It starts with a read from memory and ends
+with the write of its result, and multiplies nothing meanwhile, so a short K costs most. The traffic to memory is a
+lower bound of the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.clusters.cluster import Device
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts of the model are on; bench.predict --ablation turns them off one by one."""
+    """The parts of the model that are on. bench.predict --ablation turns them off one by one."""
 
     gemm_shape: bool = True
     attention_traffic: bool = True
@@ -30,43 +30,46 @@ class Parts:
     data_communication: bool = True
 
     def without(self, name: str) -> Parts:
-        """All but one."""
+        """All parts but one."""
         return replace(self, **{name: False})
 
 
 @dataclass
 class KernelTimes:
-    """Device seconds by part, products and kernels that only move memory apart, and the number of kernels."""
+    """The device's seconds by part, for products and for kernels that only move memory, and the number of kernels."""
 
     multiply: dict[str, float] = field(default_factory=dict)
     move: dict[str, float] = field(default_factory=dict)
     kernels: float = 0
 
     def add(self, part: str, kernels: float, *, multiply: float = 0.0, move: float = 0.0) -> None:
-        """More of one part."""
+        """Add time to one part."""
         self.multiply[part] = self.multiply.get(part, 0.0) + multiply
         self.move[part] = self.move.get(part, 0.0) + move
         self.kernels += kernels
 
     def join(self, other: KernelTimes) -> None:
-        """All that the other does, too."""
+        """Add all times of another object."""
         for part in other.multiply:
             self.add(part, 0, multiply=other.multiply[part], move=other.move[part])
         self.kernels += other.kernels
 
     def seconds(self, slowdown: float) -> dict[str, float]:
-        """By part; ``slowdown``: how much slower kernels move memory than their description says."""
+        """The seconds by part.
+
+        slowdown: the factor by which kernels move memory more slowly than their description says.
+        """
         return {part: self.multiply[part] + slowdown * self.move[part] for part in self.multiply}
 
     def total(self, slowdown: float) -> float:
-        """All parts."""
+        """The seconds of all parts."""
         return sum(self.seconds(slowdown).values())
 
 
 def gemm_seconds(device: Device, m: int, n: int, k: int, batch: int = 1, *, by_shape: bool = True) -> float:
-    """The time of ``batch`` products [m, k] x [k, n], with the best of the device's tiles.
+    """The seconds of ``batch`` products [m, k] x [k, n], with the best of the device's tiles.
 
-    by_shape=False: at the rate of the largest GEMMs, whatever the shape.
+    by_shape=False: at the rate of the largest GEMMs, whatever the shape is.
     """
     rate = device.peak_flops * device.gemm_efficiency
     if not by_shape:
@@ -82,7 +85,7 @@ def _tiled(device: Device, rate: float, m: int, n: int, k: int, batch: int) -> f
     for rows, columns in device.tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(count / device.units)
-        # FLOPs a byte from the cache, at which a tile's operands can be multiplied.
+        # The FLOP/s at which the cache can deliver a tile's operands.
         cached = device.cache_bandwidth * 2 * rows * columns / ((rows + columns) * size)
         multiply = 2 * rows * columns * k / (min(rate, cached) / device.units)
         write = rows * columns * size * min(count, device.units) / bandwidth
@@ -91,5 +94,8 @@ def _tiled(device: Device, rate: float, m: int, n: int, k: int, batch: int) -> f
 
 
 def memory_seconds(device: Device, moved: float, efficiency: float | None = None) -> float:
-    """The time of kernels that move so many bytes, at a fraction of the memory's bandwidth (default: the plain one)."""
+    """The seconds of kernels that move so many bytes.
+
+    efficiency: the share of the memory's bandwidth that they reach (default: the plain kernel's).
+    """
     return moved / (device.memory_bandwidth * (efficiency or device.memory_efficiency))

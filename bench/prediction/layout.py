@@ -1,4 +1,4 @@
-"""Models of the literature, and how a training step is spread over devices."""
+"""Models of the literature, and the ways to spread a training step over devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread: tensor x data ranks, each running ``micro_batches`` micro-batches of ``micro_batch``."""
+    """How a step is spread over tensor x data ranks. Each runs ``micro_batches`` x ``micro_batch`` samples."""
 
     tensor: int = 1
     data: int = 1
@@ -30,10 +30,10 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Devices."""
+        """The number of devices."""
         return self.tensor * self.data
 
     @property
     def batch(self) -> int:
-        """Sequences of a step, over all devices."""
+        """The sequences of a step, over all devices."""
         return self.data * self.micro_batch * self.micro_batches

@@ -1,9 +1,9 @@
-"""The time and memory of a GPT's training step on a cluster, part by part.
+"""Predict the time and memory of a GPT's training step on a cluster, part by part.
 
-The layer is that of Megatron-LM: what is counted, kernel by kernel, is the eager code of 2019 (``unfused``:
-mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd) or of today (``fused``: one kernel each for attention, bias
-+ GELU, and bias + dropout + residual). Collectives are rings, as NCCL's for long messages; tensor-parallel ones hide
-behind nothing.
+The layer is Megatron-LM's. Its kernels are counted one by one: those of the eager code of 2019 (``unfused``:
+mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd), or those of today (``fused``: one kernel each for
+attention, for bias + GELU, and for bias + dropout + residual). Collectives are rings, as NCCL runs long messages.
+Nothing hides tensor-parallel collectives.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from bench.prediction.layout import MODELS, Layout
 from commengine import cost
 from commengine.cost import TransformerShape
 
-# FlashAttention-2 on an A100: up to 73% of peak forward and 63% backward (Dao 2023), less at usual
-# lengths.
+# FlashAttention-2 on an A100 reaches up to 73% of peak forward and 63% backward (Dao 2023), and less at usual lengths.
 FUSED_ATTENTION = (0.6, 0.5)
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A predicted step. seconds: by part, exposed ones only. hidden: of the gradients' reduction, under backward.
+    """A predicted step.
 
-    memory: bytes a device by part. flops: of all devices, recomputed ones included.
+    seconds: by part, exposed ones only. hidden: seconds of the gradients' reduction under backward.
+
+    memory: bytes of a device by part. flops: of all devices, with recomputed ones.
     """
 
     seconds: dict[str, float]
@@ -37,22 +38,22 @@ class PredictedStep:
 
     @property
     def total(self) -> float:
-        """Seconds a step."""
+        """The seconds of the step."""
         return sum(self.seconds.values())
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s."""
+        """FLOP/s of a device."""
         return self.flops / self.total / self.ranks
 
     @property
     def communication(self) -> float:
-        """The share of the step in which a device waits for a collective."""
+        """The share of the step during which a device waits for a collective."""
         return (self.seconds["tensor_communication"] + self.seconds["data_communication"]) / self.total
 
     @property
     def memory_total(self) -> float:
-        """Bytes a device."""
+        """The bytes of a device."""
         return sum(self.memory.values())
 
 
@@ -61,7 +62,7 @@ class _Kernel:
     """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
 
     over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h /
-    t; or "scores", over a s / t a token. 0 backward: none.
+    t; or "scores", over a s / t for each token. backward: 0 if there is none.
     """
 
     over: str
@@ -72,7 +73,7 @@ class _Kernel:
     layernorm: bool = False
 
 
-# Each line: read and written by the operations of the comment, in order.
+# Each line: the bytes that the operations of the comment read and write, in order.
 _UNFUSED = (
     _Kernel("hidden", 4, 6, count=2, layernorm=True),
     _Kernel("hidden", 5, 5, count=2),  # dropout
@@ -107,20 +108,20 @@ _CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
 
 
 def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> PredictedStep:
-    """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated where the cluster has a calibration.
+    """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated if the cluster has a calibration.
 
-    Raises ValueError where the shape cannot be split so.
+    Raises ValueError if the shape cannot be split so.
     """
     parts = parts or Parts()
     return _predict(shape, layout, cluster, parts, slowdown(cluster, parts))
 
 
 def slowdown(cluster: Cluster, parts: Parts) -> float:
-    """How much slower than the cluster says kernels move memory, so that the calibrating step takes what was measured.
+    """The factor by which kernels must move memory more slowly than the cluster says for the calibrating step to fit.
 
-    1 without a calibration. What GEMMs reach is measured and published, and so is what a plain copy reaches; what eager
-    kernels reach of it is not, so that is what one measured step decides. Raises ValueError where no rate can explain
-    it.
+    It is 1 without a calibration. The rate of GEMMs is measured and published, and so is that of a plain copy. The
+    share of it that eager kernels reach is not published, so one measured step decides it. Raises ValueError if no
+    rate can explain the step.
     """
     if not cluster.calibration:
         return 1.0
@@ -180,7 +181,7 @@ def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: P
         "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
         "activations": activations,
     }
-    # A part that is switched off takes no time, but the work is the same: FLOP/s count what was to be done.
+    # A part that is switched off takes no time, but its FLOPs still count.
     flops = cost.model_flops(shape, layout.batch, layout.recompute)
     return PredictedStep(seconds, hidden, memory, flops, layout.ranks)
 
@@ -229,7 +230,7 @@ def _layer(
 
 
 def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
-    """Elements a token on one device."""
+    """The elements of a token on one device."""
     if kernel.over == "scores":
         return shape.heads * shape.seq / layout.tensor
     if kernel.over == "split":
@@ -238,7 +239,7 @@ def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
 
 
 def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> KernelTimes:
-    """Embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
+    """The embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
     work = KernelTimes()
     tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
     for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
@@ -257,7 +258,7 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
 
 
 def _waiting(work: KernelTimes, device: Device, parts: Parts, slow: float) -> float:
-    """Time between kernels, and waiting for the host where it issues them more slowly than they run."""
+    """The seconds between kernels, and of waiting for the host if it issues kernels more slowly than they run."""
     if not parts.host:
         return 0.0
     return max(work.kernels * device.launch, work.kernels * device.dispatch - work.total(slow))
@@ -266,13 +267,16 @@ def _waiting(work: KernelTimes, device: Device, parts: Parts, slow: float) -> fl
 def _optimizer(
     owned: float, shape: TransformerShape, layout: Layout, device: Device, parts: Parts, slow: float
 ) -> float:
-    """The update of all parameters. Unfused: a loop over tensors, which the host may be slower to issue than to run."""
+    """The seconds of the update.
+
+    The unfused one loops over tensors, which the host may issue more slowly than they run.
+    """
     moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
     moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
     runs = slow * memory_seconds(device, moved)
     if device.kernels == "fused" or not parts.host:
         return runs
     tensors = 12 * shape.layers + 4
-    # The overflow check and the norm bring a number to the host for each tensor: what they run and issue adds up.
+    # The overflow check and the norm bring a number to the host for each tensor, so their run and issue times add up.
     waited = _OPTIMIZER_WAITED / _OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
     return waited + max(runs * (1 - _OPTIMIZER_WAITED / _OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)

@@ -1,4 +1,4 @@
-"""The scaling figures of Shoeybi et al. 2019, as published and as predicted."""
+"""The scaling figures of Shoeybi et al. 2019, published and predicted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUNDS = (6.0, 12.0)  # mean and largest error, in points
 
 @dataclass(frozen=True)
 class Figure:
-    """A published number and the prediction. error: points; a speed-up's is that of speed-up / GPUs."""
+    """A published number and its prediction. error: in points; for a speed-up, that of speed-up / GPUs."""
 
     section: str
     case: str
@@ -37,13 +37,16 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Predicted less published."""
+        """The predicted number minus the published one."""
         difference = self.predicted - self.published
         return difference / self.gpus * 100 if self.section == "table8" else difference
 
 
 def figures(cluster: Cluster, parts: Parts | None = None) -> list[Figure]:
-    """All 13, in the paper's order. Batch 8 a model, activations recomputed in every layer (sections 4.2 and 5.1)."""
+    """All 13 figures, in the paper's order.
+
+    The batch is 8 for each model, and every layer's activations are recomputed (sections 4.2 and 5.1).
+    """
     baseline = run(cluster, "1.2b", parts=parts)
 
     def efficiency(step: PredictedStep) -> float:
@@ -69,13 +72,13 @@ def figures(cluster: Cluster, parts: Parts | None = None) -> list[Figure]:
 def run(
     cluster: Cluster, model: str, tensor: int = 1, *, data: int = 1, heads: int = 0, parts: Parts | None = None
 ) -> PredictedStep:
-    """A step of the paper's."""
+    """One of the paper's steps."""
     shape = replace(MODELS[model], heads=heads or MODELS[model].heads)
     return predict(shape, Layout(tensor=tensor, data=data, recompute="full"), cluster, parts)
 
 
 def errors(found: list[Figure]) -> tuple[float, float]:
-    """Mean and largest, without sign."""
+    """The mean and the largest error, without signs."""
     sizes = [abs(one.error) for one in found]
     return sum(sizes) / len(sizes), max(sizes)
 
@@ -85,7 +88,7 @@ def _within(mean: float, largest: float) -> bool:
 
 
 def as_json(found: list[Figure]) -> dict[str, list[dict[str, float]]]:
-    """By section, in the paper's order."""
+    """The figures by section, in the paper's order."""
     return {
         section: [{"published": one.published, "predicted": one.predicted} for one in found if one.section == section]
         for section in SECTIONS
@@ -93,7 +96,7 @@ def as_json(found: list[Figure]) -> dict[str, list[dict[str, float]]]:
 
 
 def table(found: list[Figure]) -> Iterator[str]:
-    """Markdown: the 13 figures and their errors."""
+    """Yield markdown: the 13 figures and their errors."""
     yield "| | case | published | predicted | error, points |"
     yield "|---|---|---:|---:|---:|"
     for one in found:
@@ -110,7 +113,7 @@ def table(found: list[Figure]) -> Iterator[str]:
 
 
 def breakdown(cluster: Cluster) -> Iterator[str]:
-    """Markdown: where the time of the single-GPU step and of the model-parallel ones goes."""
+    """Yield markdown: the parts of the time of the single-GPU step and of the model-parallel ones."""
     steps = {
         "1.2B on 1": run(cluster, "1.2b"),
         "2.5B on 2": run(cluster, "2.5b", 2),
@@ -129,7 +132,7 @@ def breakdown(cluster: Cluster) -> Iterator[str]:
 
 
 def epochs(cluster: Cluster) -> Iterator[str]:
-    """Markdown: seconds an iteration from Table 2, which the bounds do not speak of."""
+    """Yield markdown: seconds of an iteration from Table 2, which the bounds do not cover."""
     yield "| Table 2 | GPUs | published, s an iteration | predicted | error |"
     yield "|---|---:|---:|---:|---:|"
     for model, heads, tensor, days in EPOCHS:
@@ -154,7 +157,7 @@ _OFF = {
 
 
 def ablation(cluster: Cluster) -> Iterator[str]:
-    """Markdown: the 13 with one part of the model taken out at a time, calibrated anew each time."""
+    """Yield markdown: the 13 figures without one part of the model at a time, calibrated anew each time."""
     everything = figures(cluster)
     yield f"| model | memory slowed by | {' | '.join(_short(one) for one in everything)} | mean | largest |"
     yield f"|---|---:|{'---:|' * (len(everything) + 2)}"
@@ -176,7 +179,7 @@ def ablation(cluster: Cluster) -> Iterator[str]:
 
 
 def sensitivity(cluster: Cluster) -> Iterator[str]:
-    """Markdown: mean and largest error with other values of the constants that are least certain, calibrated anew."""
+    """Yield markdown: the errors with other values of the constants that are least certain, calibrated anew."""
     device, inside, between = cluster.device, cluster.machine.inside, cluster.machine.between
 
     def on(**changed: Any) -> Cluster:

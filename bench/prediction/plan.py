@@ -1,4 +1,4 @@
-"""Of all ways to spread a model over N devices, the fastest predicted one that fits, and why the others lose."""
+"""Find the fastest predicted way to spread a model over N devices that fits, and say why the others lose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.prediction.layout import Layout
 from bench.prediction.model_cost import PredictedStep, predict
 from commengine.cost import TransformerShape
 
-# What the search varies and a caller may fix: fields of Layout, and the options that name them.
+# The fields of Layout that the search varies and a caller may fix, with their options.
 SEARCHED = {
     "tensor": "--tensor-model-parallel-size",
     "micro_batch": "--micro-batch-size",
@@ -32,14 +32,15 @@ class Candidate:
 
 
 def divisors(number: int) -> list[int]:
-    """All that divide it, ascending."""
+    """The divisors of a number, ascending."""
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def layouts(shape: TransformerShape, gpus: int, batch: int) -> Iterator[Layout]:
-    """Every (tensor, data, micro-batch, recompute, sequence-parallel, ZeRO-1) whose sizes divide what they split.
+    """Yield every layout whose sizes divide what they split.
 
-    Sequence parallelism only where tensor > 1 and ZeRO-1 only where data > 1: elsewhere they do nothing.
+    Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
+    nothing.
     """
     for tensor in divisors(gpus):
         if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
@@ -62,10 +63,10 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     reserve: float = 2e9,
 ) -> list[Candidate]:
-    """All candidates: those that fit, fastest first, then those that do not, least memory first.
+    """All candidates: first those that fit, fastest first; then the others, least memory first.
 
-    fixed: values that are not searched, by the keys of SEARCHED. reserve: bytes a device keeps for CUDA's context,
-    NCCL's buffers and workspaces. Raises ValueError where nothing divides, or ``fixed`` leaves nothing.
+    fixed: values that are not searched, by the keys of SEARCHED. reserve: bytes that a device keeps for CUDA's
+    context, NCCL's buffers and workspaces. Raises ValueError if nothing divides, or if ``fixed`` leaves no layout.
     """
     room = cluster.device.memory_bytes - reserve
     chosen = list(layouts(shape, gpus, batch))
@@ -89,7 +90,10 @@ def plan(
 
 
 def _narrowed(chosen: list[Layout], fixed: Mapping[str, Any]) -> list[Layout]:
-    """Those with the fixed values. Raises ValueError that names the first option that leaves none, and what would."""
+    """The layouts with the fixed values.
+
+    Raises ValueError that names the first option that leaves none, and its valid values.
+    """
     said = ""
     for field, value in fixed.items():
         kept = [one for one in chosen if getattr(one, field) == value]
@@ -114,7 +118,7 @@ def _with(candidate: Candidate, why: str) -> Candidate:
 
 
 def _slower(step: PredictedStep, best: PredictedStep) -> str:
-    """By how much, and which part of the step grew most."""
+    """How much slower the step is, and which part grew most."""
     more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
     part = max(more, key=lambda name: more[name])
     return (
@@ -132,7 +136,10 @@ def _too_large(step: PredictedStep, room: float) -> str:
 
 
 def table(candidates: list[Candidate], top: int) -> Iterator[str]:
-    """Markdown: the winner and the ``top`` best of the rest; of those that do not fit, at least the three closest."""
+    """Yield markdown: the winner and the ``top`` best of the rest.
+
+    Of the layouts that do not fit, it has at least the three closest.
+    """
     fitting = [one for one in candidates if one.fits]
     others = [one for one in candidates if not one.fits]
     shown = fitting[:top] + others[: max(3, top - len(fitting))]

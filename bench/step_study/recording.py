@@ -1,6 +1,7 @@
-"""A recorded step: the collectives of every rank, as `commengine.Trace.save` wrote them, one file a rank in one folder.
+"""Read a recorded step: the collectives of every rank, one file for each rank in one folder.
 
-What is read here is what a replay needs: which groups there were, and what each rank did with them, in order.
+`commengine.Trace.save` writes the files. A replay needs the groups that there were, and what each rank did with them,
+in order.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from typing import Any, NoReturn
 import torch
 
 from commengine import UsageError
+from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT, SAVED
 
-#: operations whose events say all that a replay needs
-REPLAYED = (
-    "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier",
-    "send", "recv", "sendrecv",
-)  # fmt: skip
-MESSAGES = ("send", "recv", "sendrecv")
-#: what a file has in another form than a RecordedCall
+#: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
+REPLAYED = tuple(OPERATIONS)
+MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pairwise)
+#: the operations that read and write windows
+IN_WINDOWS = IN_MEMORY
+#: the fields that a file has in another form than a `RecordedCall`
 UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
-#: operations that read and write windows
-IN_WINDOWS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Group:
 class RecordedCall:
     """One collective of a rank. group: its index in ``Recording.groups``. stream: its number in the group, 0 for none.
 
-    Times are seconds of the recording rank's clock. peers, buffers: see `commengine.CollectiveEvent`.
+    Times are seconds of the recording rank's clock. For peers and buffers see `commengine.CollectiveEvent`.
     """
 
     operation: str
@@ -67,18 +66,18 @@ class RecordedCall:
 
     @property
     def windows(self) -> tuple[bool, ...]:
-        """Which of its tensors are to lie in windows."""
+        """For each tensor of the call, whether it lies in a window; () if the operation does not use windows."""
         return tuple(shared for _, shared in self.buffers) if self.operation in IN_WINDOWS else ()
 
     @property
     def sent(self) -> tuple[int, int] | None:
-        """(to rank, bytes) of a message."""
+        """(receiving rank, bytes) of a message, or None."""
         to = {"send": self.root, "sendrecv": self.peers[0] if self.peers else None}.get(self.operation)
         return None if to is None else (to, self.bytes)
 
     @property
     def received(self) -> tuple[int, int] | None:
-        """(from rank, bytes) of a message."""
+        """(sending rank, bytes) of a message, or None."""
         if self.operation == "sendrecv":
             return self.peers[1], self.buffers[1][0]
         return (self.root, self.bytes) if self.operation == "recv" and self.root is not None else None
@@ -86,26 +85,26 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class Recording:
-    """What every rank did. ``calls[rank]`` are in the order in which they were enqueued."""
+    """All ranks' collectives. ``calls[rank]`` are in the order in which they were enqueued."""
 
     groups: tuple[Group, ...]
     calls: tuple[tuple[RecordedCall, ...], ...]
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return len(self.calls)
 
     def streams(self, group: int) -> int:
-        """How many streams the group needs."""
+        """The number of streams that the group needs."""
         return max((call.stream for calls in self.calls for call in calls if call.group == group), default=0)
 
     def scaled(self, size: int) -> Recording:
-        """The parts of the first ``size`` ranks: a group loses its other ranks, its collectives keep their bytes.
+        """The parts of the first ``size`` ranks: a group loses its other ranks, and its collectives keep their bytes.
 
-        A root that is gone is the group's first rank. Groups of one rank, and messages to and from ranks that are gone,
-        are left out: of a sendrecv, a send or a recv may be left. Where rows must be divisible by the group, they are
-        rounded up.
+        If a root is gone, the group's first rank becomes the root. Groups of one rank are left out, and so are
+        messages from and to ranks that are gone: a send or a recv may be left of a sendrecv. Rows that the group's
+        size must divide are rounded up.
         """
         kept = [Group(group.name, tuple(rank for rank in group.ranks if rank < size)) for group in self.groups]
         numbers = {old: new for new, old in enumerate(i for i, group in enumerate(kept) if len(group.ranks) > 1)}
@@ -122,7 +121,7 @@ class Recording:
         )
 
     def _left(self, call: RecordedCall, kept: Group) -> RecordedCall | None:
-        """What is left of a call where only the ranks ``kept`` are: of a sendrecv perhaps one half."""
+        """The part of a call that is left if only the ranks ``kept`` are there: for a sendrecv perhaps one half."""
         old = self.groups[call.group].ranks
         sends, receives = (
             message is not None and old[message[0]] in kept.ranks for message in (call.sent, call.received)
@@ -160,7 +159,7 @@ def read(folder: Path) -> dict[str, Any]:
     """The files of a recording as one object of JSON types, for `parse`. Raises UsageError that names the fault."""
     paths = sorted(folder.glob("rank-*.jsonl"))
     if not paths:
-        raise UsageError(f"{folder}: not a recording: there is no rank-0.jsonl (bench.replay --record makes one)")
+        raise UsageError(f"{folder}: not a recording: there is no rank-0.jsonl (bench.step --save makes one)")
     found: dict[int, list[Any]] = {}
     for path in paths:
         try:
@@ -168,7 +167,7 @@ def read(folder: Path) -> dict[str, Any]:
             head = lines[0]
             if head["format"] not in (1, FORMAT):
                 raise ValueError(f"format {head['format']}; this version reads 1 and {FORMAT}")
-            # Format 1 did not say with whom a sendrecv was, nor that a tensor lay in a window.
+            # Format 1 had no peers of a sendrecv, and did not say which tensors lay in windows.
             events = (
                 lines[1:] if head["format"] == FORMAT else [{"peers": [], "buffers": []} | one for one in lines[1:]]
             )
@@ -182,7 +181,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def parse(data: dict[str, Any]) -> Recording:
-    """What `read` found. Raises UsageError where the ranks' traces do not fit together, or cannot be replayed."""
+    """The recording of these files.
+
+    Raises UsageError if the ranks' traces do not fit together or cannot be replayed.
+    """
     numbers: dict[Group, int] = {}
     for groups, _ in data["ranks"]:
         for name, ranks in groups.items():
@@ -190,7 +192,7 @@ def parse(data: dict[str, Any]) -> Recording:
     size = len(data["ranks"])
     for group in numbers:
         if gone := [rank for rank in group.ranks if not 0 <= rank < size]:
-            raise UsageError(f"group {group.name!r} has rank {gone[0]}, and there is a trace of {size} ranks only")
+            raise UsageError(f"group {group.name!r} has rank {gone[0]}, and there are traces of {size} ranks only")
     calls = []
     for rank, (groups, events) in enumerate(data["ranks"]):
         for name, ranks in groups.items():
@@ -204,9 +206,10 @@ def parse(data: dict[str, Any]) -> Recording:
 
 
 def _check_agreement(what: Recording) -> None:
-    """Raise UsageError where the ranks of a group did not do the same: a replay would hang where the trace is cut off.
+    """Raise UsageError if the ranks of a group did not do the same: a replay would hang where one trace ends early.
 
-    On each stream of a group collectives must be the same on all its ranks, and messages received as they were sent.
+    On each stream of a group, the collectives must be the same on all its ranks, and messages must be received as they
+    were sent.
     """
     for number, group in enumerate(what.groups):
         for stream in range(what.streams(number) + 1):
@@ -251,9 +254,13 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Rec
         if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
             raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
         if event["operation"] not in REPLAYED:
-            raise UsageError(f"{where}: {event['operation']} cannot be replayed: a trace says not with which ranks")
+            raise UsageError(
+                f"{where}: {event['operation']} cannot be replayed: a trace does not say with which ranks it was"
+            )
         if event["operation"] == "sendrecv" and not event["peers"]:
-            raise UsageError(f"{where}: a trace of format 1 says not with which ranks a sendrecv was: record it again")
+            raise UsageError(
+                f"{where}: a trace of format 1 does not say with which ranks a sendrecv was: record it again"
+            )
         if event["group"] not in groups:
             raise UsageError(f"{where}: group {event['group']!r} is not among {', '.join(groups)}")
         stream = event["stream"]

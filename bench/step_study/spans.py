@@ -1,8 +1,9 @@
-"""Which part of a training step the caller is in, and since when: embedding, layers, output layer, loss, the rest.
+"""Follow the caller through a training step: which part it is in, and since when.
 
-The caller is always in one part: a boundary ends a span and begins the next, so that spans neither overlap nor leave
-gaps, and a collective belongs to the span in which it was enqueued. Backward runs the parts from last to first: the
-gradient of the tensor between two of them is complete when the later one is done.
+The parts are the embedding, the layers, the output layer, the loss, and what stands outside of the model. The caller
+is always in one part. A boundary ends a span and begins the next, so spans neither overlap nor leave gaps, and a
+collective belongs to the span in which it was enqueued. Backward runs through the parts from the last to the first:
+when a part is done, the gradient of the tensor between it and the part before it is complete.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from trainers.training.trainer import Trainer
 class Span:
     """A stretch of the caller's time, in seconds of ``time.perf_counter``.
 
-    part: "embedding", "layer 0", ..., "output layer" (with the final norm), "loss", in a phase "forward", "recompute"
-    or "backward"; or, without a phase, "labels", "gradients" (zeroing, reduction), "loss and norm", "optimizer".
+    part: "embedding", "layer 0", ..., "output layer" (with the final norm) or "loss", in a phase "forward",
+    "recompute" or "backward"; or, without a phase, "labels", "gradients" (zeroing, reduction), "loss and norm" or
+    "optimizer".
     """
 
     start: float
@@ -34,7 +36,7 @@ class Span:
 
 
 class Spans:
-    """The spans so far. Not for several threads at once: backward runs while the caller waits for it."""
+    """The spans so far. One thread at a time may use it: the caller waits while backward runs."""
 
     def __init__(self) -> None:
         self.part, self.phase = "labels", ""
@@ -42,13 +44,13 @@ class Spans:
         self._since = time.perf_counter()
 
     def enter(self, part: str, phase: str = "") -> None:
-        """From now on the caller is in another part."""
+        """The caller enters another part."""
         now = time.perf_counter()
         self._done.append(Span(self._since, now, self.part, self.phase))
         self.part, self.phase, self._since = part, phase, now
 
     def take(self) -> list[Span]:
-        """All spans until now, and start anew with those of the next step."""
+        """Return all spans until now, and begin the next step's."""
         self.enter("labels")
         found, self._done = [span for span in self._done if span.end > span.start], []
         return found
@@ -56,14 +58,20 @@ class Spans:
 
 @contextmanager
 def followed(trainer: Trainer) -> Iterator[Spans]:
-    """The `Spans` of ``trainer``'s steps inside the block. Its model must not be compiled: a graph runs no hooks."""
+    """The `Spans` of ``trainer``'s steps inside the block.
+
+    Its model must not be compiled, because a graph runs no hooks.
+    """
     spans, model = Spans(), trainer.model
     assert isinstance(model, GPT)  # the parts of a step are those of its layers
     parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
     with ExitStack() as stack:
 
         def between(part: str, tensor: Tensor) -> None:
-            """Forward, ``part`` begins with ``tensor``; backward, the one before it does with the tensor's gradient."""
+            """In forward, ``part`` begins with ``tensor``.
+
+            In backward, the part before it begins with the tensor's gradient.
+            """
             spans.enter(part, "forward")
             if tensor.requires_grad:
                 before = parts[parts.index(part) - 1]
@@ -89,9 +97,9 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
 
 
 def _recomputation(layer: nn.Module, spans: Spans, part: str) -> Iterator[Any]:
-    """Hooks for a layer that runs again inside the backward, from its first module to its last.
+    """Hooks for a layer that runs again inside backward, from its first module to its last.
 
-    The end comes as an exception where nothing more is needed.
+    The run ends with an exception if nothing more of the layer is needed.
     """
 
     def begin(*_: Any) -> None:

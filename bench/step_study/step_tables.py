@@ -1,4 +1,4 @@
-"""A traced step as rows for JSON and CSV, and as tables for people."""
+"""The rows of a traced step for JSON and CSV, and its tables in markdown."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _key(event: TracedCollective) -> Key:
 
 
 def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
-    """A row for each part, phase, group and kind of collective: of each rank, its sums over each step, in seconds.
+    """A row for each part, phase, group and kind of collective, with each rank's sums over each step, in seconds.
 
-    bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first that has it), skew left out, as
-    nccl-tests defines them; of the sum over a step, and of those the median.
+    bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first rank that has the collective),
+    without skew, as nccl-tests defines them; the median over the steps of the sum over a step.
     """
     sums: dict[Key, dict[int, list[dict[str, Any]]]] = {}
     for rank, steps in enumerate(ranks):
@@ -61,7 +61,7 @@ def _bandwidth(sums: dict[str, Any], nbytes: int) -> float:
 
 
 def _order(part: str, phase: str) -> tuple[Any, ...]:
-    """The order of a step: forward by layers, backward from the last to the first, then what follows."""
+    """The sorting key of a part: forward by layers, backward from the last layer to the first, then what follows."""
     number = int(part.split()[1]) if part.startswith("layer ") else {"embedding": -1, "output layer": 1 << 30}.get(part)
     if phase:
         number = (1 << 31) if number is None else number
@@ -78,7 +78,7 @@ def csv_rows(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: medians over the steps on the first rank that has the collective, and how the ranks differ."""
+    """Yield markdown: medians over the steps on the first rank that has the collective, and the ranks' extremes."""
     yield (
         "| part | phase | group | operation | dtype | count | bytes each | time, ms | of ranks, ms | skew, ms "
         "| algbw, GB/s | busbw, GB/s | exposed, ms | hidden |"
@@ -104,7 +104,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def group_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: rank 0's by group and operation, over the whole step."""
+    """Yield markdown: rank 0's collectives by group and operation, over the whole step."""
     sums: dict[tuple[str, int, str], dict[str, Any]] = {}
     for row in rows:
         if (mine := row["of_ranks"].get("0")) is None:  # on other ranks alone
@@ -129,7 +129,10 @@ def group_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def phase_rows(ranks: Ranks) -> list[dict[str, Any]]:
-    """Of each rank and phase (parts that have none are their own): seconds in each step, and of them waiting."""
+    """For each rank and phase, the seconds in each step, and the part of them that was waiting.
+
+    A part that has no phase is a phase of its own.
+    """
     rows = []
     for rank, steps in enumerate(ranks):
         found: dict[str, dict[str, list[float]]] = {}
@@ -149,7 +152,7 @@ def phase_rows(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def phase_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: medians over the steps on rank 0, and the least and most of all ranks."""
+    """Yield markdown: medians over the steps on rank 0, and the least and most of all ranks."""
     yield "| phase | time, ms | of ranks, ms | waiting for collectives, ms | share |"
     yield "|---|---:|---|---:|---:|"
     by_phase: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -170,7 +173,10 @@ def _phase_order(phase: str) -> int:
 
 
 def summary(ranks: Ranks) -> dict[str, list[list[float]]]:
-    """By rank and step, in seconds: the step; some collective running; waiting for one, and of that skew at most."""
+    """For each rank and step, in seconds: the step, communicating, exposed, and skew.
+
+    communicating: some collective runs. exposed: the caller waits for one. skew: the sum over the collectives.
+    """
     return {
         "step": [[step.seconds for step in steps] for steps in ranks],
         "communicating": [[_union([(e.start, e.end) for e in step.events]) for step in steps] for steps in ranks],
@@ -180,7 +186,7 @@ def summary(ranks: Ranks) -> dict[str, list[list[float]]]:
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> float:
-    """Seconds within any of them."""
+    """The seconds within any of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -189,7 +195,7 @@ def _union(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def summary_lines(sums: dict[str, list[list[float]]]) -> Iterator[str]:
-    """Medians over the steps on rank 0 and over the ranks."""
+    """Yield lines with the medians over the steps, on rank 0 and over the ranks."""
     medians = {name: [statistics.median(steps) for steps in ranks] for name, ranks in sums.items()}
     step = medians["step"]
     texts = {
@@ -207,7 +213,7 @@ def summary_lines(sums: dict[str, list[list[float]]]) -> Iterator[str]:
 
 
 def volume_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: formula beside trace."""
+    """Yield markdown: formula beside trace."""
     yield (
         "| part | phase | group | operation | bytes each | formula: count | traced | formula: MB | traced | source | |"
     )
@@ -228,7 +234,7 @@ def volume_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _hidden(seconds: Sequence[float], exposed: Sequence[float]) -> str:
-    """The share of all steps' seconds that nobody waited for."""
+    """The share of all steps' seconds for which no caller waited."""
     return f"{1 - sum(exposed) / sum(seconds):.0%}" if sum(seconds) else "-"
 
 

@@ -1,4 +1,4 @@
-"""A picture of one traced step: of every rank what the caller did, what it waited for, and what its streams did."""
+"""Draw one traced step: what the caller of each rank did, what it waited for, and what its streams did."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep
 
-#: of the caller's spans, pale: forward, recomputation and backward, and the parts that have no phase
+#: pale colours of the caller's spans: forward, recomputation and backward, and the parts that have no phase
 PHASES = {
     "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", "gradients": "#e3dcef",
     "loss and norm": "#dddddd", "optimizer": "#f0d9d3",
 }  # fmt: skip
-#: of collectives, strong: the tensor group's warm, the data group's cold
+#: strong colours of collectives: warm for the tensor group, cold for the data group
 COLLECTIVES = {
     ("tensor", "all_reduce"): "#c8281e", ("tensor", "all_gather"): "#f08c1e", ("tensor", "reduce_scatter"): "#8c4a14",
     ("data", "all_reduce"): "#5a3fa0", ("data", "all_gather"): "#2f7fc1", ("data", "reduce_scatter"): "#1c3f78",
@@ -30,17 +30,17 @@ TITLE, LINE = 150, 0.19  # characters of a line of the title that fit into WIDTH
 
 
 def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
-    """Draw the median step of every rank, times on one clock. ``path`` ends in .png, .svg or .pdf.
+    """Draw the median step of every rank, with all times on one clock. ``path`` ends in .png, .svg or .pdf.
 
-    A rank has a row for the caller, coloured by phase, in it the collectives it waits for; and a row for each stream.
-    The part of a collective before its group's last rank began is hatched.
+    A rank has a row for the caller, with a colour for each phase and the collectives for which the caller waits, and a
+    row for each stream. The part of a collective before its group's last rank began is hatched.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # here: it takes a second to load
 
-    lanes = _lanes(steps)
-    heights = [0.62 if lane is None else 0.3 for _, lane in lanes]
-    gaps = [0.22 if lane is None else 0.06 for _, lane in lanes]
+    rows = _rows(steps)
+    heights = [0.62 if stream is None else 0.3 for _, stream in rows]
+    gaps = [0.22 if stream is None else 0.06 for _, stream in rows]
     waited, seconds = sum(event.exposed for event in steps[0].events), steps[0].seconds
     about = f"median step, {1e3 * seconds:.0f} ms; rank 0 waits for collectives {waited / seconds:.0%} of it"
     words = [*textwrap.wrap(title, TITLE), about]
@@ -56,17 +56,19 @@ def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
     in_words = all(_fits(span.part, span, per_inch) for span in spans if span.part.startswith("layer "))
     marks, top = [], 0.0
     with rc_context({"hatch.linewidth": 0.6}):
-        for (rank, lane), thick, gap in zip(lanes, heights, gaps, strict=True):
+        for (rank, stream), thick, gap in zip(rows, heights, gaps, strict=True):
             top -= gap
             bottom, top = top - thick, top - thick
-            marks.append((bottom + thick / 2, f"rank {rank}" if lane is None else lane.replace("stream1", "stream")))
+            marks.append(
+                (bottom + thick / 2, f"rank {rank}" if stream is None else stream.replace("stream1", "stream"))
+            )
             step = steps[rank]
-            if lane is None:
+            if stream is None:
                 _draw_spans(axes, step.spans, origin, bottom, thick, per_inch, in_words=in_words)
                 waits = [(event, event.waited) for event in step.events if event.waited]
                 _draw_events(axes, waits, origin, bottom + 0.18 * thick, 0.42 * thick)
             else:
-                mine = [(event, (event.start, event.end)) for event in step.events if _lane(event) == lane]
+                mine = [(event, (event.start, event.end)) for event in step.events if _stream_of(event) == stream]
                 _draw_events(axes, mine, origin, bottom, thick)
         axes.set_yticks([y for y, _ in marks], [name for _, name in marks])
         axes.set(xlim=(0, 1e3 * (end - origin)), ylim=(top - 0.12, 0), xlabel="ms")
@@ -78,7 +80,7 @@ def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
 
 
 def _draw_legend(figure: Any, steps: Sequence[TracedStep], extra: float) -> None:
-    """Two lines below the title, whose own other lines take ``extra`` inches: what phases and collectives there are."""
+    """Draw the legend of phases and collectives, two lines below the title, whose other lines take ``extra`` inches."""
     from matplotlib.patches import Patch
 
     phases = {span.phase or span.part for step in steps for span in step.spans}
@@ -99,29 +101,29 @@ def _draw_legend(figure: Any, steps: Sequence[TracedStep], extra: float) -> None
         )  # fmt: skip
 
 
-def _lanes(steps: Sequence[TracedStep]) -> list[tuple[int, str | None]]:
-    """(Rank, stream or None for the caller), from the top."""
+def _rows(steps: Sequence[TracedStep]) -> list[tuple[int, str | None]]:
+    """The rows of the picture from the top: (rank, stream, or None for the caller)."""
     found: list[tuple[int, str | None]] = []
     for rank, step in enumerate(steps):
         found.append((rank, None))
-        streams = {_lane(event) or "" for event in step.events} - {""}
-        found += [(rank, lane) for lane in sorted(streams, reverse=True)]  # tensor before data
+        streams = {_stream_of(event) or "" for event in step.events} - {""}
+        found += [(rank, stream) for stream in sorted(streams, reverse=True)]  # tensor before data
     return found
 
 
-def _lane(event: TracedCollective) -> str | None:
+def _stream_of(event: TracedCollective) -> str | None:
     return None if event.stream is None else f"{event.group} {event.stream.rpartition('/')[2]}"
 
 
 def _fits(label: str, span: Span, per_inch: float) -> bool:
-    """Whether a label fits into a span; per_inch: milliseconds."""
+    """Whether a label fits into a span. per_inch: milliseconds."""
     return 1e3 * (span.end - span.start) / per_inch > CHARACTER * (len(label) + 1)
 
 
 def _draw_spans(
     axes: Any, spans: Sequence[Span], origin: float, bottom: float, thick: float, per_inch: float, *, in_words: bool
 ) -> None:
-    """in_words: "layer 3", not "3"."""
+    """Draw the spans of one caller. in_words: write "layer 3", not "3"."""
     by_phase: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for span in _joined(spans):
         start, length = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
@@ -138,7 +140,7 @@ def _draw_spans(
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of the same part and phase as one."""
+    """The spans, with neighbours of the same part and phase joined."""
     found: list[Span] = []
     for span in spans:
         if found and (found[-1].part, found[-1].phase) == (span.part, span.phase):
@@ -155,7 +157,7 @@ def _draw_events(
     bottom: float,
     thick: float,
 ) -> None:
-    """Bars from and to the given moments, up to the last rank's beginning hatched."""
+    """Draw bars between the given moments, hatched until the last rank begins."""
     solid: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     hatched: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for event, (start, end) in events:
@@ -171,12 +173,12 @@ def _draw_events(
 
 
 def write_chrome(path: Path, steps: Sequence[TracedStep]) -> None:
-    """The same as a Chrome trace, in microseconds on rank 0's clock: a process a rank, a thread a stream."""
+    """Write a Chrome trace in microseconds on rank 0's clock: each rank is a process, each stream a thread."""
     entries: list[dict[str, Any]] = []
     for rank, step in enumerate(steps):
-        lanes = [lane for owner, lane in _lanes(steps) if owner == rank]
+        rows = [stream for owner, stream in _rows(steps) if owner == rank]
         entries.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        names = ["parts of the step", *(f"collectives: {lane or 'caller'}" for lane in lanes)]
+        names = ["parts of the step", *(f"collectives: {stream or 'caller'}" for stream in rows)]
         for number, name in enumerate(names):
             entries.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}})
         for span in step.spans:
@@ -188,15 +190,15 @@ def write_chrome(path: Path, steps: Sequence[TracedStep]) -> None:
                 "dtype": event.dtype, "ranks": list(event.ranks), "skew_us": 1e6 * event.skew,
                 "exposed_us": 1e6 * event.exposed,
             }  # fmt: skip
-            lane, name = lanes.index(_lane(event)) + 1, f"{event.operation} {event.group}"
-            entries.append(_entry(rank, lane, name, "collective", event.start, event.end, about))
+            stream, name = rows.index(_stream_of(event)) + 1, f"{event.operation} {event.group}"
+            entries.append(_entry(rank, stream, name, "collective", event.start, event.end, about))
     path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def _entry(
-    rank: int, lane: int, name: str, kind: str, start: float, end: float, about: dict[str, Any]
+    rank: int, stream: int, name: str, kind: str, start: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": kind, "pid": rank, "tid": lane, "ts": 1e6 * start, "dur": 1e6 * (end - start),
+        "ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stream, "ts": 1e6 * start, "dur": 1e6 * (end - start),
         "args": about,
     }  # fmt: skip

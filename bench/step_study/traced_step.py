@@ -1,8 +1,8 @@
-"""Traced training steps: what each rank did, whom it waited for, and what its caller waited for.
+"""Trace training steps: what each rank did, which rank it waited for, and what its caller waited for.
 
-Times of all ranks are put on rank 0's clock. A collective in which every rank needs something of every other cannot end
-before its last rank has begun: what a rank spent in it until then is skew, the rest transfer. All collectives of a step
-are of that kind. Skew is known as well as the clocks are.
+The times of all ranks are put on rank 0's clock. If every rank needs something of every other rank, a collective
+cannot end before its last rank has begun. The time that a rank spends in it until then is skew, and the rest is
+transfer. All collectives of a step are of this kind. Skew is known as exactly as the clocks are.
 
 On a device (not run yet) spans are those of the host, which enqueues, and waiting is that of the stream that waits.
 """
@@ -30,9 +30,9 @@ MODEL_PHASES = ("forward", "recompute", "backward")
 class TracedCollective:
     """One collective of a rank. group, ranks: the communicator's name, and its ranks in the world.
 
-    part, phase: of the step (`spans.Span`); a reduction of gradients is of the part "gradients" wherever in backward it
-    was enqueued, which ``launched`` says. waited: from when to when the caller waited for it while it ran, or None.
-    skew: seconds until the group's last rank began.
+    part, phase: of the step (`spans.Span`). A reduction of gradients belongs to the part "gradients", wherever in
+    backward it was enqueued; ``launched`` names that place. waited: from when to when the caller waited for it while
+    it ran, or None. skew: seconds until the group's last rank began.
     """
 
     operation: str
@@ -57,18 +57,18 @@ class TracedCollective:
 
     @property
     def exposed(self) -> float:
-        """Seconds of that for which the caller waited."""
+        """The seconds of that time during which the caller waited."""
         return 0.0 if self.waited is None else self.waited[1] - self.waited[0]
 
     @property
     def transfer(self) -> float:
-        """Seconds without skew."""
+        """The seconds without skew."""
         return self.seconds - self.skew
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step of one rank. skipped: an overflow in fp16, so that nothing was updated."""
+    """One step of one rank. skipped: an fp16 gradient overflowed, so that nothing was updated."""
 
     start: float
     end: float
@@ -78,13 +78,16 @@ class TracedStep:
 
     @property
     def seconds(self) -> float:
-        """From the first to the last moment, the optimizer's communication included."""
+        """The seconds from the first to the last moment, with the optimizer's communication."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds; this rank's recordings, one a step."""
+    """The traced steps ``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds.
+
+    recordings: the traces of this rank, one for each step.
+    """
 
     steps: list[list[TracedStep]]
     uncertainty: float
@@ -92,7 +95,10 @@ class TracedSteps:
 
 
 def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
-    """Trace ``steps`` steps after ``warmup`` others; ``done()`` after each. Collective; rank 0 gets all the steps."""
+    """Trace ``steps`` steps after ``warmup`` others.
+
+    It calls ``done()`` after each. Collective; rank 0 gets the steps.
+    """
     grid = trainer.grid
     for _ in range(warmup):
         trainer.step()
@@ -125,7 +131,7 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
 
 
 def _uncertainty(first: list[Offset], last: list[Offset]) -> float:
-    """Of the difference between any two ranks' clocks, in seconds."""
+    """The uncertainty of the difference between any two ranks' clocks, in seconds."""
     largest = sorted(max(one.uncertainty, other.uncertainty) for one, other in zip(first, last, strict=True))
     return sum(largest[-2:])
 
@@ -149,7 +155,10 @@ def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[
 
 
 def _on_rank_zeros_clock(step: TracedStep, clock: tuple[float, float, float, float]) -> TracedStep:
-    """clock: two moments of this rank's, and what must be added to it then; between them it drifts evenly."""
+    """Put a step on rank 0's clock.
+
+    clock: two moments of this rank's clock, and the offsets to add at each. Between them the offset changes evenly.
+    """
     began, ended, first, last = clock
 
     def shifted(moment: float) -> float:
@@ -167,9 +176,9 @@ def _on_rank_zeros_clock(step: TracedStep, clock: tuple[float, float, float, flo
 
 
 def with_skew(ranks: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
-    """``ranks[rank][step]`` with every event's skew.
+    """``ranks[rank][step]`` with the skew of every collective.
 
-    The n-th event of a group on one of its streams is the same collective on all its ranks.
+    The n-th collective of a group on one of its streams is the same collective on all ranks of the group.
     """
     found = [list(steps) for steps in ranks]
     for number in range(len(ranks[0]) if ranks else 0):
@@ -189,11 +198,11 @@ def with_skew(ranks: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
 
 
 def _keys(events: Sequence[TracedCollective]) -> list[tuple[Any, ...]]:
-    """Names of collectives that are the same on all ranks of their group."""
+    """Keys of the collectives, equal on all ranks of a collective's group."""
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
     found = []
     for event in events:
-        lane = (event.group, event.ranks, (event.stream or "").rpartition("/")[2])
-        found.append((*lane, counts[lane]))
-        counts[lane] += 1
+        stream = (event.group, event.ranks, (event.stream or "").rpartition("/")[2])
+        found.append((*stream, counts[stream]))
+        counts[stream] += 1
     return found

@@ -1,7 +1,7 @@
-"""What a training step must communicate by `commengine.cost`'s formulas, and whether that is what was traced.
+"""The collectives that a training step must run by `commengine.cost`'s formulas, compared with those that were traced.
 
-The formulas know the model, the parallel sizes and the papers; what they are given here besides is how this trainer
-packs parameters into buckets, in numbers alone: nothing of a model, a bucket or a trace is looked at.
+The formulas know the model, the parallel sizes and the papers. This module adds how this trainer packs parameters into
+buckets, computed from numbers only: it looks at no model, no bucket and no trace.
 
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4.2.2
 """
@@ -17,39 +17,45 @@ from commengine import GridLayout, cost
 from commengine.cost import Collective
 from trainers.tasks.gpt import GPTTrainConfig
 
-ALIGNMENT = 64  # elements at whose multiples a parameter begins in a flat buffer
+ALIGNMENT = 64  # in a flat buffer a parameter begins at a multiple of so many elements
 SOURCES = (
     "[M] Shoeybi et al. 2019, Megatron-LM, section 3 and Figure 4 (layers, embedding, loss), appendix B.1 (gradients); "
     "[K] Korthikanti et al. 2022, sections 4.2.2 (sequence parallelism) and 5 (recomputation); "
     "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7. The others are this trainer's own: commengine/cost/step.py"
 )
-#: ends of the names of parameters that act on sequence shards, so that each rank has a part of their gradient [K]
+#: endings of the names of parameters that act on sequence shards: each rank has a part of their gradient [K]
 PARTIAL = ("_norm.weight", "_norm.bias", "projection.bias", "mlp.down.bias", "position_embedding")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A formula's collective and the group that runs it; of one layer where ``part`` is "layer N"."""
+    """A formula's collective, and the group that runs it. It belongs to one layer if ``part`` is "layer N"."""
 
     group: str
     what: Collective
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What a traced collective of this kind has in common with it."""
+        """The key that traced collectives of this kind share with it."""
         return (self.what.part, self.what.phase, self.group, self.what.operation, round(self.what.size))
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Parameters packed backwards into flat buffers: elements, and where those with a partial gradient lie in each."""
+    """Parameters packed backwards into flat buffers.
+
+    sizes: elements of each buffer. partial: in each buffer, the extents of parameters with a partial gradient.
+    """
 
     sizes: list[int]
     partial: list[list[tuple[int, int]]]
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[str, int]], largest: int, *, flat: bool, ranks: int) -> Buckets:
-        """sizes: (name, elements) in the model's order. flat: aligned and padded, so that ``ranks`` divide each."""
+        """Pack the parameters.
+
+        sizes: (name, elements) in the model's order. flat: aligned, and padded so that ``ranks`` divide each buffer.
+        """
         unit = ALIGNMENT if flat else 1
         packed: list[list[tuple[str, int]]] = []
         total = 0
@@ -71,7 +77,7 @@ class Buckets:
         return found
 
     def partial_elements(self, rank: int, ranks: int) -> int:
-        """Elements with a partial gradient in the part of each bucket that ``rank`` of ``ranks`` keeps."""
+        """The elements with a partial gradient in the part of each bucket that ``rank`` of ``ranks`` keeps."""
         found = 0
         for size, extents in zip(self.sizes, self.partial, strict=True):
             low, high = rank * size // ranks, (rank + 1) * size // ranks
@@ -80,7 +86,7 @@ class Buckets:
 
 
 def shape_of(config: GPTTrainConfig) -> cost.TransformerShape:
-    """The model's shape, its vocabulary padded."""
+    """The model's shape, with its padded vocabulary."""
     return cost.TransformerShape(
         config.num_layers, config.hidden_size, config.num_attention_heads, config.seq_length,
         config.model().padded_vocab_size,
@@ -88,9 +94,10 @@ def shape_of(config: GPTTrainConfig) -> cost.TransformerShape:
 
 
 def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
-    """What ``rank`` of ``world_size`` communicates in a step, by formula.
+    """The collectives of ``rank`` of ``world_size`` in a step, by formula.
 
-    config: valid, its vocabulary known. updated: False for an fp16 step that an overflow made skip the update.
+    config: valid, with its vocabulary known. updated: False for a step whose update was skipped because an fp16
+    gradient overflowed.
     """
     layout = GridLayout(world_size, config.tensor_model_parallel_size)
     tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
@@ -154,7 +161,7 @@ def compared(formulas: Iterable[Expected], traced: Iterable[tuple[str, str, str,
 
 
 def folded(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, but for those of layers where all layers are alike: of them one, "each layer"."""
+    """The rows, with one row "each layer" in place of those that all layers have alike."""
     kinds = [tuple(value for name, value in row.items() if name != "part") for row in rows]
     in_layers = [row["part"].startswith("layer ") for row in rows]
     layers = len({row["part"] for row, inside in zip(rows, in_layers, strict=True) if inside})

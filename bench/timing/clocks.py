@@ -32,8 +32,9 @@ class Offset:
 
     @staticmethod
     def estimate(trips: Iterable[tuple[float, float, float]]) -> Offset:
-        """The offset that one or more round trips (sent, the other's clock, received) allow. Rank 0's clock has sent
-        and received.
+        """The offset that one or more round trips (sent, the other's clock, received) allow.
+
+        Rank 0's clock has sent and received.
         """
         trips = list(trips)
         low = max(sent - other for sent, other, _ in trips)
@@ -69,6 +70,7 @@ def synchronise(
 
 def compared(comm: MPI.Intracomm) -> list[Offset]:
     """The result of `synchronise`, or exactly 0 for all ranks if every rank reads one kernel's monotonic clock.
+
     Collective.
 
     A round trip between ranks that share cores takes milliseconds, and could not confirm that the clock is the same.

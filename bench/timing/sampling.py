@@ -30,20 +30,21 @@ class Timed(Protocol):
     """A call that can be timed, on every rank of a group together."""
 
     def run(self, count: int) -> tuple[Times, Times]:
-        """Call it ``count`` times; the ranks meet before each call. Returns when each call began on this rank, and its
-        seconds.
+        """Call it ``count`` times; the ranks meet before each call.
+
+        Returns when each call began on this rank, and its seconds.
         """
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """The rule that ends the timing: the 95% interval of the median is within +-``confidence`` of it, or ``seconds``
-    are over.
+    """The rule that ends the timing of a call.
 
-    warmup: calls that are not counted. fewest: samples without which no interval is believed. skew: a call is not
-    counted if its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than
-    ``fewest`` calls are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of
-    one call's turn in a round.
+    It ends when the 95% interval of the median is within +-``confidence`` of it, or when ``seconds`` are over. warmup:
+    calls that are not counted. fewest: samples without which no interval is believed. skew: a call is not counted if
+    its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than ``fewest`` calls
+    are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of one call's turn in
+    a round.
     """
 
     confidence: float = 0.05
@@ -77,8 +78,9 @@ class Sampler:
         self.converged = False
 
     def add(self, seconds: Times, spent: float, skew: Times | None = None) -> None:
-        """Add samples: the slowest rank's times. spent: the seconds that the calls took in all. skew: of the starts of
-        each.
+        """Add samples: the slowest rank's times.
+
+        spent: the seconds that the calls took in all. skew: of the starts of each.
         """
         skew = np.zeros(len(seconds)) if skew is None else skew
         self._parts.append(seconds)

@@ -87,8 +87,9 @@ class Pass(Bound):
 
 
 def open_transports(group: Communicator, capacity: int) -> tuple[list[Transport], list[str]]:
-    """Open all transports of bench.all_reduce that work on every rank here. Returns also why the others do not.
-    Collective.
+    """Open all transports of bench.all_reduce that work on every rank here.
+
+    Returns also why the others do not. Collective.
     """
     opened: list[Transport] = []
     missing = []

@@ -1,5 +1,4 @@
-"""The transports in the rank's own process: the engine's, and mpi4py without the engine; and the interface of all
-transports.
+"""The transports in the rank's own process, and the interface of all transports.
 
 A transport opens once for a group, with buffers for its largest call. `Transport.bind` makes one call ready, and
 `Bound.run` times it. The ranks meet before each call, outside of the measured time: at MPI's barrier, or as

@@ -1,5 +1,4 @@
-"""The collectives that bench.collectives measures: sizes as nccl-tests counts them, inputs, and the only right
-outputs.
+"""The collectives that bench.collectives measures: sizes, inputs, and the only right outputs.
 
 The input of a rank repeats a table of small integers with a period that no block size shares, so a block in the wrong
 place is noticed. Every rank has its own table. Every sum and product of the tables, and every partial one in any
@@ -18,16 +17,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commengine import cost
+from commengine import cost, operations
 
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
     "barrier",
 )  # fmt: skip
-REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
+ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
 #: their count is a rank's part, and their size the size of all parts
-SPLIT = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
+SPLIT = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].split)
 #: they can write the result over the input
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather"})
 
@@ -89,8 +88,9 @@ class CollectiveCall:
 
     @staticmethod
     def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> CollectiveCall:
-        """The call of at least ``nbytes`` bytes, rounded up to whole elements, for the operations in SPLIT on every
-        rank.
+        """The call of at least ``nbytes`` bytes, rounded up to whole elements.
+
+        For the operations in SPLIT, the elements are whole on every rank.
         """
         unit = dtype.itemsize * (ranks if operation in SPLIT else 1)
         count = 0 if operation == "barrier" else -(-nbytes // unit)
@@ -195,8 +195,9 @@ class Buffers:
         self._send, self._recv = send, recv
 
     def views(self, call: CollectiveCall, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
-        """(input, output) of a call on this rank. An input that the rank does not give, or an output that it does not
-        get, is there too, but has no meaning.
+        """(input, output) of a call on this rank.
+
+        An input that the rank does not give, or an output that it does not get, is there too, but has no meaning.
 
         Both are [elements]: a rank's part, or all parts if the operation splits (input) or joins (output).
         """

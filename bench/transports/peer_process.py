@@ -147,8 +147,9 @@ class PeerTransport(Transport):
 
 
 def _meeting_point(group: Communicator) -> tuple[str, int]:
-    """The address at which the group's first rank listens: a name that the others can reach, and a port that is free
-    now.
+    """The address at which the group's first rank listens.
+
+    It is a name that the other ranks can reach, and a port that is free now.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))

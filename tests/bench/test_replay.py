@@ -51,6 +51,7 @@ def counted(monkeypatch, moved):
 )
 def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, monkeypatch):
     from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator
 
     with Communicator(mpi_world) as world:
@@ -66,7 +67,7 @@ def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, mon
 
         with monkeypatch.context() as patch:
             counted(patch, replayed)
-            rows = replay.measure(world, what, warmup=0, rounds=1)
+            rows = replaying.measure(world, what, warmup=0, rounds=1)
         recorded = Counter()
         for row in rows:
             assert row["replayed_bytes"] == row["bytes"] and row["isolated_s"] > 0 and row["in_step_s"] > 0
@@ -138,11 +139,14 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
         (lambda f: (f / "rank-1.jsonl").unlink(), "there is no trace of rank 1, though of 2 ranks"),
         (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank"),
         (lambda f: (f / "rank-1.jsonl").write_text('{"format": 3}\n'), "format 3; this version reads 1 and 2"),
-        (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there is a trace of 2 ranks only"),
+        (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there are traces of 2 ranks only"),
         (lambda f: write(f, lambda r: [event("all_reduce", r)] * (2 - (r == 1))), "ranks 0 and 1 .* 2 and 1 calls"),
         (lambda f: write(f, lambda r: [event("broadcast", r, root=r % 2)]), "ranks 0 and 1 of group 'all' disagree"),
         (lambda f: write(f, lambda r: [event("send", r, root=1)] * (r == 0)), "ranks 0 and 1 .* 1 and 0 calls"),
-        (lambda f: write(f, lambda r: [event("sendrecv", r)]), "event 0: .* says not with which ranks a sendrecv was"),
+        (
+            lambda f: write(f, lambda r: [event("sendrecv", r)]),
+            "event 0: .* does not say with which ranks a sendrecv was",
+        ),
         (lambda f: write(f, lambda r: [event("sendrecv", r, peers=[0, 0])]), "event 0: a sendrecv has two peers"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, buffers=[[48, r == 1]])]), "ranks 0 and 1 .* disagree"),
         (lambda f: write(f, lambda r: [event("exchange", r)]), "event 0: exchange cannot be replayed"),
@@ -163,7 +167,7 @@ def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
 @pytest.mark.mpi(min_size=2)
 def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
     """What lay in a window, with the caller and on a stream, lies in one again; sendrecv has its partners."""
-    from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator, trace
 
     with Communicator(mpi_world) as world:
@@ -185,7 +189,7 @@ def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
         del windows
         world.barrier()
         what = recording.parse(recording.read(folder))
-        rows = replay.measure(world, what, warmup=0, rounds=1)
+        rows = replaying.measure(world, what, warmup=0, rounds=1)
         flags = [True, False, False, True, True, True, True, False]
         assert [row["window"] for row in rows] == [row["replayed_in_window"] for row in rows] == flags
         assert [row["replayed_bytes"] for row in rows] == [event.bytes for event in log.events]
@@ -198,7 +202,7 @@ def test_windows_and_exchanges_are_replayed_as_they_were(mpi_world, folder):
                 old = [{k: v for k, v in one.items() if k not in ("peers", "buffers")} for one in events[:-1]]
                 path.write_text("".join(json.dumps(line) + "\n" for line in [head | {"format": 1}, *old]))
         world.barrier()
-        rows = replay.measure(world, recording.parse(recording.read(folder)), warmup=0, rounds=1)
+        rows = replaying.measure(world, recording.parse(recording.read(folder)), warmup=0, rounds=1)
         assert not any(row["window"] or row["replayed_in_window"] for row in rows) and len(rows) == 7
 
 
@@ -280,14 +284,14 @@ def test_recordings_of_older_versions_are_read(number):
 def test_recordings_of_older_versions_are_replayed(number, mpi_world):
     from mpi4py import MPI
 
-    from bench import replay
+    from bench.step_study import replaying
     from commengine import Communicator
 
     two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
     if two == MPI.COMM_NULL:
         return
     with Communicator(two) as world:
-        rows = replay.measure(world, recording.parse(recording.read(OLD[number])), warmup=0, rounds=1)
+        rows = replaying.measure(world, recording.parse(recording.read(OLD[number])), warmup=0, rounds=1)
         assert [row["bytes"] for row in rows] == [row["replayed_bytes"] for row in rows] and len(rows) == 11
         assert sum(row["bytes"] for row in rows if row["group"] == "tensor") == 6 * 256 + 32 + 64 + 8
     two.Free()

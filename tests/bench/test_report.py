@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from bench import fit, report
+from bench.collective_study.fitted_series import fits_of
 from tests.support import mpirun
 
 PIXEL = base64.b64decode(
@@ -106,7 +107,7 @@ def test_fits_are_drawn_and_other_json_is_tabled(tmp_path):
     assert fit.main([str(tmp_path / "cost.json"), "--output", str(model)]) == 0
     data = json.loads(model.read_text())
     data["series"][0]["segments"][0]["alpha_interval"][1] = None
-    (drawn,) = fit.fits_of(data)
+    (drawn,) = fits_of(data)
     assert drawn.fit.segments[0].alpha_interval[1] == math.inf and drawn.fit.seconds(1024) == pytest.approx(2.024e-6)
     assert drawn.series.seconds.tolist() == [one["seconds"]["p50"] for one in rows]
     (tmp_path / "plan.json").write_text(

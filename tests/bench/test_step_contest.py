@@ -12,13 +12,13 @@ from bench.contests.driver import Contestant, rounds, started
 from bench.contests.step_task import StepTask
 from tests.support import mpirun
 
-PROGRAM = str(mpirun.JOBS / "contestant.py")
+PROGRAM = "tests.jobs.contestant"
 
 
 def program(name, mode, ranks):
     """A program of ``ranks`` ranks, whose losses are 0.5 higher with two ranks than with one."""
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(mpirun.ROOT)}
-    return Contestant(name, ranks, [PROGRAM, mode, "0.002"], env)
+    return Contestant(name, ranks, ["-m", PROGRAM, mode, "0.002"], env)
 
 
 def contest(*programs):
@@ -57,6 +57,23 @@ def test_a_loss_that_is_not_finite_is_an_error():
     result, _ = contest(program("one", "good", 1), program("other", "diverges", 1))
     assert math.isnan(result["largest_loss_difference"])
     assert any(error.startswith("losses of the first 4 steps differ by nan") for error in result["errors"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("good", "error: losses of the first 4 steps differ by 5.00e-01 > 0.0001"),
+        ("dies", "error: other: rank 1: connection closed"),
+    ],
+)
+def test_the_command_ends_with_1_where_losses_differ_or_a_program_fails(mode, message, monkeypatch, capsys, tmp_path):
+    programs = [program("one", "good", 1), program("other", mode, 2)]
+    monkeypatch.setattr(step_contest, "contestants", lambda _: programs)
+    sizes = ["--vocab-size=8", "--hidden-size=8", "--num-layers=1", "--num-attention-heads=1", "--seq-length=4"]
+    assert step_contest.main([*sizes, "--rounds=1", "--steps=1", f"--json={tmp_path / 'r.json'}"]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and "one: warming up (good)" in captured.err
+    assert ("| other | 2 x 1 |" in captured.out) == (tmp_path / "r.json").exists() == (mode == "good")
 
 
 @pytest.mark.parametrize(

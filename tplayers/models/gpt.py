@@ -24,9 +24,9 @@ from tplayers.rng import Randomness, dropout
 class GPTConfig:
     """The shape of a GPT; the defaults are the paper's.
 
-    ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple
-    of it, whatever the TP size, so that a model is the same model at every TP size.
-    sequence_parallel, recompute: as in `TransformerBlock`: how it is computed, not what.
+    ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple of
+    this at every TP size, so that the model is the same at every TP size.
+    sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
     """
 
     num_layers: int
@@ -55,7 +55,7 @@ class GPTConfig:
     def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
         """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
 
-        ranks: of the whole job, where that is known: ``tensor`` must divide it, too.
+        ranks: the ranks of the whole job, if known; ``tensor`` must divide this number, too.
         """
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -75,13 +75,14 @@ class GPT(nn.Module):
     forward(tokens, labels) -> per-token losses float32 [b, s], equal on all ranks, 0 where a label is -100.
 
     tokens, labels: int64 [b, s], equal on all ranks of ``comm``, s at most ``max_position_embeddings``.
-    randomness: needed by a training pass with dropout. Every rank must call forward, and backward.
-    Activations are [s, b, h] inside, so that a sequence shard is contiguous.
-    overlap_stream: a stream of ``comm`` for what the backward of column-parallel layers communicates
+    randomness: needed in a training pass with dropout. Every rank must run forward and backward.
+    overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
 
+    Inside, activations are [s, b, h], so that a sequence shard is contiguous.
+
     With sequence_parallel, ``comm.size`` must divide s (else ValueError), and after a backward the gradients of some
-    parameters are partial: `sum_partial_gradients(model, comm)`.
+    parameters are partial: call `sum_partial_gradients(model, comm)`.
     """
 
     position_embedding: nn.Parameter
@@ -99,7 +100,7 @@ class GPT(nn.Module):
         self.config = config
         self.comm = comm
         init = Normal(config.init_method_std)
-        # The branches add up along the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
+        # The branches add up along the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
         output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
         self.embedding = VocabParallelEmbedding(
@@ -121,7 +122,7 @@ class GPT(nn.Module):
         self.final_norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, dtype=dtype, **split)
 
     def hidden_states(self, tokens: Tensor, randomness: Randomness | None = None) -> Tensor:
-        """Of tokens [b, s]: the final norm's output [s, b, h], equal on all ranks, or this rank's shard of it."""
+        """The final norm's output [s, b, h] for tokens [b, s]: equal on all ranks, or this rank's shard of it."""
         s = tokens.shape[1]
         if s > self.config.max_position_embeddings:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Saving and resuming: a folder per checkpoint, complete or absent, and a pointer to the newest.
+"""Checkpoints: a folder for each, which is complete or absent, and a pointer to the newest.
 
     SAVE/iter_0000100/model.safetensors        global parameters under global names
                       optimizer.safetensors    AdamW's moments, and fp32 masters of half parameters, likewise
@@ -6,8 +6,9 @@
     SAVE/latest                                the name of the newest folder, written last
 
 Everything else that a run needs (order of samples, dropout, learning rate) is a function of the iteration, so a
-resumed run continues bit for bit. The tensors are global: nothing in them tells how many ranks wrote them, or whether
-their optimizer was sharded. A run may go on in another precision, from the masters where there are any.
+resumed run continues with the same bits. The tensors are global: the files are the same however many ranks wrote them,
+and whether or not the optimizer was sharded. A run may go on in another precision; it then starts from the masters, if
+there are any.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from . import parallel_safetensors
 
 FORMAT = 2
 
-#: 1: without half precision, so without masters, loss scaler, and steps that were skipped
+#: Format 1 is older than half precision: it has no masters, no loss scaler and no skipped steps.
 READABLE = (1, 2)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. updates: the steps that were not skipped. loss_scaler: its state, of an fp16 run."""
+    """The progress of a run.
+
+    iteration: steps done. updates: those that were not skipped. loss_scaler: its state, in an fp16 run.
+    masters: whether the optimizer's state has masters.
+    """
 
     iteration: int
     updates: int
@@ -62,7 +67,7 @@ def save(
     on_rank_zero(grid.world, lambda: _make_empty(beside))
     optimizer.wait_for_parameters()
     placed = placements(model)
-    if grid.data.rank == 0:  # one tensor group holds everything, but for what the data group has sharded
+    if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
         weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
         parallel_safetensors.write(beside / "model.safetensors", weights, model.named_parameters(), grid.tensor)
         state = optimizer.described()
@@ -78,7 +83,7 @@ def save(
         _write_synced(beside / "state.json", json.dumps(written, indent=1))
         final, old = folder / name, folder / f"{name}.old"
         _sync_folder(beside)
-        if final.exists():  # of an earlier run into the same folder: whole until the new one is there
+        if final.exists():  # a checkpoint of an earlier run: it stays whole until the new one is complete
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         beside.rename(final)
@@ -91,7 +96,7 @@ def save(
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of ``folder``, or None. Raises UsageError where the pointer leads nowhere."""
+    """The newest complete checkpoint of ``folder``, or None. Raises UsageError if the pointer names none."""
     pointer = folder / "latest"
     if not pointer.exists():
         if whole := sorted(path.parent.name for path in folder.glob("iter_*/state.json")):
@@ -101,7 +106,7 @@ def latest(folder: Path) -> Path | None:
             )
         return None
     found = folder / pointer.read_text().strip()
-    aside = found.with_name(f"{found.name}.old")  # while another of the same name takes its place
+    aside = found.with_name(f"{found.name}.old")  # its name while a new checkpoint takes its place
     if not found.exists() and (aside / "state.json").is_file():
         return aside
     if not (found / "state.json").is_file():
@@ -110,7 +115,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def find(folder: Path) -> Path | None:
-    """The checkpoint that ``folder`` is, or else the newest complete one in it, or None."""
+    """``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it, or None."""
     return folder if (folder / "state.json").is_file() else latest(folder)
 
 
@@ -150,16 +155,17 @@ def _require_same(
 
 
 def load(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, grid: ProcessGrid) -> None:
-    """Fill model and optimizer with the state that ``progress`` is of. Every rank reads its own parts.
+    """Fill model and optimizer with the state of the checkpoint ``found``. Every rank reads its own parts.
 
-    Collective over the grid's world. Raises UsageError, on all ranks, where a file is damaged or of another model.
+    progress: of this checkpoint (`read_state`). Collective over the grid's world. Raises UsageError, on all ranks, if a
+    file is damaged or belongs to another model.
     """
     on_every_rank(grid.world, lambda: _read(found, progress, model, optimizer))
 
 
 def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     placed = placements(model)
-    # Masters are the parameters too, before they were rounded.
+    # Masters are the parameters before rounding, so filling them fills the parameters, too.
     kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
     if not progress.masters:
         _fill(optimizer, found / "model.safetensors", {("master", name): name for name in placed}, placed)
@@ -171,7 +177,7 @@ def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimize
 def _fill(
     optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placed: Mapping[str, Placement]
 ) -> None:
-    """Fill each (kind of state, parameter) from the tensor of the file that ``names`` says."""
+    """Fill each (kind of state, parameter) of ``names`` from the tensor of that name in the file."""
     targets = {key: target for target, key in names.items()}
     parts = {key: placed[name] for key, (_, name) in targets.items()}
     try:
@@ -199,7 +205,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put renames inside ``folder`` on disk."""
+    """Make sure that renames inside ``folder`` are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""One safetensors file, written by a whole group at once through MPI-IO.
+"""A safetensors file that a whole group writes at once through MPI-IO.
 
-The file holds global tensors, so whoever reads it needs to know nothing of the run that wrote it.
+The file holds global tensors, so a reader needs to know nothing about the run that wrote it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def write(
     tensors: Iterable[tuple[str, Tensor]],
     comm: Communicator,
 ) -> None:
-    """Write the global tensors of which each rank of ``comm`` holds the parts that their placements say.
+    """Write global tensors. Each rank of ``comm`` holds the parts that their placements describe.
 
-    described: what the file will have, in its order. tensors: this rank's part of each, in any order that is the same
-    on every rank; of an iterator each is taken when those before it are written. Collective. The file is on disk when
-    it returns; whoever calls makes it visible under its final name.
+    described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
+    any order that is the same on every rank; an iterator is advanced when the tensors before are written. Collective
+    over ``comm``. The file is on disk when this returns, and the caller gives it its final name. Raises CollectiveError
+    if MPI cannot write it.
     """
     from mpi4py import MPI
 
@@ -54,7 +55,7 @@ def write(
 
 
 def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parts of the file's tensors, one after the other. Raises ValueError where names or shapes differ."""
+    """This rank's parts of the file's tensors, one after the other. Raises ValueError if names or shapes differ."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         if names != set(placements):

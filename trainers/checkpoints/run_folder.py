@@ -1,4 +1,4 @@
-"""Whose run a ``--save`` folder holds: a new run neither mixes with an older one nor replaces it unasked."""
+"""The folder of ``--save``: a new run neither mixes with an older run there nor replaces it without being asked."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from trainers.config import TrainConfig
 
 from . import checkpoint
 
-#: what a run leaves in its folder beside checkpoints; TensorBoard's files stay, for a new run's hide them
+#: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
+#: new run's rows in place of theirs.
 FILES = ("latest", "latest.tmp", "metrics.jsonl", "report.json", "report.txt", "loss.png")
 CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
 def checkpoint_to_load(config: TrainConfig) -> Path | None:
-    """The checkpoint that ``--load`` names, or None: without ``--load``, or where it is ``--save`` and has none yet.
+    """The checkpoint that ``--load`` names. None without ``--load``, or if it is ``--save`` and holds none yet.
 
-    That is how a batch job which may be started again begins. Raises UsageError where another folder has none.
+    A batch job that may be started again gives both options the same folder, and so starts anew the first time and goes
+    on later. Raises UsageError if any other folder holds no checkpoint.
     """
     if config.load is None:
         return None
@@ -28,19 +30,19 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
     if found is None and not _same(config.load, config.save):
         raise UsageError(
             f"--load {folder}: {'holds no checkpoint' if folder.is_dir() else 'no such folder'}; valid: the --save "
-            "folder of a run, or one of the iter_* folders in it. To start anew where there is no checkpoint yet, "
+            "folder of a run, or one of the iter_* folders in it. To start a new run if there is no checkpoint yet, "
             "give --save the same folder"
         )
     return found
 
 
 def require_free(config: TrainConfig) -> None:
-    """Raise UsageError, changing nothing, where ``--load`` names no checkpoint or ``--save`` holds another run."""
+    """Raise UsageError if ``--load`` names no checkpoint or ``--save`` holds another run. It changes no file."""
     found = checkpoint_to_load(config)
     if config.save is None or config.overwrite:
         return
     folder = Path(config.save)
-    if _same(config.load, config.save):  # what is newer than the pointer, a crash left there
+    if _same(config.load, config.save):  # files newer than the pointer are left from a crash
         return
     if _goes_on(config, found):
         assert found is not None
@@ -54,16 +56,16 @@ def require_free(config: TrainConfig) -> None:
     if left := [path.name for path in _left(folder)]:
         names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         raise UsageError(
-            f"--save {folder}: holds a run already ({names}); go on with it by --load {folder}, give another --save, "
-            "or start anew in its place with --overwrite"
+            f"--save {folder}: holds a run already ({names}); continue it with --load {folder}, give another --save, "
+            "or replace it by a new run with --overwrite"
         )
 
 
 def clear(config: TrainConfig) -> None:
-    """With ``--overwrite``, remove what an older run left in ``--save``, and nothing else; not of one that goes on."""
+    """With ``--overwrite``, remove the files that an older run left in ``--save``, unless this run goes on from it."""
     if config.save is None or not config.overwrite or _goes_on(config, checkpoint_to_load(config)):
         return
-    for path in _left(Path(config.save)):  # the pointer first: it never leads nowhere
+    for path in _left(Path(config.save)):  # the pointer first, so that it never names a missing folder
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -1,5 +1,5 @@
-"""What a training run reads: indexed data sets, samples cut from them, tokenizers.
+"""The data of a training run: indexed data sets, samples cut from them, tokenizers.
 
-Nothing here imports MPI or ``commengine``: every rank reads the same files by itself, and which samples
-are its own is a function of the sample number.
+Nothing here communicates. Every rank reads the same files by itself, and the samples of a rank are a function of the
+sample number.
 """

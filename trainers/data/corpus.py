@@ -1,4 +1,4 @@
-"""The corpus of a run: its settings, and the samples of a data set's splits or of mock data."""
+"""The corpus of a run: its settings, and the samples of a data set or of mock data."""
 
 from __future__ import annotations
 

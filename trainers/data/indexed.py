@@ -1,9 +1,9 @@
-r"""Megatron-core's indexed data set: tokens back to back in ``.bin``, their boundaries in ``.idx``.
+r"""Megatron-core's indexed data set: tokens without gaps in ``.bin``, and their boundaries in ``.idx``.
 
-Layout (megatron-core 0.16.1, ``megatron/core/datasets/indexed_dataset.py``), little endian: 9 bytes
-``MMIDIDX\0\0``; u64 version 1; u8 type code; u64 S sequences; u64 D documents + 1; i32[S] tokens of each
-sequence; i64[S] byte offsets of the sequences in ``.bin``; i64[D] first sequence of each document, the last
-entry being S. A document is one sequence, or several (sentences).
+The layout of ``.idx`` (megatron-core 0.16.1, ``megatron/core/datasets/indexed_dataset.py``), little endian: 9 bytes
+``MMIDIDX\0\0``; u64 version 1; u8 type code; u64 S sequences; u64 D documents + 1; i32[S] tokens of each sequence;
+i64[S] byte offsets of the sequences in ``.bin``; i64[D] first sequence of each document, with S as the last entry. A
+document is one sequence, or several (sentences).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 
-# Codes 6 and 7 are float64 and float32: legal in the format, never token ids, and swapped by GPT-NeoX.
+# Codes 6 and 7 are float64 and float32. They are legal in the format but never token ids, and GPT-NeoX swaps them.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -39,7 +39,7 @@ TokenArray = npt.NDArray[np.integer[Any]]
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that Megatron-core stores such a vocabulary in: uint16 below 65,500 tokens, else int32."""
+    """The type in which Megatron-core stores a vocabulary of this size: uint16 below 65,500 tokens, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -54,14 +54,14 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 class IndexedDatasetWriter:
-    """Writes ``PREFIX.bin`` and ``PREFIX.idx``; the data set is complete or it is not there.
+    """A writer of ``PREFIX.bin`` and ``PREFIX.idx``. The data set is complete or it does not exist.
 
-    Tokens are streamed to ``PREFIX.bin.tmp``. `close` writes the index and renames both files, the index
-    last: while ``PREFIX.idx`` exists, it belongs to the ``PREFIX.bin`` beside it. Leaving a ``with`` block by
-    an exception, or `abort`, removes the temporary files and leaves an older data set alone.
+    Tokens are streamed to ``PREFIX.bin.tmp``. `close` writes the index and renames both files, the index last. If
+    ``PREFIX.idx`` exists, it therefore belongs to the ``PREFIX.bin`` beside it. `abort`, or leaving a ``with`` block by
+    an exception, removes the temporary files and does not touch an older data set.
 
-    dtype: an integer type of the format (uint8, int8, int16, int32, int64, uint16); see `best_dtype`.
-    Raises ValueError for another type, OSError where the files cannot be written.
+    dtype: an integer type of the format (uint8, int8, int16, int32, int64, uint16); see `best_dtype`. Raises ValueError
+    for another type, OSError if the files cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
@@ -70,7 +70,7 @@ class IndexedDatasetWriter:
             raise ValueError(f"{prefix}: cannot store token ids as {self.dtype}; valid: {_names()}")
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
         self._bin_tmp, self._idx_tmp = Path(f"{self._bin}.tmp"), Path(f"{self._idx}.tmp")
-        # array, not list: 4 and 8 bytes an entry, for corpora of 10^8 documents.
+        # An array takes 4 or 8 bytes per entry, less than a list, which counts for corpora of 10^8 documents.
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._range = np.iinfo(self.dtype)
@@ -78,15 +78,15 @@ class IndexedDatasetWriter:
         self._file = self._bin_tmp.open("wb")  # closed by close() or abort()
 
     def __len__(self) -> int:
-        """Documents added so far."""
+        """The number of documents added so far."""
         return len(self._documents) - 1
 
     def add_document(self, tokens: npt.ArrayLike, sentence_lengths: Sequence[int] | None = None) -> None:
         """Append one document.
 
-        tokens: [n] integers, n >= 1. sentence_lengths: tokens of each sentence, summing to n; None: the
-        document is one sequence. Raises ValueError, before anything is written, where the tokens are empty,
-        not integers, not one-dimensional or outside the type of the data set, or the lengths do not fit.
+        tokens: [n] integers, n >= 1. sentence_lengths: the tokens of each sentence, which sum to n; None if the
+        document is one sequence. Raises ValueError, before anything is written, if the tokens are empty, not integers,
+        not one-dimensional or outside the type of the data set, or if the lengths do not fit.
         """
         ids = np.asarray(tokens)
         if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -115,7 +115,7 @@ class IndexedDatasetWriter:
         self.num_tokens += ids.size
 
     def close(self) -> None:
-        """Write the index and put both files in place. Further calls do nothing."""
+        """Write the index and rename both files to their final names. Further calls do nothing."""
         if self._file.closed:
             return
         try:
@@ -123,7 +123,7 @@ class IndexedDatasetWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._write_index()
-            self._idx.unlink(missing_ok=True)  # an old index must never meet the new tokens
+            self._idx.unlink(missing_ok=True)  # an old index must never stand beside the new tokens
             self._bin_tmp.replace(self._bin)
             self._idx_tmp.replace(self._idx)
         except BaseException:
@@ -131,7 +131,7 @@ class IndexedDatasetWriter:
             raise
 
     def abort(self) -> None:
-        """Drop everything that was added. After `close`, does nothing."""
+        """Drop everything that was added. After `close` it does nothing."""
         self._file.close()
         self._bin_tmp.unlink(missing_ok=True)
         self._idx_tmp.unlink(missing_ok=True)
@@ -165,11 +165,12 @@ class IndexedDataset:
 
     tokens: [N] read-only memory map of all tokens, in the stored type.
     document_offsets: int64 [D + 1]; document i is ``tokens[document_offsets[i]:document_offsets[i + 1]]``.
-    document_tokens: int64 [D], tokens in each document.
-    sequence_lengths: int32 [S]; document_sequences: int64 [D + 1], first sequence of each document.
+    document_tokens: int64 [D], the tokens of each document.
+    sequence_lengths: int32 [S], the tokens of each sequence. document_sequences: int64 [D + 1], the first sequence of
+    each document.
 
-    Opening reads the whole index and checks it against ``.bin``. Raises FileNotFoundError for a missing file
-    and ValueError for one that is not a sound data set of token ids; both name the file.
+    Opening reads the whole index and checks it against ``.bin``. Raises FileNotFoundError for a missing file, and
+    ValueError for a file that is damaged or holds no token ids. Both errors name the file.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -184,17 +185,17 @@ class IndexedDataset:
         self.tokens: TokenArray = self._map_tokens()
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return len(self.document_tokens)
 
     def document(self, i: int) -> TokenArray:
-        """Tokens of document i, 0 <= i < len: a view of the map. Raises IndexError."""
+        """The tokens of document i, 0 <= i < len: a view of the map. Raises IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
         return self.tokens[self.document_offsets[i] : self.document_offsets[i + 1]]
 
     def sentence_lengths(self, i: int) -> npt.NDArray[np.int32]:
-        """Tokens in each sequence of document i: int32 [sequences]. Raises IndexError."""
+        """The tokens of each sequence of document i: int32 [sequences]. Raises IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
         return self.sequence_lengths[self.document_sequences[i] : self.document_sequences[i + 1]]

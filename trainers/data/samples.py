@@ -1,8 +1,8 @@
-"""Samples as a function of their number: cut from a data set, or drawn from a Zipf distribution.
+"""Samples as a function of their number, cut from a data set or drawn from a Zipf distribution.
 
-Nothing keeps a random state. Sample n of a run, on any rank and after any restart, follows from the seed and
-n alone. All random numbers are raw Philox output: NumPy keeps those streams, and SeedSequence, unchanged
-across versions, which it does not promise for ``Generator.permutation`` and the like.
+Nothing keeps a random state. Sample n of a run follows from the seed and n alone, on any rank and after any restart.
+All random numbers are raw Philox output, because NumPy promises to keep those streams and SeedSequence unchanged across
+versions, and does not promise it for ``Generator.permutation`` and similar methods.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .indexed import IndexedDataset
 
 Sample = npt.NDArray[np.int64]
 
-# What a stream of random numbers is for; keeps equal (seed, number) pairs of different uses apart.
+# The use of a stream of random numbers. It keeps streams of different uses apart that have the same seed and number.
 _ZIPF, _PERMUTATION = 1, 2
-# Tokens counted at a time: bincount makes an int64 copy, so this is 32 MB.
+# Tokens that are counted at a time. bincount makes an int64 copy, so this takes 32 MB.
 _COUNT_CHUNK = 1 << 22
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
     """Training, validation and test documents for Megatron's ``--split``, for example ``"969,30,1"``.
 
-    Up to three weights, separated by commas, of any scale; a missing one is 0. The ranges are contiguous, in
-    order, and cover every document exactly once; borders are rounded, half to even, so a small weight
-    may get none. Raises ValueError for anything else.
+    split: up to three weights of any scale, separated by commas; a missing weight is 0. The ranges are contiguous, in
+    order, and cover every document exactly once. Borders are rounded, half to even, so a small weight may get no
+    document. Raises ValueError for any other ``split``.
     """
     try:
         weights = [Fraction(part.strip()) for part in split.split(",")]
@@ -48,11 +48,11 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 class TokenSamples:
     """A range of documents, concatenated in order and cut into samples of equal length.
 
-    Sample n is ``tokens[n * seq_length : (n + 1) * seq_length + 1]``, int64 [seq_length + 1]: the input is
-    all but its last token, the labels all but its first. Neighbours share one token, so that each token
-    but the first is predicted once; what is left at the end is dropped.
+    Sample n is ``tokens[n * seq_length : (n + 1) * seq_length + 1]``, int64 [seq_length + 1]. Its input is all tokens
+    but the last, its labels are all tokens but the first. Neighbours share one token, so that each token but the first
+    is predicted once. Tokens that are left at the end are dropped.
 
-    documents: a range of step 1 within the data set. Raises ValueError where that gives no sample.
+    documents: a range of step 1 within the data set. Raises ValueError if it gives no sample.
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int) -> None:
@@ -83,9 +83,9 @@ class TokenSamples:
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """How often each id occurs in the range: int64 [vocab_size]. Reads every token.
+        """The number of times that each id occurs in the range: int64 [vocab_size]. It reads every token.
 
-        Raises ValueError for an id outside the vocabulary: the data belongs to another tokenizer.
+        Raises ValueError for an id outside the vocabulary, because the data then belongs to another tokenizer.
         """
         counts = np.zeros(vocab_size, dtype=np.int64)
         for start in range(0, len(self.tokens), _COUNT_CHUNK):
@@ -104,12 +104,11 @@ class TokenSamples:
 class ZipfSamples:
     """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1)**exponent.
 
-    Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: any number per
-    use of the same seed, such as 0 for training, 1 for validation and 2 for test data: their
-    samples are independent.
+    Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: a number for each use of the same
+    seed, such as 0 for training, 1 for validation and 2 for test data. The samples of two splits are independent.
 
-    entropy: of one token, nats. No model can reach a lower loss; one that has learnt p reaches this one.
-    Raises ValueError for sizes below 1, or a seed, split or exponent that is negative or not finite.
+    entropy: of one token, in nats. It is the lowest loss that a model can reach, by learning p. Raises ValueError for
+    sizes below 1, or a seed, split or exponent that is negative or not finite.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class ZipfSamples:
         seen = self.probabilities[self.probabilities > 0]
         self.entropy = float(-(seen * np.log(seen)).sum())
         cumulative = np.cumsum(weights)
-        self._cumulative = cumulative / cumulative[-1]  # ends in exactly 1, above every draw
+        self._cumulative = cumulative / cumulative[-1]  # it ends in exactly 1, above every draw
 
     def __len__(self) -> int:
         return self._count
@@ -141,9 +140,9 @@ class ZipfSamples:
         return np.searchsorted(self._cumulative, uniform, side="right").astype(np.int64)
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.float64]:
-        """Expected counts over all samples, float64 [vocab_size], 0 for ids above the mock vocabulary.
+        """The expected counts over all samples: float64 [vocab_size], 0 for ids above the mock vocabulary.
 
-        Raises ValueError where vocab_size is smaller than that.
+        Raises ValueError if vocab_size is smaller than the mock vocabulary.
         """
         if vocab_size < self.vocab_size:
             raise ValueError(f"token {self.vocab_size - 1} is outside the vocabulary of {vocab_size}")
@@ -155,10 +154,10 @@ class ZipfSamples:
 class EpochPermutation:
     """The sample index for global sample number n: every index once per epoch, each epoch in its own order.
 
-    Epoch ``e = n // size`` is permuted by (seed, e); with ``shuffle=False`` each epoch runs in order. A pure
-    function of n. It holds one epoch at a time (8 bytes a sample), so read numbers in rising order.
+    Epoch ``e = n // size`` is permuted by (seed, e); with ``shuffle=False`` each epoch runs in order. The index is a
+    pure function of n. One epoch is held at a time (8 bytes per sample), so numbers are best read in rising order.
 
-    Raises ValueError where size is below 1 or seed is negative.
+    Raises ValueError if size is below 1 or seed is negative.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
@@ -171,7 +170,7 @@ class EpochPermutation:
     def __getitem__(self, n: int) -> int:
         """The index, 0 <= index < size, of global sample number n >= 0; n has no upper bound.
 
-        Raises IndexError where n is negative.
+        Raises IndexError if n is negative.
         """
         if n < 0:
             raise IndexError(f"global sample number {n} is negative")
@@ -183,8 +182,8 @@ class EpochPermutation:
         return int(self._order[place])
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.uint64]:
-        # Random high bits over the index in the low ones: no two keys are equal, so that any sort, of any
-        # version, gives the same order; and sorting values in place is several times as fast as argsort.
+        # A key has random high bits and the index in its low bits. No two keys are equal, so any sort of any version
+        # gives the same order. Sorting values in place is several times as fast as argsort.
         bits = np.uint64(self.size.bit_length())
         keys: npt.NDArray[np.uint64] = _philox(self.seed, _PERMUTATION, epoch).random_raw(self.size)
         keys >>= bits
@@ -196,12 +195,12 @@ class EpochPermutation:
 
 
 def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.ArrayLike) -> float:
-    """Nats per held-out token of a model that knows only how often each token occurs.
+    """The loss, in nats per held-out token, of a model that knows only how often each token occurs.
 
-    The loss to beat: a language model above it has learnt nothing but frequencies. The model is
+    A language model with a higher loss has not even learnt frequencies. The model is
     ``p(k) = (train[k] + 1) / sum(train + 1)``, so that an unseen token has a finite loss.
 
-    Both: [vocab_size], not negative. Raises ValueError where shapes differ or nothing was held out.
+    Both arguments: [vocab_size], not negative. Raises ValueError if the shapes differ or no token was held out.
     """
     train = np.asarray(train_counts, dtype=np.float64)
     heldout = np.asarray(heldout_counts, dtype=np.float64)

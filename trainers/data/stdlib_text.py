@@ -1,8 +1,8 @@
-"""English that every machine with Python has: the documentation inside the standard library.
+"""English text that every machine with Python has: the documentation inside the standard library.
 
-About 2 MB for CPython 3.11: the language reference topics behind ``help("topic")`` and the
-docstrings of the modules. Enough to train a small model on real text where nothing can be downloaded.
-Licence: PSF. The text depends on the Python version, and on nothing else.
+It is about 2 MB for CPython 3.11: the topics of the language reference behind ``help("topic")``, and the docstrings of
+the modules. That is enough to train a small model on real text if nothing can be downloaded. Its licence is the PSF's.
+The text depends only on the Python version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Characters; a shorter document is mostly a line such as "Wrapper for X".
+# Characters. A shorter document is usually a line such as "Wrapper for X".
 _SHORTEST = 200
 _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -22,10 +22,9 @@ _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 def documents() -> Iterator[str]:
     """One document per help topic, then one per module, each group in the order of its names.
 
-    A module's document is its docstrings, dedented, in the order of the source, separated by blank lines. A
-    text that was seen before is left out, so that no held-out document repeats a training one.
-    Modules are parsed, never imported. A document under 200 characters is skipped, and so is a module that
-    cannot be read or parsed.
+    A module's document is its docstrings, dedented, in the order of the source, separated by blank lines. A text that
+    was seen before is left out, so that no held-out document repeats a training document. Modules are parsed, never
+    imported. A document of fewer than 200 characters is skipped, and a module that cannot be read or parsed is skipped.
     """
     seen: set[str] = set()
     yield from _topics(seen)
@@ -39,7 +38,7 @@ def documents() -> Iterator[str]:
 
 def _topics(seen: set[str]) -> Iterator[str]:
     try:
-        from pydoc_data.topics import topics  # a module of one dict; some distributions leave it out
+        from pydoc_data.topics import topics  # a module of one dict, which some distributions leave out
     except ImportError:
         return
     for name in sorted(topics):
@@ -51,7 +50,7 @@ def _topics(seen: set[str]) -> Iterator[str]:
 
 def _new_docstrings(path: Path, seen: set[str]) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in other people's strings
+        warnings.simplefilter("ignore")  # invalid escapes in the library's strings
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
@@ -65,7 +64,7 @@ def _new_docstrings(path: Path, seen: set[str]) -> Iterator[str]:
     for node in found:
         text = ast.get_docstring(node, clean=False)
         text = inspect.cleandoc(text).strip() if text else ""
-        # A lone surrogate is legal in a Python string and is no text.
+        # A lone surrogate is legal in a Python string, but it is no text.
         if text and text not in seen and _encodable(text):
             seen.add(text)
             yield text

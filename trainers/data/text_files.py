@@ -1,6 +1,6 @@
-"""Documents from files, as a stream of pieces: plain text, paragraphs of text, or JSON lines.
+"""Documents from files of plain text, paragraphs of text, or JSON lines, as a stream of pieces.
 
-A file is never read whole; a piece is at most one document, and a large plain-text document is many.
+A file is never read whole. A piece is at most one document, and a large plain-text document is many pieces.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Characters read, or encoded, at a time. Small enough that a batch of pieces keeps all threads busy.
+# Characters that are read, or encoded, at a time: few enough that a batch of pieces keeps all threads busy.
 BLOCK = 1 << 14
 _CUT_BEFORE = frozenset(" \n\t\r")
 
 
 class TextFileError(ValueError):
-    """A file that does not hold what it should; the message names it, and the line where there is one."""
+    """A file that cannot be read as text or JSON lines. The message names the file, and the line if there are lines."""
 
 
-class Piece(NamedTuple):
-    """A run of a document's text. last: the document ends with it. size: bytes of the file behind it."""
+class TextPiece(NamedTuple):
+    """A part of a document's text. last: the document ends with it. size: the bytes of the file that it came from."""
 
     text: str
     last: bool
     size: int
 
 
-def read_text(path: str | os.PathLike[str]) -> Iterator[Piece]:
+def read_text(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
     """The whole file as one document, character for character (a byte-order mark aside).
 
-    Raises TextFileError where it is not UTF-8, OSError where it cannot be read.
+    Raises TextFileError if it is not UTF-8, OSError if it cannot be read.
     """
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
         try:
             block = file.read(BLOCK)
             while block:
                 following = file.read(BLOCK)
-                yield Piece(block, not following, len(block.encode()))
+                yield TextPiece(block, not following, len(block.encode()))
                 block = following
         except UnicodeDecodeError as error:
             raise TextFileError(f"{os.fspath(path)}: not UTF-8 text: {error.reason}") from error
 
 
-def read_paragraphs(path: str | os.PathLike[str]) -> Iterator[Piece]:
+def read_paragraphs(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
     """A document for each run of lines between blank ones (empty or whitespace only).
 
-    Lines keep their text and the newlines between them; the last newline goes. Raises as `read_text`.
+    Lines keep their text and the newlines between them; the last newline is dropped. Raises as `read_text` does.
     """
     lines: list[str] = []
     size = 0
@@ -56,21 +56,21 @@ def read_paragraphs(path: str | os.PathLike[str]) -> Iterator[Piece]:
         if line.strip():
             lines.append(line)
         elif lines:
-            yield Piece("".join(lines).rstrip("\r\n"), True, size)
+            yield TextPiece("".join(lines).rstrip("\r\n"), True, size)
             lines, size = [], 0
     if lines:
-        yield Piece("".join(lines).rstrip("\r\n"), True, size)
+        yield TextPiece("".join(lines).rstrip("\r\n"), True, size)
 
 
-def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[Piece]:
-    """A document for each line: an object with text under ``key``. Blank lines are passed over.
+def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[TextPiece]:
+    """A document for each line, which is an object with text under ``key``. Blank lines are skipped.
 
-    Raises TextFileError, with the line's number, where a line is anything else; OSError.
+    Raises TextFileError, with the line's number, for any other line, and OSError if the file cannot be read.
     """
     for number, raw in _lines(path):
         line = _decode(path, number, raw)
         if line.strip():
-            yield Piece(_json_text(f"{os.fspath(path)}: line {number}", line, key), True, len(raw))
+            yield TextPiece(_json_text(f"{os.fspath(path)}: line {number}", line, key), True, len(raw))
 
 
 def _json_text(where: str, line: str, key: str) -> str:
@@ -88,20 +88,20 @@ def _json_text(where: str, line: str, key: str) -> str:
         raise TextFileError(f"{where}: {key!r} is {type(text).__name__}, not text")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
         raise TextFileError(f"{where}: {key!r} is not valid Unicode: {error.reason}") from error
     return text
 
 
-def cut(pieces: Iterable[Piece], target: int = BLOCK) -> Iterator[Piece]:
+def cut(pieces: Iterable[TextPiece], target: int = BLOCK) -> Iterator[TextPiece]:
     """The same documents in pieces of about ``target`` characters, cut where GPT-2's pattern ends a token.
 
-    That is before the last whitespace character of a run. The pattern gives that character to what
-    follows (a space joins the word, a newline stands alone) and the rest of the run to one piece of its own,
-    and at the end of a text it does the same. A text without whitespace stays whole.
+    It cuts before the last whitespace character of a run of whitespace. The pattern gives that character to the token
+    after it (a space joins the word, a newline stands alone) and makes one token of the rest of the run. It does the
+    same at the end of a text. A text without whitespace stays whole.
     """
     held, size = "", 0
-    barren = 0  # no place to cut below this index: a text without whitespace is searched once
+    barren = 0  # there is no place to cut below this index, so that a text without whitespace is searched once
     for piece in pieces:
         held += piece.text
         size += piece.size
@@ -112,28 +112,28 @@ def cut(pieces: Iterable[Piece], target: int = BLOCK) -> Iterator[Piece]:
             if at is None:
                 barren = len(held) - 1
                 break
-            yield Piece(held[begin:at], False, size)
+            yield TextPiece(held[begin:at], False, size)
             begin, size = at, 0
         held, barren = held[begin:], max(barren - begin, 0)
         if piece.last:
-            yield Piece(held, True, size)
+            yield TextPiece(held, True, size)
             held, size, barren = "", 0, 0
 
 
-def whole(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same documents, one piece each."""
+def whole(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+    """The same documents, each as one piece."""
     texts: list[str] = []
     size = 0
     for piece in pieces:
         texts.append(piece.text)
         size += piece.size
         if piece.last:
-            yield Piece("".join(texts), True, size)
+            yield TextPiece("".join(texts), True, size)
             texts, size = [], 0
 
 
 def _is_cut(text: str, i: int) -> bool:
-    # What str.isspace refuses is no whitespace to the pattern either; what it accepts may be.
+    # A character that str.isspace refuses is no whitespace to the pattern either. One that it accepts may be.
     return text[i] in _CUT_BEFORE and not text[i + 1].isspace()
 
 

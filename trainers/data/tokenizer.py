@@ -1,4 +1,4 @@
-"""Text to token ids and back, over Hugging Face ``tokenizers``."""
+"""Tokenizer: text to token ids and back, by Hugging Face ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SMALLEST_BPE = 257
 class Tokenizer:
     """A ``tokenizers.Tokenizer`` set up for language-model data.
 
-    Text is only ever text: nothing is added around it, cut off or padded, and a ``<|endoftext|>`` that is
-    spelt out in a document is encoded as these characters, so that no document can end itself.
+    Text is encoded as it is: nothing is added around it, cut off or padded. A ``<|endoftext|>`` that is spelt out in a
+    document is encoded as these characters, so that no document can end itself.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -30,7 +30,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a ``tokenizer.json``. Raises FileNotFoundError, or ValueError where it is not one."""
+        """Read a ``tokenizer.json``. Raises FileNotFoundError, or ValueError if the file is not one."""
         try:
             return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
         except OSError:
@@ -42,7 +42,7 @@ class Tokenizer:
     def from_gpt2(cls, encoder_json: str | os.PathLike[str], vocab_bpe: str | os.PathLike[str]) -> Self:
         """GPT-2's byte-level BPE from its vocabulary and its merges.
 
-        Raises FileNotFoundError, or ValueError where the two are not such files.
+        Raises FileNotFoundError, or ValueError if the two are not such files.
         """
         vocab, merges = os.fspath(_existing(encoder_json)), os.fspath(_existing(vocab_bpe))
         try:
@@ -59,8 +59,8 @@ class Tokenizer:
     def train_bpe(cls, iterator: Iterable[str], vocab_size: int) -> Self:
         """Train a byte-level BPE. The same texts give the same tokenizer.
 
-        vocab_size: at most so many tokens, ``<|endoftext|>`` (id 0) and the 256 bytes included; a small
-        corpus may give fewer. Raises ValueError below 257.
+        vocab_size: the largest number of tokens, ``<|endoftext|>`` (id 0) and the 256 bytes included. A small corpus
+        may give fewer. Raises ValueError below 257.
         """
         if vocab_size < SMALLEST_BPE:
             raise ValueError(
@@ -79,12 +79,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Size of an embedding that holds every id: the largest id plus one."""
+        """The size of an embedding that holds every id: the largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def eod(self) -> int:
-        """Id of ``<|endoftext|>``. Raises ValueError where the vocabulary has none."""
+        """The id of ``<|endoftext|>``. Raises ValueError if the vocabulary has none."""
         token = self._backend.token_to_id(END_OF_DOCUMENT)
         if token is None:
             raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token")
@@ -94,8 +94,7 @@ class Tokenizer:
     def can_cut_text(self) -> bool:
         """Whether `trainers.data.text_files.cut` may cut a document without changing its tokens.
 
-        True for byte-level BPE with GPT-2's pattern; other tokenizers are not examined and get whole
-        documents.
+        True for byte-level BPE with GPT-2's pattern. Other tokenizers are not examined, and get whole documents.
         """
         split = self._backend.pre_tokenizer
         return (
@@ -106,20 +105,20 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
+        """The token ids of ``text``."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, on as many threads as ``RAYON_NUM_THREADS`` allows; releases the GIL."""
+        """The token ids of each text, on as many threads as ``RAYON_NUM_THREADS`` allows. It releases the GIL."""
         return list(self.iter_encode_batch(texts))
 
     def iter_encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """As `encode_batch`, but with one text's list of ids alive at a time."""
+        """The same as `encode_batch`, with the list of ids of one text alive at a time."""
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens spelt out."""
+        """The text of ``ids``, with special tokens spelt out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def save(self, path: str | os.PathLike[str]) -> None:

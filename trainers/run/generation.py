@@ -1,4 +1,4 @@
-"""Text from a tensor-parallel model."""
+"""Text from a tensor-parallel language model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tplayers import GPT
 def generate(
     model: GPT, prompt: Sequence[int], count: int, *, seed: int, temperature: float = 0.8, top_k: int = 40
 ) -> list[int]:
-    """Continue ``prompt`` (at least one token) by ``count`` sampled tokens; returns the continuation.
+    """Return ``count`` sampled tokens that continue ``prompt`` (at least one token).
 
-    temperature 0 takes the most likely token. A prompt longer than the model's positions is read from its end.
-    Collective over the model's tensor group, with the same arguments; the draw is rank 0's, so the ranks agree.
+    temperature: 0 takes the most likely token. top_k: draw from this many of the most likely tokens only.
+    If a prompt is longer than the model's positions, only its end is read. Collective over the model's tensor group,
+    with the same arguments on every rank. Rank 0 draws, so the ranks agree.
     """
     comm, config = model.comm, model.config
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    # Shards of the sequence are of one size: the window is filled up at its end, which no earlier token sees.
+    # The shards of a sequence must have one size. The window is filled up at its end, which earlier tokens do not see.
     parts = comm.size if config.sequence_parallel else 1
     longest = config.max_position_embeddings // parts * parts
     training = model.training

@@ -1,4 +1,4 @@
-"""What a run writes down while it runs: metrics.jsonl, TensorBoard, the progress bar. Rank 0 only."""
+"""The records of a run while it runs, on rank 0 only: metrics.jsonl, TensorBoard, the progress bar."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tqdm import tqdm
 class Metrics:
     """Rows of ``SAVE/metrics.jsonl``, scalars for TensorBoard, and a progress bar on standard error.
 
-    folder: where the rows go; None writes none. start: the iteration the run begins at; rows of a later one, left by
-    a run that went further than its last checkpoint, are dropped. total: the iteration the run ends at.
-    active: false on all ranks but 0, where nothing is written.
+    folder: the folder of the rows; None writes none. start: the iteration at which the run begins. Rows of later
+    iterations are dropped: an earlier run left them that went further than its last checkpoint. total: the iteration at
+    which the run ends. active: False on all ranks but 0; then nothing is written.
     """
 
     def __init__(self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool) -> None:
@@ -28,7 +28,7 @@ class Metrics:
         self._board = _summary_writer(tensorboard, start) if active and tensorboard is not None else None
         self._bar = tqdm(
             total=total, initial=start, unit="step", disable=not active, ncols=100, file=sys.stderr,
-            mininterval=1 if sys.stderr.isatty() else 15,  # a log file should not fill with bars
+            mininterval=1 if sys.stderr.isatty() else 15,  # so that a log file does not fill with bars
         )  # fmt: skip
         if self._path is not None:
             if start and self._path.exists():
@@ -36,7 +36,7 @@ class Metrics:
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row; it has an ``iteration``. None stands for what could not be computed, and NaN."""
+        """Write one row, which has an ``iteration``. A value that is None, infinite or NaN is written as null."""
         if not self._active:
             return
         row = {name: as_json(value) for name, value in row.items()}
@@ -50,12 +50,12 @@ class Metrics:
                     self._board.add_scalar(name, value, row["iteration"])
 
     def progress(self, loss: float, tokens_per_second: float) -> None:
-        """One more step is done."""
+        """Advance the bar by one step."""
         self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         self._bar.update()
 
     def say(self, text: str) -> None:
-        """A line of its own above the bar."""
+        """Print a line above the bar."""
         if self._active:
             self._bar.write(text, file=sys.stderr)
 
@@ -67,12 +67,12 @@ class Metrics:
 
 
 def as_json(value: Any) -> Any:
-    """``value``, or None in place of a float that JSON does not have: infinities and NaN."""
+    """``value``, or None for infinities and NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a file whose last one a crash may have cut."""
+    """The complete rows of a file. A crash may have cut its last row."""
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
@@ -81,6 +81,6 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def _summary_writer(folder: Path, start: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # an extra that is not installed
+    except ImportError:  # TensorBoard is an extra, and not installed
         return None
     return SummaryWriter(str(folder), purge_step=start + 1)

@@ -1,4 +1,4 @@
-"""What a run ends with: a report for people, report.json for programs, and the loss curve."""
+"""The end of a run: a report for people, report.json for programs, and the loss curve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ class Remarks:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run. Losses are in nats per token of the held-out (validation) split."""
+    """The outcome of a run. Losses are in nats per token; held-out means of the validation split.
+
+    train_loss: of the last step. validation_loss, validation_tokens: of the last evaluation. unigram_entropy,
+    sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in training
+    steps (`communication_rows`). step_seconds: of all steps together. loss_scale: of an fp16 run.
+    """
 
     iteration: int
     parameters: int
@@ -94,7 +99,7 @@ class Report:
 
 
 def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
-    """The trace's totals of groups that communicate at all, as JSON types."""
+    """The trace's totals for groups of more than one rank, as JSON types."""
     return [asdict(total) for total in totals if total.size > 1]
 
 

@@ -25,10 +25,10 @@ from trainers.run.report import Remarks
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 
-#: tokens of held-out text that the report's sample continues
+#: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
 
-#: a label that counts for nothing
+#: A label that does not count.
 IGNORED = -100
 
 

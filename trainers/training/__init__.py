@@ -1,1 +1,1 @@
-"""The training step: forward, backward, reduction, clipping, update."""
+"""The training step of any model: forward, backward, reduction, clipping, update."""

@@ -1,4 +1,4 @@
-"""What --compile needs of a machine."""
+"""The check for the C++ compiler that --compile needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commengine import UsageError
 
 
 def require_compiler() -> None:
-    """Raise UsageError unless this rank's machine has the C++ compiler that torch.compile would call."""
+    """Raise UsageError unless this rank's machine has the C++ compiler that torch.compile calls."""
     command = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(command) is None:
         raise UsageError(

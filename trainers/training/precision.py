@@ -11,17 +11,17 @@ from commengine import Communicator, UsageError
 
 
 def parameter_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
-    """What the model's parameters and activations are in."""
+    """The dtype of the model's parameters and activations."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
 @dataclass(frozen=True)
 class LossScaler:
-    """What an fp16 loss is multiplied by, so that small gradients do not vanish; a state and its transitions.
+    """The factor of an fp16 loss, so that small gradients do not vanish: a state and its transitions.
 
-    ``window`` good steps in a row double the scale. An overflow skips its step; the first ``hysteresis - 1`` of them
-    since the scale last grew leave it as it is, each later one halves it, but not below ``minimum``
-    (Micikevicius et al. 2018, section 3.2, with Megatron-LM's hysteresis). window: None for a constant scale.
+    ``window`` good steps in a row double the scale. An overflow skips its step. The first ``hysteresis - 1`` overflows
+    since the scale last grew do not change it; each later overflow halves it, but not below ``minimum`` (Micikevicius
+    et al. 2018, section 3.2, with Megatron-LM's hysteresis). window: None for a constant scale.
     """
 
     scale: float
@@ -32,7 +32,7 @@ class LossScaler:
     overflows: int = 0
 
     def after(self, *, overflow: bool) -> LossScaler:
-        """The scaler after one more step. Raises UsageError for an overflow that would need a smaller scale."""
+        """The scaler after one more step. Raises UsageError for an overflow at the smallest scale."""
         if self.window is None:
             return self
         if not overflow:
@@ -53,12 +53,12 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
 
     def from_json(self, state: dict[str, Any]) -> LossScaler:
-        """These settings with a saved ``state``; a constant scale stays what it is."""
+        """These settings with a saved ``state``. A constant scale does not change."""
         return self if self.window is None else replace(self, **state)
 
 
 def on_any_rank(mine: bool, *groups: Communicator) -> bool:
-    """Whether ``mine`` is true on any rank of a grid whose dimensions are the ``groups``. Collective over each."""
+    """Whether ``mine`` is true on any rank of a grid whose dimensions are ``groups``. Collective over each group."""
     flag = torch.tensor([int(mine)])
     for group in groups:
         group.all_reduce(flag, "max")

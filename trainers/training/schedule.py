@@ -10,8 +10,8 @@ def learning_rate(
 ) -> float:
     """The rate of step ``iteration`` (from 0): linear warm-up to ``lr``, then decay to ``min_lr`` at ``decay_iters``.
 
-    style: "cosine", "linear", or "constant" (``lr`` after the warm-up, whatever ``min_lr``). The decay is
-    Megatron-LM's; its warm-up is one step behind ours, and begins with a step of rate 0.
+    style: "cosine", "linear", or "constant" (``lr`` after the warm-up; ``min_lr`` is not used). The decay is
+    Megatron-LM's. Megatron-LM's warm-up is one step behind this one, and begins with a step of rate 0.
     """
     if iteration < warmup_iters:
         return lr * (iteration + 1) / warmup_iters

@@ -1,5 +1,6 @@
 """Every command of bench: its help, what it needs to answer it, and its errors in one line."""
 
+import ast
 import importlib
 import os
 import subprocess
@@ -50,6 +51,20 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_module_at_the_top_is_a_command_and_imports_no_other(command):
+    tree = ast.parse(Path(bench.__file__).with_name(f"{command}.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    values = {node.targets[0].id: node.value.value for node in assigned}
+    assert values["COMMAND"] == f"bench.{command}"
+    assert {"parser", "main"} <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert isinstance(tree.body[-1], ast.If) and ast.unparse(tree.body[-1].test) == "__name__ == '__main__'"
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in imported for alias in node.names}
+    names |= {str(node.module) for node in imported}
+    assert not names & {f"bench.{other}" for other in COMMANDS}
+
+
 def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
     """One process asks all commands in turn, because each start of a process imports torch again."""
     wrong_launcher = {"PMI_SIZE": "4"}  # launch.run would refuse it
@@ -62,7 +77,7 @@ def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
     assert list(answers) == COMMANDS
     for command, text in answers.items():
         assert text.startswith(f"usage: python -m bench.{command} "), command
-        assert command in ("gpu", "report") or "--output FILE" in text, command
+        assert command == "gpu" or "--output FILE" in text, command
 
 
 @pytest.mark.parametrize("command", ALONE)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, Buffers, CollectiveCall
+from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, SPLIT, Buffers, CollectiveCall
 from commengine.dtypes import reduction_error
 
 RANKS = (1, 2, 3, 5, 8)
@@ -130,3 +130,16 @@ def test_sizes_and_bus_factors_are_those_of_nccl_tests(operation, size, count, f
     assert math.isclose(call.bus_factor, factor)
     assert call.redop == ("sum" if operation in REDUCING else "none")
     assert call.root == (0 if operation in ("broadcast", "reduce", "gather", "scatter") else -1)
+
+
+def test_no_operation_of_the_engine_is_missing():
+    """Every operation is measured; send and recv together are a sendrecv. Those through memory have switch points."""
+    from bench import switch_points
+    from bench.step_study import recording
+    from commengine import operations
+
+    assert {*OPERATIONS, "send", "recv"} == set(operations.OPERATIONS) == set(recording.REPLAYED)
+    assert {operation for operation, _ in switch_points.SERIES} == set(operations.IN_MEMORY)
+    assert {name for name, kind in switch_points.SERIES if kind == "half"} == set(operations.REDUCING_IN_MEMORY)
+    whole = {name for name, operation in operations.OPERATIONS.items() if operation.whole is not None}
+    assert {*whole, "all_to_all"} == SPLIT

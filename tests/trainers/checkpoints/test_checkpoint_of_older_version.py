@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 OLD = Path(__file__).with_name("written_by_21090a0")
 RUN = [
     "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8", "--mock-data",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainers.data.text_files import Piece, TextFileError, cut, read_json_lines, read_paragraphs, read_text, whole
+from trainers.data.text_files import TextFileError, TextPiece, cut, read_json_lines, read_paragraphs, read_text, whole
 from trainers.data.tokenizer import Tokenizer
 
 
-def texts(pieces: list[Piece]) -> list[str]:
+def texts(pieces: list[TextPiece]) -> list[str]:
     return [piece.text for piece in whole(pieces)]
 
 
@@ -71,9 +71,9 @@ def test_text_in_another_encoding(tmp_path: Path) -> None:
         list(read_paragraphs(tmp_path / "a.txt"))
 
 
-def in_blocks(text: str, size: int) -> list[Piece]:
+def in_blocks(text: str, size: int) -> list[TextPiece]:
     return [
-        Piece(text[i : i + size], i + size >= len(text), len(text[i : i + size].encode()))
+        TextPiece(text[i : i + size], i + size >= len(text), len(text[i : i + size].encode()))
         for i in range(0, len(text), size)
     ]
 
@@ -92,7 +92,7 @@ def test_cut_changes_neither_text_nor_tokens() -> None:
 
 def test_cut_keeps_documents_apart() -> None:
     documents = ["a b c d e f", "", "g", "h i j k l m n"]
-    pieces = list(cut([Piece(text, True, 1) for text in documents], 4))
+    pieces = list(cut([TextPiece(text, True, 1) for text in documents], 4))
     assert texts(pieces) == documents
     assert max(len(piece.text) for piece in pieces) <= 4
 
