@@ -12,6 +12,7 @@ import torch
 from bench import switch_points
 from bench.collective_study import fitted_series
 from bench.step_study import recording, timeline
+from bench.transports import in_process, peer_process
 from bench.transports import operations as measured
 from commengine import Communicator, compiled_ops, cost
 from commengine.cost import step as training_step
@@ -34,6 +35,13 @@ COLLECTIVE = ALL - PAIRWISE
 
 #: table -> (operations that it leaves out, names of its own), each with the reason
 LEFT_OUT = {
+    # bench gives every rank the same call, see below
+    "bench.transports.in_process.Engine.operations": {"send", "recv"},
+    "bench.transports.in_process.Mpi4py.operations": {"send", "recv"},
+    "bench.transports.peer_process.PEERS['gloo'].operations": {"send", "recv"},
+    "bench.transports.peer_process.PEERS['torch-nccl'].operations": {"send", "recv"},
+    # a barrier moves no bytes; a send and a recv are not measured
+    "bench.transports.operations.FACTOR_OF": {"barrier", "send", "recv"},
     # bench.collectives gives every rank the same call; a send and a recv are two, which sendrecv measures together
     "bench.transports.operations.OPERATIONS": {"send", "recv"},
     # a series of bench.fit is named after the call of rank 0, which sends
@@ -60,6 +68,16 @@ TABLES = {
     "bench.transports.operations.REDUCING": (measured.REDUCING, REDUCING),
     "bench.transports.operations.ROOTED": (measured.ROOTED, {n for n, o in OPERATIONS.items() if o.rooted}),
     "bench.transports.operations.SPLIT": (measured.SPLIT, {n for n, o in OPERATIONS.items() if o.split}),
+    "bench.transports.operations.FACTOR_OF": (
+        measured.FACTOR_OF,
+        {n for n, o in OPERATIONS.items() if o.formula != n},
+    ),
+    "bench.transports.in_process.Engine.operations": (in_process.Engine.operations, ALL),
+    "bench.transports.in_process.Mpi4py.operations": (in_process.Mpi4py.operations, ALL),
+    **{
+        f"bench.transports.peer_process.PEERS[{name!r}].operations": (peer.operations, ALL)
+        for name, peer in peer_process.PEERS.items()
+    },
     "bench.step_study.recording.REPLAYED": (recording.REPLAYED, ALL),
     "bench.step_study.recording.MESSAGES": (recording.MESSAGES, PAIRWISE),
     "bench.step_study.recording.IN_WINDOWS": (recording.IN_WINDOWS, IN_MEMORY),

@@ -1,16 +1,17 @@
 """README.md and the pages for users: the first commands, the example, and make, work as they are written."""
 
+import importlib
 import os
 import shlex
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import documents, mpirun
 from trainers.options import parse
-from trainers.tasks.gpt import GPTTrainConfig
 
 USERS = [mpirun.ROOT / page for page in ("README.md", "docs/training.md")]
 EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
@@ -39,16 +40,17 @@ def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     assert "[rank 3] Traceback" in done.stderr and "AssertionError: broken" in done.stderr
 
 
-def accepted(command: str, data: Path) -> GPTTrainConfig:
-    """The settings of ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
+def accepted(command: str, data: Path) -> Any:
+    """The settings of a training command, such as ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
 
     data: a data set that is there, in place of what the command reads.
     """
     words = shlex.split(command)
-    ranks, at = int(words[words.index("-n") + 1]), words.index("trainers.pretrain_gpt") + 1
+    ranks, at = int(words[words.index("-n") + 1]), words.index("-m") + 1
+    settings = importlib.import_module(words[at]).CONFIG
     data_path = [] if "--data-path" in words else ["--data-path", str(data)]
-    config = parse(GPTTrainConfig, [*words[at:], *data_path], "pretrain_gpt")
-    GPTTrainConfig(**(config.to_json() | {"data_path": str(data)})).validate(ranks)
+    config = parse(settings, [*words[at + 1 :], *data_path], words[at].rpartition(".")[2])
+    settings(**(config.to_json() | {"data_path": str(data)})).validate(ranks)
     return config
 
 

@@ -69,7 +69,11 @@ def invocation(call: CollectiveCall, send: torch.Tensor, recv: torch.Tensor, in_
                 work.wait()
 
         return exchange
-    return partial(dist.all_gather_into_tensor if name == "all_gather" else dist.all_to_all_single, recv, send)
+    if name == "all_gather":
+        return partial(dist.all_gather_into_tensor, recv, send)
+    if name == "all_to_all":
+        return partial(dist.all_to_all_single, recv, send)
+    raise ValueError(f"torch.distributed's program does not run {name}")
 
 
 class DistExchange:

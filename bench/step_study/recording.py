@@ -20,7 +20,10 @@ from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT, SAVED
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
-REPLAYED = tuple(OPERATIONS)
+REPLAYED = (
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "send", "recv", "sendrecv",
+)  # fmt: skip
 MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pairwise)
 #: the operations that read and write windows
 IN_WINDOWS = IN_MEMORY
@@ -254,9 +257,8 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Rec
         if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
             raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
         if event["operation"] not in REPLAYED:
-            raise UsageError(
-                f"{where}: {event['operation']} cannot be replayed: a trace does not say with which ranks it was"
-            )
+            why = "a trace does not say with which ranks it was" if event["operation"] == "exchange" else "unknown"
+            raise UsageError(f"{where}: {event['operation']} cannot be replayed: {why}")
         if event["operation"] == "sendrecv" and not event["peers"]:
             raise UsageError(
                 f"{where}: a trace of format 1 does not say with which ranks a sendrecv was: record it again"

@@ -101,6 +101,8 @@ class Replay:
         if name in ("reduce_scatter", "all_gather"):
             part = self._buffer(call, "part", (rows[0] // size, *rows[1:]), windows[name == "all_gather"])
             return name, comm, (part, tensor) if name == "reduce_scatter" else (tensor, part), about
+        if name not in ("gather", "scatter"):
+            raise UsageError(f"{name} cannot be replayed: it is not known how to make its arguments")
         whole = self._buffer(call, "whole", (rows[0] * size, *rows[1:])) if comm.rank == call.root else None
         return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
 

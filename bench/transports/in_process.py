@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,12 +53,14 @@ class Transport(ABC):
     """One way to run collectives on the tensors of a group. Making it, `bind` and `close` are collective."""
 
     name: str
+    #: the operations that it can run, written out: what it does not list, it refuses
+    operations: Sequence[str]
     #: every rank of the group calls it before each call that is bound from now on
     meet: Callable[[], object]
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         """The reason why this transport cannot make the call, or None. The same on every rank."""
-        return None
+        return None if call.operation in self.operations else f"{self.name} does not run {call.operation}"
 
     @abstractmethod
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
@@ -111,6 +113,10 @@ class Engine(Transport):
     """The Communicator's operations on private tensors of this process."""
 
     name = "engine"
+    operations = (
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+        "sendrecv", "barrier",
+    )  # fmt: skip
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         self._group = group
@@ -165,7 +171,9 @@ class Engine(Transport):
         if name == "sendrecv":
             following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
             return partial(comm.sendrecv, send, following, recv, previous, stream=stream)
-        return partial(getattr(comm, name), recv, send, stream=stream)
+        if name in ("all_gather", "all_to_all"):
+            return partial(getattr(comm, name), recv, send, stream=stream)
+        raise ValueError(f"{self.name} does not run {name}")
 
 
 class Shared(Engine):
@@ -256,6 +264,10 @@ class Mpi4py(Transport):
     """mpi4py's own collectives on the same memory. Out of place makes no copies."""
 
     name = "mpi4py"
+    operations = (
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+        "sendrecv", "barrier",
+    )  # fmt: skip
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         from mpi4py import MPI
@@ -271,7 +283,7 @@ class Mpi4py(Transport):
             return "MPI has no avg"
         if call.operation in REDUCING and (call.dtype, call.redop) not in self._types.reduce:
             return f"MPI does not reduce {str(call.dtype).removeprefix('torch.')} as torch does"
-        return None
+        return super().refuses(call, in_place)
 
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         return LocalCall(call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self.meet)
@@ -315,7 +327,11 @@ class Mpi4py(Transport):
         if name == "sendrecv":
             following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
             return partial(comm.Sendrecv, source, following, 0, target, previous, 0)
-        return partial(comm.Allgather if name == "all_gather" else comm.Alltoall, given, target)
+        if name == "all_gather":
+            return partial(comm.Allgather, given, target)
+        if name == "all_to_all":
+            return partial(comm.Alltoall, given, target)
+        raise ValueError(f"{self.name} does not run {name}")
 
 
 #: the transports of this module, by their names in --transports

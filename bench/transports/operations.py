@@ -43,7 +43,8 @@ PERIOD = 1021  # elements; a prime
 POISON = 0xA5  # every byte of a buffer before a call
 #: the largest integer up to which all are representable; 2**24 in the other dtypes
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.int8: 127, torch.uint8: 255, torch.int16: (1 << 15) - 1}
-_AS_IN_COST = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}  # as nccl-tests' factors
+#: for an operation whose name has no formula in commengine.cost: the formula whose bus factor it has in nccl-tests
+FACTOR_OF = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class CollectiveCall:
         """The bus bandwidth divided by the algorithm bandwidth."""
         if self.operation == "barrier":
             return 0.0
-        return cost.bus_factor(_AS_IN_COST.get(self.operation, self.operation), self.ranks)
+        return cost.bus_factor(FACTOR_OF.get(self.operation, self.operation), self.ranks)
 
     def sent(self, rank: int) -> list[TableSlice]:
         """The contents of ``rank``'s input buffer, in order; nothing if the rank gives no input."""
@@ -139,8 +140,10 @@ class CollectiveCall:
             return [TableSlice(tables[self.root], rank * count, count)]
         if operation == "sendrecv":
             return [TableSlice(tables[rank - 1], 0, count)]
-        start = rank * count if operation == "all_to_all" else 0
-        return [TableSlice(table, start, count) for table in tables]
+        if operation in ("all_gather", "gather", "all_to_all"):
+            start = rank * count if operation == "all_to_all" else 0
+            return [TableSlice(table, start, count) for table in tables]
+        raise ValueError(f"the right output of {operation} is not known")
 
     @cached_property
     def _integers(self) -> Tensor:

@@ -1,7 +1,7 @@
 """The transports of peers: each rank has one process of the peer, a child on the same cores.
 
-The other end is bench/peers/collectives.py. While one of the two processes works, the other is blocked in a read, so
-they alternate call by call as transports in one process do. Messages are lines of JSON in both directions.
+The other end is the program of the peer (`Peer.program`). While one of the two processes works, the other is blocked in
+a read, so they alternate call by call as transports in one process do. Messages are lines of JSON in both directions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,32 @@ ROOT = Path(__file__).resolve().parents[2]
 ANSWER_SECONDS = 180.0
 #: variables of MPI and its launchers; the child must not get them, because it is no rank of the job
 LAUNCHERS = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_LOCAL", "MPIR_", "HYDI_")
-#: the names of --transports, and torch.distributed's backend for each
-PEERS = {"gloo": "gloo", "torch-nccl": "nccl"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A transport whose processes run another program.
+
+    program: the module that obeys lines of JSON, as bench/peers/collectives.py does. library: what the program is told
+    to use; for that one, torch.distributed's backend. operations: those that the program runs. on_device: whether it
+    needs a CUDA device.
+    """
+
+    program: str
+    library: str
+    operations: tuple[str, ...]
+    on_device: bool = False
+
+
+_DISTRIBUTED = (
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
+    "barrier",
+)  # fmt: skip
+#: the peers, by their names in --transports
+PEERS = {
+    "gloo": Peer("bench.peers.collectives", "gloo", _DISTRIBUTED),
+    "torch-nccl": Peer("bench.peers.collectives", "nccl", _DISTRIBUTED, on_device=True),
+}
 
 
 class PeerError(Exception):
@@ -42,14 +66,14 @@ class PeerError(Exception):
 class PeerProcess:
     """One process of the peer."""
 
-    def __init__(self, backend: str, rank: int, size: int, address: tuple[str, int], capacity: int) -> None:
+    def __init__(self, peer: Peer, rank: int, size: int, address: tuple[str, int], capacity: int) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
         group = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         # CPython starts it by vfork and exec, so no memory of MPI is copied or registered twice.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.peers.collectives", backend, str(capacity)],
+            [sys.executable, "-m", peer.program, peer.library, str(capacity)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**clean, **group, "PYTHONPATH": path},
         )  # fmt: skip
@@ -114,15 +138,16 @@ class PeerCall(Bound):
 
 
 class PeerTransport(Transport):
-    """torch.distributed, in one process beside each rank of the group."""
+    """A library in one process beside each rank of the group: an entry of `PEERS`."""
 
     def __init__(self, name: str, group: Communicator, capacity: int) -> None:
-        self.name = name
+        peer = PEERS[name]
+        self.name, self.operations = name, peer.operations
         self._group = group
         self.meet = group.mpi.Barrier
-        if PEERS[name] == "nccl" and not torch.cuda.is_available():
+        if peer.on_device and not torch.cuda.is_available():
             raise CollectiveError("needs a CUDA device, and torch sees none")
-        self._process = PeerProcess(PEERS[name], group.rank, group.size, _meeting_point(group), capacity)
+        self._process = PeerProcess(peer, group.rank, group.size, _meeting_point(group), capacity)
         try:
             self._process.answer()
         except PeerError as error:

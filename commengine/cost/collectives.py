@@ -283,7 +283,11 @@ def bus_factor(operation: str, ranks: int) -> float:
     _check(operation, 0, ranks)
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if operation in ("reduce_scatter", "all_gather", "all_to_all") else 1.0
+    if operation in ("reduce_scatter", "all_gather", "all_to_all"):
+        return (ranks - 1) / ranks
+    if operation in ("broadcast", "reduce", "p2p"):
+        return 1.0
+    raise ValueError(f"{operation} has no bus factor")
 
 
 def algorithm_bandwidth(size: float, seconds: float) -> float:

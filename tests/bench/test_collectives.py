@@ -3,6 +3,7 @@
 import csv
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ def transport(request, world):
     opened = LOCAL[request.param](world, 1 << 18)
     yield opened
     opened.close()
+
+
+@pytest.mark.mpi
+def test_an_operation_that_a_transport_does_not_have_is_an_error(world, transport):
+    """It does not become the call of another operation."""
+    call = replace(CollectiveCall.of("all_to_all", torch.float32, "sum", 0, world.size, 64), operation="all_gather_v")
+    assert transport.refuses(call, False) == f"{transport.name} does not run all_gather_v"
+    with pytest.raises(ValueError, match=f"{transport.name} does not run all_gather_v"):
+        transport.bind(call, False)
 
 
 @pytest.mark.mpi
@@ -178,7 +188,7 @@ def test_options_come_from_a_file_too(tmp_path):
     [
         (
             ["--operations", "allreduce"],
-            "--operations allreduce: there is no such name; valid: all_reduce, reduce",
+            "--operations allreduce: there is no such name; valid: all_reduce, reduce_scatter",
         ),
         (["--transports", "engine,ucx"], "--transports ucx: there is no such name; valid: engine, mpi4py, shared"),
         (["--dtypes", "fp32"], "--dtypes fp32: there is no such name; valid: float32"),

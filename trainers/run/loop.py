@@ -151,7 +151,7 @@ def _evaluate(task: TrainingTask, metrics: Metrics) -> dict[str, Mean] | None:
     loss, iteration = _total(means), trainer.iteration
     terms = {f"validation_{name}": mean.loss for name, mean in means.items()} if len(means) > 1 else {}
     metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
-    metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} nats/token")
+    metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}")
     return means
 
 
@@ -188,9 +188,9 @@ def _report(
     )
     if trainer.grid.world.rank == 0:
         metrics.close()
-        print("\n" + report.text(), flush=True)
+        print("\n" + report.text(trainer.objective.unit), flush=True)
         if folder is not None:
-            report.save(folder, metrics.rows, trainer.objective.names)
+            report.save(folder, metrics.rows, trainer.objective.names, trainer.objective.unit)
             print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
     return report
 

@@ -28,7 +28,9 @@ class Remarks:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run. Losses are in nats per token; held-out means of the validation split.
+    """The outcome of a run. Losses are in the objective's unit (`Objective.unit`).
+
+    "Held-out" means: of the validation split.
 
     train_loss: of the last step. validation_loss, validation_tokens: of the last evaluation. unigram_entropy,
     sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in training
@@ -51,18 +53,19 @@ class Report:
     loss_scale: float | None = None
     skipped_steps: int = 0
 
-    def text(self) -> str:
-        """The report for people."""
+    def text(self, unit: str) -> str:
+        """The report for people. unit: of the losses, such as "nats/token"."""
+        item = unit.partition("/")[2] or "item"
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
         lines = [f"{self.iteration} steps, {self.parameters / 1e6:.1f} M parameters, {layout}", ""]
         if self.train_loss is not None:
-            lines.append(f"training loss             {self.train_loss:8.4f} nats/token (the last step)")
+            lines.append(f"training loss             {self.train_loss:8.4f} {unit} (the last step)")
         if self.validation_loss is not None:
-            tokens = f"{self.validation_tokens:,} tokens"
-            lines.append(f"held-out loss             {self.validation_loss:8.4f} nats/token over {tokens}")
+            items = f"{self.validation_tokens:,} {item}s"
+            lines.append(f"held-out loss             {self.validation_loss:8.4f} {unit} over {items}")
             if self.unigram_entropy is not None:
                 gain = f"the model is {self.unigram_entropy - self.validation_loss:.4f} below"
-                lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} nats/token: {gain}")
+                lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} {unit}: {gain}")
         if self.loss_scale is not None:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
@@ -86,16 +89,16 @@ class Report:
             )
         return lines
 
-    def save(self, folder: Path, rows: list[dict[str, Any]], losses: Sequence[str] = ("lm_loss",)) -> None:
+    def save(self, folder: Path, rows: list[dict[str, Any]], losses: Sequence[str], unit: str) -> None:
         """Write report.json, report.txt and loss.png into ``folder``.
 
-        rows: of metrics.jsonl. losses: their keys that are training losses.
+        rows: of metrics.jsonl. losses: their keys that are training losses. unit: of the losses, as for `text`.
         """
         (folder / "report.json").write_text(
             json.dumps({name: as_json(value) for name, value in asdict(self).items()}, indent=1) + "\n"
         )
-        (folder / "report.txt").write_text(self.text())
-        _plot(folder / "loss.png", rows, losses, self.unigram_entropy)
+        (folder / "report.txt").write_text(self.text(unit))
+        _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
 
 
 def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
@@ -103,13 +106,15 @@ def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
     return [asdict(total) for total in totals if total.size > 1]
 
 
-def _plot(path: Path, rows: list[dict[str, Any]], losses: Sequence[str], unigram_entropy: float | None) -> None:
+def _plot(
+    path: Path, rows: list[dict[str, Any]], losses: Sequence[str], unit: str, unigram_entropy: float | None
+) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="iteration", ylabel="nats per token")
+    axes = figure.add_subplot(xlabel="iteration", ylabel=unit.replace("/", " per "))
     curves = [(name, "training" if len(losses) == 1 else f"training, {name}", "-") for name in losses]
     for key, label, style in (*curves, ("validation_loss", "held-out", "o-")):
         points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]

@@ -140,6 +140,7 @@ class NextToken:
     """GPT's objective: the cross-entropy of the next token, in nats per token that counts."""
 
     names = ("lm_loss",)
+    unit = "nats/token"
 
     def __call__(self, model: GPT, batch: TokenMicrobatch, randomness: Randomness | None) -> tuple[Tensor]:
         return (model(batch.tokens, batch.labels, randomness),)

@@ -78,6 +78,10 @@ class Objective(Protocol[AnyMicrobatch]):
     def names(self) -> Sequence[str]:
         """The name of each term, as it stands in metrics.jsonl: ("lm_loss",) for GPT."""
 
+    @property
+    def unit(self) -> str:
+        """The unit of the loss in messages and reports, such as "nats/token". The word after "/" is what is counted."""
+
     def __call__(self, model: Any, batch: AnyMicrobatch, randomness: Randomness | None) -> Sequence[Tensor]:
         """For each term its losses on ``batch``: a tensor of any shape, whose elements the caller adds up.
 

@@ -38,6 +38,7 @@ def truth(call, inputs, order):
         return list(inputs[root].chunk(call.ranks))
     if name == "sendrecv":
         return [inputs[rank - 1] for rank in ranks]
+    assert name == "all_to_all", f"no expected output for {name}"
     return [torch.cat([inputs[source].chunk(call.ranks)[rank] for source in ranks]) for rank in ranks]
 
 
@@ -92,6 +93,12 @@ def test_many_ranks_still_sum_exactly_in_bfloat16():
     inputs = call._tables
     assert torch.equal(reduced(inputs, "sum", range(600)), call._reduced)
     assert call._integers.sum(0).unique().numel() > 40
+
+
+def test_an_operation_without_a_right_output_is_an_error():
+    call = CollectiveCall("all_gather_v", torch.float32, "none", -1, 2, 8)
+    with pytest.raises(ValueError, match="the right output of all_gather_v is not known"):
+        call.received(0)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS[:-1])

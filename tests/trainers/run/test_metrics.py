@@ -27,7 +27,7 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert rows == metrics.rows == expected
 
     report = Report(2, 10, 1, 1, float("nan"), float("inf"), 4.0, 8, 100.0, "", "", [], 1.0)
-    report.save(tmp_path, metrics.rows)  # the plot, too
+    report.save(tmp_path, metrics.rows, ["lm_loss"], "nats/token")  # the plot, too
     written = strictly((tmp_path / "report.json").read_text())
     assert (written["train_loss"], written["validation_loss"], written["unigram_entropy"]) == (None, None, 4.0)
     assert "training loss                  nan nats/token" in (tmp_path / "report.txt").read_text()

@@ -82,6 +82,7 @@ class Source:
 
 class TwoLosses:
     names = ("number", "class")
+    unit = "nats"
 
     def __call__(self, model, batch, randomness):
         number, score = model(batch.x)
