@@ -45,8 +45,8 @@ class Communicator:
 
     mpi_comm: any mpi4py intracommunicator. Its own messages and those of the Communicator never mix.
     device: where device tensors lie. "cuda:N": this device; "cuda": one CUDA device for each rank of a node, in turn;
-        "cpu": the group has host tensors only; None: "cuda" if torch finds a device, else "cpu". Host tensors go by MPI
-        in every case.
+        "cpu": the group has host tensors only; None: "cuda" if torch finds a device, else "cpu". Host tensors never use
+        the device.
     checked: before each collective the group compares operation, shape, dtype, reduction, root and stream; if they
         differ, every rank raises `CollectiveMismatch`. It costs a round trip and is meant for finding faults.
     deterministic: reduce host tensors in rank order, so that the bits of the result depend only on the inputs and the
@@ -198,7 +198,10 @@ class Communicator:
     def reduce_scatter(
         self, output: TensorLike, input: TensorLike, op: str = "sum", *, stream: Stream | None = None
     ) -> Work:
-        """Reduce ``input`` [size * d0, ...] over the group; rank r gets its rows r * d0 ... in ``output`` [d0, ...]."""
+        """Reduce ``input`` [size * d0, ...] over the group.
+
+        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...].
+        """
         output, input = checked_pair(self, "reduce_scatter", output, input)
         check_reduction(self, "reduce_scatter", input, op)
         return self._calls.run("reduce_scatter", (output, input, op), input, stream)
@@ -307,9 +310,9 @@ class Communicator:
         """Return an uninitialised host tensor in memory that the ranks of a node share.
 
         Large collectives on such a tensor copy nothing. all_reduce, reduce_scatter (``input``), all_gather (either
-        tensor) and broadcast use the memory in place, from their switch points on; in a group that spans nodes only the
-        first two do. Every rank of a node must then give its tensor of the same call of `empty`, or the same part of
-        it. If a rank gives another tensor or a private one, all ranks of the node raise CollectiveMismatch.
+        tensor) and broadcast use the memory in place, from their switch points on. Across nodes only all_reduce
+        and reduce_scatter do. All ranks of a node must pass the tensor that one call of `empty` returned, or the same
+        part of it. If a rank passes another tensor or a private one, all ranks of the node raise CollectiveMismatch.
 
         The tensor is in private memory if a node has only one rank of the group, if the nodes have different numbers of
         ranks, or if there is too little memory to share.

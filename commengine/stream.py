@@ -100,7 +100,10 @@ class Work(Event):
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Block until the collective is done. Raises its failure again. Any thread may call it, also repeatedly."""
+        """Block until the collective is done. Any thread may call it, also repeatedly.
+
+        If the collective failed, every call raises that error.
+        """
         try:
             super().wait()
         finally:

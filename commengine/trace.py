@@ -109,7 +109,7 @@ class CollectiveEvent:
 
     @property
     def hidden_seconds(self) -> float:
-        """Those of `seconds` in which the caller did not wait: the part that is hidden under compute."""
+        """Return the seconds of this collective during which the caller did not wait."""
         if self.stream is None:
             return 0.0
         if self.wait_start is None or self.wait_end is None:

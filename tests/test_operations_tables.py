@@ -5,6 +5,8 @@ names of its own, has an exception below, with the reason.
 """
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +168,12 @@ def test_operations_that_can_be_in_place_are_known():
     """Those with one tensor, and all_gather, whose input may be rows of its output."""
     one_tensor = {name for name in COLLECTIVE if "tensor" in OPERATIONS[name].arguments}
     assert set(measured.IN_PLACE) == one_tensor | {"all_gather"}
+
+
+def test_the_page_for_mpi_programs_has_every_operation():
+    text = (Path(__file__).parent.parent / "docs" / "embedding.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"The operations are (.*?);", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == ALL
 
 
 def test_a_step_has_known_operations_only():

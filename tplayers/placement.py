@@ -134,7 +134,7 @@ def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: tor
 def placements(module: nn.Module) -> dict[str, Placement]:
     """The placement of each parameter, by the names and in the order of ``module.named_parameters()``.
 
-    A parameter without a record belongs to a module of someone else, and is replicated. A parameter that several
+    A parameter that no tplayers layer added has no record and counts as replicated. A parameter that several
     modules share has the record of any of them. Raises ValueError, naming the parameter, if a module no longer has the
     parameter that its record describes: it is gone (parametrized or pruned), or has another shape.
     """
@@ -193,8 +193,9 @@ def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
 
 
 def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Sum each of ``tensors`` over ``comm``, in place, by one all-reduce for each dtype, of a copy.
+    """Sum each of ``tensors`` over ``comm``, in place.
 
+    Copies all tensors of a dtype into one buffer, all-reduces it, copies the sums back.
     Every rank must call it with the same shapes. A group of one rank communicates nothing.
     """
     if comm.size == 1:

@@ -52,7 +52,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
-    """The region g in place. The caller must own ``x``, and must not use it afterwards.
+    """All-reduce ``x`` in place (the region g). The caller must own ``x``, and must not use it afterwards.
 
     Autograd knows of the change: if another operation has saved ``x`` for its backward, that backward raises an error.
     """

@@ -25,9 +25,8 @@ FUSED_ATTENTION = (0.6, 0.5)
 class PredictedStep:
     """A predicted step.
 
-    seconds: by part, exposed ones only. hidden: seconds of the gradients' reduction under backward.
-
-    memory: bytes of a device by part. flops: of all devices, with recomputed ones.
+    seconds: seconds per part, without hidden communication. hidden: seconds of the gradients' reduction that run beside
+    the backward. memory: bytes of a device per part. flops: FLOPs of all devices, including recomputation.
     """
 
     seconds: dict[str, float]

@@ -41,7 +41,7 @@ class Stopping:
     """The rule that ends the timing of a call.
 
     It ends when the 95% interval of the median is within +-``confidence`` of it, or when ``seconds`` are over. warmup:
-    calls that are not counted. fewest: samples without which no interval is believed. skew: a call is not counted if
+    calls that are not counted. fewest: the least number of samples for an interval. skew: a call is not counted if
     its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than ``fewest`` calls
     are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of one call's turn in
     a round.

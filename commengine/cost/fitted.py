@@ -8,8 +8,8 @@ The file is JSON:
 
 Each operation has a list of segments. A segment holds for ``ranks`` ranks, from ``from_bytes`` bytes on (nccl-tests'
 size) up to the next segment with as many ranks: there the collective takes alpha + size * beta seconds. For every
-number of ranks the first segment starts at 0 bytes. Other keys, in the file and in a segment, are ignored: the writer
-notes there how it measured, and confidence intervals.
+number of ranks the first segment starts at 0 bytes. Other keys, in the file and in a segment, are ignored. Writers may
+add keys, e.g. for confidence intervals.
 """
 
 from __future__ import annotations

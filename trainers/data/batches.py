@@ -37,8 +37,8 @@ class GlobalBatches(ABC, Generic[Batch]):
     A subclass makes a microbatch of type ``Batch`` from samples (`microbatch`) and says what a sample that the model
     cannot take means (``unusable``); it is then a `trainers.training.interfaces.FiniteBatchSource`.
 
-    samples: what to draw from. order: from sample number to sample index. None reads ``samples`` once, in order, and
-    pads the last batch with samples that count nothing, so that no sample counts twice.
+    samples: what to draw from. order: maps sample number to index. If it is None, samples are read once, in order, and
+    the last batch is padded with samples that count nothing, so that no sample counts twice.
     size: samples of a global batch, a multiple of ``micro * data.size``. micro: samples of a microbatch.
     data: the data group.
     """

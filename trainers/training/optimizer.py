@@ -17,8 +17,8 @@ from .reduction import GradientBuckets
 class Optimizer:
     """AdamW with the gradients of ``gradients``, without decay on biases and norms (paper, section 4.2).
 
-    It owns the values: build it when the parameters have their values, because parameters in half precision, and all
-    parameters if the gradients are sharded, become views of flat buffers.
+    Create it after the parameters are initialised, because it may replace their storage: parameters in half precision,
+    and all parameters if the gradients are sharded, become views of flat buffers.
 
     A half-precision parameter is the rounded value of an fp32 master (Micikevicius et al. 2018, section 3.1). If the
     gradients are sharded, each rank of the data group updates its shard and all ranks gather the whole (ZeRO-1,
