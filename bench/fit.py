@@ -6,7 +6,7 @@ Every operation, number of ranks and transport has its own fit: piecewise alpha 
 and the residual at every size (bench/collective_study/piecewise.py has the method). `commengine.cost.FittedModel`
 loads the model. For each operation and number of ranks the model has the first transport in the file that the options
 select, in place where that was measured. All series stand under "series" in the model file, with their residuals and
-with the link that each algorithm's formula derives; there null is an end of an interval that the data do not bound.
+with the link that each algorithm's formula derives. null: the data give no bound at this end of the interval.
 Sizes are defined as in nccl-tests.
 """
 
