@@ -39,6 +39,7 @@ def resumed(tmp_path_factory, pretrain):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_goes_on(resumed, kind):
     lines = (resumed / kind / "metrics.jsonl").read_text().splitlines()

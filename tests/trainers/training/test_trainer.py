@@ -11,7 +11,7 @@ from trainers.config import TrainConfig
 from trainers.run.evaluation import evaluate
 from trainers.training.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 WIDTH, SIZE, STEPS = 5, 8, 6
 CONFIG = TrainConfig(
