@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.data import DATA, needs
+from trainers import preprocess_data
 from trainers.data import stdlib_text
 from trainers.data.indexed import IndexedDataset
 from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
@@ -23,6 +24,19 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainers.preprocess_data", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def run_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """`run` in this process, which spares each wrong command line the start of another one."""
+    monkeypatch.chdir(folder)
+    code = 0
+    try:
+        preprocess_data.main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
 
 def read(prefix: Path) -> list[str]:
@@ -126,7 +140,10 @@ def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
         ([*BPE, "--input", "self.bin", "--output-prefix", "self"], "self.bin is an --input file"),
     ],
 )
-def test_errors(inputs: Path, arguments: list[str], message: str) -> None:
+def test_errors(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
+    message: str,
+) -> None:  # fmt: skip
     (inputs / "no-eod.yaml").write_text("no-append-eod: true\n")
     (inputs / "unknown.yaml").write_text("learning-rate: 3\n")
     (inputs / "taken.bin").mkdir()
@@ -140,7 +157,7 @@ def test_errors(inputs: Path, arguments: list[str], message: str) -> None:
     before = sorted(path.name for path in inputs.iterdir())
     if "--output-prefix" not in arguments:
         arguments = [*arguments, "--output-prefix", "out"]
-    done = run(inputs, *arguments)
+    done = run_here(inputs, monkeypatch, capsys, *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert sorted(path.name for path in inputs.iterdir()) == before
