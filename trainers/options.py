@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 import typing
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import configargparse
@@ -124,3 +126,13 @@ def require_ranges(settings: DataclassInstance) -> None:
         for valid in item.metadata["ranges"]:
             fits = (value is None and item.default is None) or valid.holds(value)
             require(fits, f"{given(settings, item.name)}: {valid.text}")
+
+
+def make_writable(option: str, folder: Path) -> None:
+    """Make the folder that ``option`` names, if there is none. Raises UsageError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {folder}: {error.strerror}; give a folder that can be made") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {folder}: cannot be written to")

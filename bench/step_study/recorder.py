@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from bench.step_study.traced_step import trace_steps
 from commengine import Communicator, Trace, UsageError
 from commengine.rank_zero import on_every_rank
 from trainers.data.corpus import open_corpus
+from trainers.options import make_writable
 from trainers.run.startup import read_config
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
@@ -37,17 +37,12 @@ def make_folder(folder: Path, option: str, *, overwrite: bool) -> None:
     """Make the folder of a recording, on one rank.
 
     An older recording is deleted with ``overwrite``, so that no file of it is left among the new ones. Without it,
-    the folder must not hold a recording. option: the option that names the folder, for the ValueError.
+    the folder must not hold a recording. option: the option that names the folder, for the UsageError.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} {folder}: {error.strerror}; give a folder that can be made") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: cannot be written to")
+    make_writable(option, folder)
     older = sorted(folder.glob("rank-*.jsonl"))
     if older and not overwrite:
-        raise ValueError(
+        raise UsageError(
             f"{option} {folder}: holds a recording of {len(older)} ranks; give another folder, or --overwrite"
         )
     for file in older:

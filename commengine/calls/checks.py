@@ -79,7 +79,7 @@ def _from_dlpack(group: Caller, operation: str, value: TensorLike, argument: str
 def checked_pair(group: Caller, operation: str, output: TensorLike, input: TensorLike) -> tuple[Tensor, Tensor]:
     """Return (output, input) of a call in which one of them has ``size`` times the rows of the other.
 
-    Which of them it is stands in the table of operations, as ``whole``.
+    The table of operations names this tensor, in its column ``whole``.
     """
     whole = OPERATIONS[operation].whole or "output"
     output = checked_tensor(group, operation, output, "output")

@@ -337,7 +337,7 @@ def test_a_recording_is_replaced_only_when_asked(tmp_path):
     for rank in range(4):
         (tmp_path / f"rank-{rank}.jsonl").touch()
     argv = [*TINY, "--save", str(tmp_path)]
-    with pytest.raises(ValueError, match=r"--save .*: holds a recording of 4 ranks; .* --overwrite"):
+    with pytest.raises(UsageError, match=r"--save .*: holds a recording of 4 ranks; .* --overwrite"):
         step.read(argv, 2)
     assert len(list(tmp_path.iterdir())) == 4
     step.read([*argv, "--overwrite"], 2)

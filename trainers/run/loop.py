@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from commengine import Communicator, UsageError, trace
+from commengine import Communicator, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_folder, run_state
 from trainers.config import TrainConfig
+from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
 from trainers.training.interfaces import FiniteBatchSource
 from trainers.training.trainer import Step, Trainer
@@ -79,9 +79,9 @@ def train(
         return None
     folder = Path(config.save) if config.save else None
     if folder is not None:
-        on_rank_zero(world, lambda: _writable_folder("--save", folder))
+        on_rank_zero(world, lambda: make_writable("--save", folder))
     if config.tensorboard_dir:
-        on_rank_zero(world, lambda: _writable_folder("--tensorboard-dir", Path(config.tensorboard_dir or "")))
+        on_rank_zero(world, lambda: make_writable("--tensorboard-dir", Path(config.tensorboard_dir or "")))
     on_rank_zero(world, lambda: run_folder.clear(config))  # last, when nothing can be refused any more
     board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
     metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
@@ -193,12 +193,3 @@ def _report(
             report.save(folder, metrics.rows, trainer.objective.names, trainer.objective.unit)
             print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
     return report
-
-
-def _writable_folder(option: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{option} {folder}: {error.strerror}; give a folder that can be made") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{option} {folder}: cannot be written to")
