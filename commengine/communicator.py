@@ -373,7 +373,12 @@ class Communicator:
             part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             backend: Backend | None = None
             if isinstance(self._backend, NcclBackend):
-                backend = self._backend.split(None if part == mpi.COMM_NULL else part, color, key)
+                try:
+                    backend = self._backend.split(comm, None if part == mpi.COMM_NULL else part, color, key)
+                except CollectiveError:  # on every rank
+                    if part != mpi.COMM_NULL:
+                        part.Free()
+                    raise
         if self._watched is not None:
             self._watched.splits += 1
         if part == mpi.COMM_NULL:
@@ -386,6 +391,16 @@ class Communicator:
             backend = self._backend.over(made._host)
         made._use(backend)
         return made
+
+    def make_device_current(self) -> None:
+        """Make `device` torch's current CUDA device of this thread. Does nothing for the CPU. Not collective.
+
+        The current device is where torch puts what names no device: pinned memory, streams, ``torch.cuda.synchronize``
+        without an argument. A Communicator never changes it by itself, because it may belong to another program.
+        `commengine.launch.run` calls this method.
+        """
+        if self._backend is not None:
+            self._backend.make_current()
 
     def world_ranks(self) -> list[int]:
         """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective."""
