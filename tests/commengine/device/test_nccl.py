@@ -16,14 +16,17 @@ from tests.commengine.test_communicator_collectives import (  # noqa: F401  run 
     given,
     test_all_gather,
     test_all_gather_in_place,
-    test_all_reduce,
     test_all_to_all,
     test_broadcast,
     test_gather,
-    test_reduce,
-    test_reduce_scatter,
     test_scatter,
 )
+from tests.support.device.exact_reductions import (  # noqa: F401  likewise
+    test_all_reduce,
+    test_reduce,
+    test_reduce_scatter,
+)
+from tests.support.device.moving import moved_together
 from tests.support.device.nccl_stand_in import NcclError, runtime_stand_in
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -59,6 +62,16 @@ def run(mpi_world):
             transport.synchronize()
 
         yield run
+
+
+def test_tensors_that_share_memory_share_it_on_the_device():
+    whole = torch.arange(12.0).view(4, 3)
+    alone, empty = torch.ones(2), torch.empty(0, 3)
+    moved = moved_together([whole, whole[1:3], alone, whole[:, 1], empty], "cpu")
+    for here, there in zip([whole, whole[1:3], alone, whole[:, 1], empty], moved, strict=True):
+        assert torch.equal(here, there) and here.stride() == there.stride()
+    moved[1].zero_()
+    assert (moved[0][1:3] == 0).all() and moved[3].tolist() == [1, 0, 0, 10] and whole.sum() == 66
 
 
 def test_table_of_reductions_has_all_but_int16():

@@ -3,8 +3,9 @@
 Every call is held against the signatures of the real binding. As NCCL does, it enqueues on a stream, runs nothing of
 a group before the group ends, and then in an order of its own; a communicator is made by whoever knows the unique id,
 and is not closed or split while calls are outstanding. Ranks connect when they first communicate: the host then waits
-for the others. An abort ends calls in flight. Collectives of several communicators run in the order of the host only
-with NCCL_LAUNCH_ORDER_IMPLICIT=1; otherwise each rank's waits decide, and ranks may wait for each other in a circle.
+for the others. Sums and averages are rounded after each step, in an order that is not the ranks'. An abort ends calls
+in flight. Collectives of several communicators run in the order of the host only with NCCL_LAUNCH_ORDER_IMPLICIT=1;
+otherwise each rank's waits decide, and ranks may wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -295,11 +296,12 @@ class NcclCommunicatorStandIn:
     def _reduced(self, address: int, count: int, datatype: int, op: int) -> torch.Tensor:
         dtype = TYPES[datatype]
         parts = self._everybody(address, count * dtype.itemsize).view(dtype)
-        wide = parts.double() if dtype.is_floating_point else parts.long()
         name = OPS[op]
         assert name != "avg" or dtype.is_floating_point
-        total = getattr(wide, {"avg": "mean", "max": "amax", "min": "amin"}.get(name, name))(0)
-        return total.to(dtype)
+        if name == "avg":
+            parts = parts * torch.tensor(1 / self.mpi.size, dtype=dtype)
+        step = {"prod": torch.mul, "max": torch.maximum, "min": torch.minimum}.get(name, torch.add)
+        return functools.reduce(step, parts.flip(0))
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._enter("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
