@@ -69,10 +69,11 @@ class Communicator:
     touched again after ``work.wait()``. An operation without a stream is done on return, and its Work is done, too. A
     collective writes its output in place, and autograd does not see it: `tplayers` has the differentiable forms.
 
-    On a device, NCCL's collectives are work of the device, and the host does not wait for them. Without ``stream=``
-    they run on torch's current stream, in order with everything else that is enqueued there, and ``work.wait()`` makes
-    the current stream wait. With the other transports a collective on a device tensor blocks the host, as one on a
-    host tensor does.
+    On a device, NCCL's collectives are work of the device, and the host does not wait for them, except that the first
+    one of a group or stream blocks until its ranks have connected. Without ``stream=`` they run on torch's current
+    stream, in order with everything else that is enqueued there, and ``work.wait()`` makes the current stream wait.
+    They cannot be captured into a CUDA graph. With the other transports a collective on a device tensor blocks the
+    host, as one on a host tensor does.
 
     Raises `CollectiveError`, before anything is sent, if the arguments show that an operation cannot be done.
     """
