@@ -69,10 +69,11 @@ class Communicator:
     touched again after ``work.wait()``. An operation without a stream is done on return, and its Work is done, too. A
     collective writes its output in place, and autograd does not see it: `tplayers` has the differentiable forms.
 
-    On a device, NCCL's collectives are work of the device, and the host does not wait for them. Without ``stream=``
-    they run on torch's current stream, in order with everything else that is enqueued there, and ``work.wait()`` makes
-    the current stream wait. With the other transports a collective on a device tensor blocks the host, as one on a
-    host tensor does.
+    On a device, NCCL's collectives are work of the device, and the host does not wait for them, except that the first
+    one of a group or stream blocks until its ranks have connected. Without ``stream=`` they run on torch's current
+    stream, in order with everything else that is enqueued there, and ``work.wait()`` makes the current stream wait.
+    They cannot be captured into a CUDA graph. With the other transports a collective on a device tensor blocks the
+    host, as one on a host tensor does.
 
     Raises `CollectiveError`, before anything is sent, if the arguments show that an operation cannot be done.
     """
@@ -376,7 +377,12 @@ class Communicator:
             part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             backend: Backend | None = None
             if isinstance(self._backend, NcclBackend):
-                backend = self._backend.split(None if part == mpi.COMM_NULL else part, color, key)
+                try:
+                    backend = self._backend.split(comm, None if part == mpi.COMM_NULL else part, color, key)
+                except CollectiveError:  # on every rank
+                    if part != mpi.COMM_NULL:
+                        part.Free()
+                    raise
         if self._watched is not None:
             self._watched.splits += 1
         if part == mpi.COMM_NULL:
@@ -389,6 +395,16 @@ class Communicator:
             backend = self._backend.over(made._host)
         made._use(backend)
         return made
+
+    def make_device_current(self) -> None:
+        """Make `device` torch's current CUDA device of this thread. Does nothing for the CPU. Not collective.
+
+        The current device is where torch puts what names no device: pinned memory, streams, ``torch.cuda.synchronize``
+        without an argument. A Communicator never changes it by itself, because it may belong to another program.
+        `commengine.launch.run` calls this method.
+        """
+        if self._backend is not None:
+            self._backend.make_current()
 
     def world_ranks(self) -> list[int]:
         """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective."""

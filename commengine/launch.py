@@ -60,7 +60,8 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
 def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
     """Run ``main(world)`` as one rank of a job, then exit the process with the code that it returns (None is 0).
 
-    main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device.
+    main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device, which
+    becomes torch's current device.
 
     An uncaught exception, ``sys.exit`` with an error, or Ctrl-C on any rank ends all ranks at once, with the traceback
     of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
@@ -74,6 +75,7 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
             atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
         check_world_size(mpi.COMM_WORLD.size)
         world = Communicator(mpi.COMM_WORLD, device=device)
+        world.make_device_current()
         farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself
         problem = None
         try:

@@ -220,6 +220,7 @@ class OnDevice(Engine):
         if not torch.cuda.is_available():
             raise CollectiveError("needs a CUDA device, and torch sees none")
         device_comm = Communicator(group.mpi, device="cuda", transport=self.name, name=group.name)
+        device_comm.make_device_current()
         self._device = device_comm.device
         super().__init__(group, capacity)
         self._comm = device_comm

@@ -164,7 +164,11 @@ class Dispatcher:
             transport = self.host if stream is None else stream.transport
             return functools.partial(getattr(transport, call.name), *call.args)
         hosted: Any = self._hosted if stream is None else stream.device_transport
-        return functools.partial(hosted.run, call.name, call.args, hosted.ready())
+        try:
+            ready = hosted.ready()
+        except self._failures as error:
+            raise call_error(self, call.name, str(error)) from error
+        return functools.partial(hosted.run, call.name, call.args, ready)
 
     def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
         """Whether NCCL runs a call. If the call has no tensor, its stream decides."""
@@ -177,6 +181,10 @@ class Dispatcher:
         backend = self._backend
         assert isinstance(backend, NcclBackend)
         transport: Any = self._nccl if stream is None else stream.transport
+        try:
+            transport.runtime.refuse_capture()
+        except self._failures as error:
+            raise call_error(self, calls[0].name, str(error)) from error
         noticed = [self._notice(call, stream) for call in calls]
         record = noticed[0][0]  # the first call of a launch gets the times of the launch
         entries = [entry for _, entry in noticed if entry is not None]

@@ -84,21 +84,28 @@ class NcclBackend:
             record.times.end(current)
         return current.record_event() if watched else None
 
-    def split(self, part: MPI.Intracomm | None, color: int | None, key: int) -> NcclBackend | None:
-        """Return the backend of this rank's part of the group; None if it has no part. Collective over the group.
+    def make_current(self) -> None:
+        """Make the device the current one of this thread."""
+        self.transport.runtime.cuda.set_device(self.device)
 
-        part, color, key: see `DeviceTransport.split`.
+    def split(
+        self, group: MPI.Intracomm, part: MPI.Intracomm | None, color: int | None, key: int
+    ) -> NcclBackend | None:
+        """Return the backend of this rank's part of the group; None if it has no part.
+
+        group, part, color, key: see `DeviceTransport.split`. Collective over the group. Raises CollectiveError on every
+        rank or on none.
         """
-        made = self.transport.split(part, color, key)
+        made = self.transport.split(group, part, color, key)
         return None if made is None else NcclBackend(made, self.clock)
 
     def new_stream(self, comm: MPI.Intracomm, name: str, index: int, priority: int) -> DeviceStream:
         """Return a CUDA stream with an NCCL communicator of its own, over the ranks of ``comm``. Collective.
 
-        priority: of the CUDA stream, -1 (high) or 0.
+        priority: of the CUDA stream, -1 (high) or 0. Raises CollectiveError on every rank or on none.
         """
         cuda_stream = self.transport.runtime.cuda.Stream(self.device, priority)
-        return DeviceStream(name, index, self.transport.split(comm, 0, comm.rank, cuda_stream), cuda_stream)
+        return DeviceStream(name, index, self.transport.split(comm, comm, 0, comm.rank, cuda_stream), cuda_stream)
 
     def close(self) -> None:
         """End the NCCL communicator. Collective."""
@@ -115,11 +122,17 @@ class HostedBackend:
     def __init__(self, kind: str, runtime: Runtime, device: torch.device, host: HostTransport) -> None:
         self.kind, self.device = kind, device
         self._runtime = runtime
-        inner: Any = StagedTransport(runtime, host) if kind == "staged" else device_address_transport(runtime, host)
+        inner: Any = (
+            StagedTransport(runtime, host, device) if kind == "staged" else device_address_transport(runtime, host)
+        )
         self.transport = Hosted(inner, runtime, device)
 
     def refusal(self, dtype: torch.dtype, op: str) -> None:
         """Return None: the host reduces every dtype."""
+
+    def make_current(self) -> None:
+        """Make the device the current one of this thread."""
+        self._runtime.cuda.set_device(self.device)
 
     def over(self, host: HostTransport) -> HostedBackend:
         """Return the same backend over another host transport."""

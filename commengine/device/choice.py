@@ -27,6 +27,10 @@ TRANSPORTS = ("nccl", "mpi", "staged")
 NCCL_SHARING = 23000
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
+#: the environment variables in which launchers tell a rank its number among the ranks of COMM_WORLD on its node. The
+#: first one that is set counts: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+
 #: the CUDA version that torch is built for, such as "12.8"; "" if it is built without CUDA
 CUDA_OF_TORCH = str(torch.version.cuda or "")
 
@@ -59,8 +63,8 @@ def choose_device(
 ) -> tuple[torch.device, Runtime | None]:
     """Return this rank's device and the runtime for its tensors (None for the CPU). Collective over ``comm``.
 
-    Without an index in ``device``, the ranks of a node take its devices in turn. Raises CollectiveError, on every rank
-    alike, when a rank cannot have its device, and for settings with which NCCL would hang or crash.
+    Without an index in ``device``, the ranks of a node take its devices in turn (see `places`). Raises CollectiveError,
+    on every rank alike, when a rank cannot have its device, and for settings with which NCCL would hang or crash.
     """
     wanted = parse_device(device, cuda)
     on_cpu = wanted.type == "cpu"
@@ -77,14 +81,48 @@ def choose_device(
             problem = str(error)
     raise_together(comm, None if problem is None else f"device={str(wanted)!r}: {problem}")
     assert runtime is not None  # otherwise there was a problem
-    node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
-    index = node.rank % cuda.device_count() if str(wanted) == "cuda" else wanted.index
-    taken = node.allgather(identity(index, cuda))
-    node.Free()
+    index, taken = _taken(comm, wanted, cuda)
     if transport == "nccl" and not may_share(runtime):
         problem = sharing_problem(taken, cuda.device_count())
     raise_together(comm, problem)
     return torch.device("cuda", index), runtime
+
+
+def _taken(comm: MPI.Intracomm, wanted: torch.device, cuda: Any) -> tuple[int, list[str]]:
+    """Return the index of this rank's device, and the devices of all ranks of its node. Collective over ``comm``."""
+    node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
+    if str(wanted) != "cuda":
+        taken = node.allgather(identity(wanted.index, cuda))
+        node.Free()
+        return wanted.index, taken
+    ranks = node.allgather((load_mpi().COMM_WORLD.rank, local_rank()))
+    count = cuda.device_count()
+    chosen = [place[node.rank] % count for place in places(ranks)]
+    offers = node.allgather([identity(index, cuda) for index in chosen])
+    node.Free()
+    first, second = (list(one) for one in zip(*offers, strict=True))
+    return (chosen[0], first) if len(set(first)) >= len(set(second)) else (chosen[1], second)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return this rank's number among the ranks of MPI.COMM_WORLD on its node, or None if no launcher tells it."""
+    told = next((environ[name] for name in LOCAL_RANKS if name in environ), "")
+    return int(told) if told.isdecimal() else None
+
+
+def places(ranks: list[tuple[int, int | None]]) -> tuple[list[int], list[int]]:
+    """Return two ways to number the ranks of a group on one node, in the order of ``ranks``.
+
+    ranks: (rank in COMM_WORLD, local rank) of each. The first numbering counts all ranks of COMM_WORLD on the node: two
+    groups of a node then take different devices, although neither knows of the other. The second one counts the group's
+    ranks alone, in the order of COMM_WORLD. It is for groups whose ranks would meet on a device in the first one, such
+    as every second rank of a node with as many devices as the group has ranks. Both are the second one if the local
+    ranks are unknown or not all different.
+    """
+    order = sorted(world for world, _ in ranks)
+    second = [order.index(world) for world, _ in ranks]
+    first = [local for _, local in ranks if local is not None]
+    return (first if len(set(first)) == len(ranks) else second), second
 
 
 def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH) -> str | None:

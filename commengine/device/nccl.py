@@ -7,10 +7,12 @@ arguments, because `Communicator` has checked them. Tensors and streams are hand
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,15 @@ NCCL_LEAST = 21000
 NCCL_SPLIT = 21800
 
 UNIQUE_ID_BYTES = 128
+
+#: with this environment variable set to 1, NCCL 2.26 or newer launches the collectives of several communicators of a
+#: device in the order in which the host enqueues them. Without that order, communicators in flight may deadlock
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+#: seconds that a transport which is dropped without `close` waits for its collectives in flight
+DROP_SECONDS = 5.0
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,15 @@ class Runtime:
         with torch.inference_mode():
             target.copy_(source, non_blocking=True)
 
+    def refuse_capture(self) -> None:
+        """Raise TransferError if torch's current stream is captured into a CUDA graph.
+
+        A collective waits for the communicator's last one, perhaps on another stream. Such a wait ends a capture, and
+        a replayed graph could not wait again.
+        """
+        if self.cuda.is_current_stream_capturing():
+            raise TransferError("collectives cannot be captured into a CUDA graph: call them outside of the graph")
+
 
 def load_runtime() -> Runtime:
     """Import the binding. Raises CollectiveError, with the package to install, if it or libnccl is missing."""
@@ -69,11 +89,33 @@ def load_runtime() -> Runtime:
 # Connecting ---------------------------------------------------------------------------------------------------
 
 
+def together(comm: MPI.Intracomm, make: Callable[[], Made]) -> Made:
+    """Return ``make()``. Collective over ``comm``; raises CollectiveError on every rank if it failed on any rank.
+
+    Then the ranks on which it did not fail abort what they made, if that is not None.
+    """
+    made: Any = None
+    problem = None
+    try:
+        made = make()
+    except Exception as error:  # the other ranks wait: they must learn of any error
+        problem = explain(error)
+    try:
+        raise_together(comm, problem)
+    except CollectiveError:
+        if made is not None:
+            made.abort()
+        raise
+    return made  # type: ignore[no-any-return]
+
+
 def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
     """Return an NCCL communicator over the ranks of ``comm``, in their order. Collective.
 
-    Raises CollectiveError on every rank or on none.
+    Raises CollectiveError on every rank or on none. Sets `LAUNCH_ORDER` in this process's environment, unless it is
+    set already, because NCCL reads it when it starts.
     """
+    os.environ.setdefault(LAUNCH_ORDER, "1")
     unique, problem = bytearray(UNIQUE_ID_BYTES), None
     if comm.rank == 0:
         try:
@@ -83,18 +125,15 @@ def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
             problem = f"no unique id: {explain(error)}"
     raise_together(comm, problem)
     comm.Bcast([unique, load_mpi().BYTE], 0)
-    with _on(runtime, device):
-        try:
-            made = _joined(runtime.nccl.NcclCommunicator, comm.size, bytes(unique), comm.rank)
-        except Exception as error:
-            made, problem = None, f"NCCL cannot start: {explain(error)}"
-    try:
-        raise_together(comm, problem)
-    except CollectiveError:
-        if made is not None:
-            made.abort()
-        raise
-    return made
+
+    def join() -> Any:
+        with _on(runtime, device):
+            try:
+                return _joined(runtime.nccl.NcclCommunicator, comm.size, bytes(unique), comm.rank)
+            except Exception as error:
+                raise CollectiveError(f"NCCL cannot start: {explain(error)}") from error
+
+    return together(comm, join)
 
 
 def _joined(kind: Any, size: int, unique: bytes, rank: int) -> Any:
@@ -131,34 +170,40 @@ class DeviceTransport:
     """
 
     def __init__(self, runtime: Runtime, comm: Any, device: torch.device, stream: Any = None) -> None:
-        self.rank: int = comm.rank_id()
-        self.size: int = comm.size()
-        self.device = device
-        self.runtime = runtime
         self._comm = comm
         self._life = threading.Lock()  # the watcher's thread may call `failure` while this thread closes
         self._fixed = stream
-        self._last = stream
+        self._last = stream  # holds the last call, and waits for all earlier ones
+        self.runtime = runtime
+        self.device = device
+        self.rank: int = comm.rank_id()
+        self.size: int = comm.size()
         self._byte = runtime.byte(device)
 
     @classmethod
     def open(cls, runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> DeviceTransport:
-        """Connect the ranks of ``comm``. Collective."""
-        return cls(runtime, connect(runtime, comm, device), device)
+        """Connect the ranks of ``comm``. Collective. Raises CollectiveError on every rank or on none."""
+        return together(comm, lambda: cls(runtime, connect(runtime, comm, device), device))
 
-    def split(self, part: MPI.Intracomm | None, color: int | None, key: int, stream: Any = None) -> Any:
-        """Return the transport of this rank's part of the group; None if it has no part. Collective over the group.
+    def split(
+        self, group: MPI.Intracomm, part: MPI.Intracomm | None, color: int | None, key: int, stream: Any = None
+    ) -> DeviceTransport | None:
+        """Return the transport of this rank's part of the group; None if it has no part.
 
-        part: the result of splitting the MPI communicator by the same color and key.
+        group: the MPI communicator of this transport's ranks. part: the result of splitting it by the same color and
+        key; None without a color. Collective over the group. Raises CollectiveError on every rank or on none.
         """
-        nccl = self.runtime.nccl
-        if hasattr(self._comm, "commSplit") and nccl.get_version() >= NCCL_SPLIT:
-            self.synchronize()  # NCCL asks that nothing be outstanding
-            with _on(self.runtime, self.device):
-                comm = self._call(self._comm.commSplit, -1 if color is None else color, key)
-        else:
-            comm = None if part is None else connect(self.runtime, part, self.device)
-        return None if comm is None else type(self)(self.runtime, comm, self.device, stream)
+
+        def make() -> DeviceTransport | None:
+            if hasattr(self._comm, "commSplit") and self.runtime.nccl.get_version() >= NCCL_SPLIT:
+                self.synchronize()  # NCCL asks that nothing be outstanding
+                with _on(self.runtime, self.device):
+                    comm = self._call(self._comm.commSplit, -1 if color is None else color, key)
+            else:
+                comm = None if part is None else connect(self.runtime, part, self.device)
+            return None if comm is None else type(self)(self.runtime, comm, self.device, stream)
+
+        return together(group, make)
 
     def synchronize(self) -> None:
         """Block until all calls so far are done."""
@@ -195,17 +240,33 @@ class DeviceTransport:
             comm, self._comm = self._comm, None
             return comm
 
-    # CuPy's destructor waits for the other ranks. A transport that was not closed must not hang when it is dropped.
-    __del__ = abort
+    def __del__(self) -> None:
+        # CuPy's destructor waits for the other ranks without an end. A transport that was not closed must not hang when
+        # it is dropped, and must not end collectives that every rank has enqueued.
+        if getattr(self, "_comm", None) is not None:
+            with contextlib.suppress(Exception):  # the interpreter may be ending
+                self._wait_in_flight(DROP_SECONDS)
+            self.abort()
+
+    def _wait_in_flight(self, seconds: float) -> None:
+        """Wait until all calls so far are done, NCCL reports a failure, or ``seconds`` have passed."""
+        if self._last is None:
+            return
+        event, deadline = self._last.record_event(), time.monotonic() + seconds
+        while not event.query() and self.failure() is None and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
     def _stream(self) -> int:
         """Return the address of the stream for this call. The stream waits for all earlier calls of the group."""
         stream = self._fixed
         if stream is None:
+            self.runtime.refuse_capture()
             stream = self.runtime.cuda.current_stream(self.device)
-            if stream != self._last:
-                if self._last is not None:
-                    stream.wait_stream(self._last)
+            last = self._last
+            if last is None:  # a comparison would not tell: ``torch.cuda.Stream != None`` is False
+                self._last = stream
+            elif stream != last:
+                stream.wait_stream(last)
                 self._last = stream
         address: int = stream.cuda_stream
         return address

@@ -35,11 +35,16 @@ class Hosted:
 
     def __init__(self, inner: Any, runtime: Runtime, device: torch.device) -> None:
         self.inner, self.device = inner, device
+        self._runtime = runtime
         self._cuda = runtime.cuda
         self._own = runtime.cuda.Stream(device)
 
     def ready(self) -> Any:
-        """Return a CUDA event that is done when everything that the caller's current stream holds now is done."""
+        """Return a CUDA event that is done when everything that the caller's current stream holds now is done.
+
+        Raises TransferError if that stream is captured into a CUDA graph.
+        """
+        self._runtime.refuse_capture()
         return self._cuda.current_stream(self.device).record_event()
 
     def run(self, name: str, args: tuple[Any, ...], ready: Any) -> None:
@@ -110,16 +115,24 @@ class _Piece:
 
 
 class StagedTransport:
-    """Collectives on device tensors through host memory, on the current stream. Blocks the host.
+    """Collectives on device tensors through host memory, after what the current stream holds. Blocks the host.
 
-    A collective is cut into pieces. While the host sends one piece, the device copies the next one to the host and the
-    last one back.
+    A collective is cut into pieces. While the host sends one piece, the device copies the next one to the host, on the
+    current stream, and the last one back, on a stream of the transport: the link to the host carries both at a time.
 
     host: moves the pieces. chunk: bytes of a piece. pinned: whether the host memory is page-locked. Copies that run
     beside compute need it; it is impossible without a device.
     """
 
-    def __init__(self, runtime: Runtime, host: HostTransport, *, pinned: bool = True, chunk: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        host: HostTransport,
+        device: torch.device,
+        *,
+        pinned: bool = True,
+        chunk: int = CHUNK_BYTES,
+    ) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
         self._runtime = runtime
@@ -127,6 +140,7 @@ class StagedTransport:
         self._pinned = pinned
         self._chunk = chunk
         self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._back = runtime.cuda.Stream(device)  # for the copies to the device
 
     # Memory and order -----------------------------------------------------------------------------------------
 
@@ -149,7 +163,7 @@ class StagedTransport:
 
         The copies of one piece run while the host works on another one.
         """
-        stream = self._cuda.current_stream()
+        stream, back = self._cuda.current_stream(), self._back
         copied: list[Any] = [None, None]  # per slot: an event that is done when its copies back to the device are done
         made: list[tuple[_Piece, Any]] = []
         for index in range(len(pieces) + 1):
@@ -163,12 +177,14 @@ class StagedTransport:
                 made.append((piece, stream.record_event()))
             if index > 0:
                 piece, ready = made[index - 1]
-                ready.synchronize()
+                ready.synchronize()  # now the device, too, is done with what the caller's stream held
                 piece.call()
-                for device, host in piece.up:
-                    self._runtime.copy(device, host)
-                copied[(index - 1) % 2] = stream.record_event()
+                with self._cuda.stream(back):
+                    for device, host in piece.up:
+                        self._runtime.copy(device, host)
+                copied[(index - 1) % 2] = back.record_event()
         stream.synchronize()
+        back.synchronize()
 
     def _spans(self, count: int, itemsize: int) -> list[tuple[int, int]]:
         """Cut ``count`` elements into pieces, (start, length) each; one empty piece for no elements."""

@@ -26,10 +26,13 @@ def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ra
 def watched(config: TrainConfig, world: Communicator) -> Communicator:
     """A communicator of the ranks of ``world`` with the run's timeout, device and transport; the caller closes it.
 
-    Collective over ``world``. Raises UsageError, on every rank, where any rank cannot have its device.
+    The device becomes torch's current device. Collective over ``world``. Raises UsageError, on every rank, where any
+    rank cannot have its device.
     """
     timeout = 60 * config.distributed_timeout_minutes or None
     try:
-        return Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
+        made = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
     except CollectiveError as error:
         raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
+    made.make_device_current()
+    return made

@@ -8,11 +8,13 @@ import weakref
 import pytest
 import torch
 
-from commengine import CollectiveError, CollectiveMismatch, trace
+from commengine import CollectiveError, CollectiveMismatch, communicator, launch, trace
 from commengine.device.stream import DeviceStream
 from tests.commengine import test_communicator_collectives
 from tests.commengine.test_communicator_collectives import given
-from tests.support.device.device_stand_in import communicator_stand_in, on_device
+from tests.support.device import exact_reductions
+from tests.support.device.device_stand_in import communicator_stand_in, on_device, opens_stand_ins
+from tests.support.device.nccl_stand_in import runtime_stand_in
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
@@ -52,6 +54,7 @@ def run(request, patches, mpi_world):
             getattr(comm, operation)(*args, stream=lane).wait()
             comm.cuda.current_stream().synchronize()
 
+        run.by_nccl = request.param.startswith("nccl")
         yield run
 
 
@@ -64,8 +67,9 @@ OPERATIONS = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_are_those_of_the_host(run, mpi_world, operation, dtype):
-    """The tests of the host's operations, with the `run` of this file."""
-    getattr(test_communicator_collectives, f"test_{operation}")(run, mpi_world, dtype)
+    """The tests of the host's operations, with the `run` of this file; NCCL's reductions round in their own way."""
+    tests = exact_reductions if run.by_nccl and "reduce" in operation else test_communicator_collectives
+    getattr(tests, f"test_{operation}")(run, mpi_world, dtype)
 
 
 # Streams: the stand-in runs everything as late as it may, so a missing wait is a wrong result every time. ---------
@@ -185,6 +189,28 @@ def test_two_communicators_in_flight(comm):
         assert (here == comm.size).all() and (there == comm.size).all()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_a_graphs_capture_is_refused_by_every_transport(patches, mpi_world, transport, streamed):
+    with opened(patches, mpi_world, transport) as comm:
+        stream = comm.new_stream() if streamed else None
+        tensor, enqueued = on_device(torch.ones(2)), len(comm.cuda.current_stream().queue)
+        for observed in (False, True):
+            with trace(comm) if observed else contextlib.nullcontext():
+                comm.cuda.capturing = True
+                try:
+                    with pytest.raises(
+                        CollectiveError, match=r"all_reduce: collectives cannot be captured into a CUDA"
+                    ):
+                        comm.all_reduce(tensor, stream=stream)
+                finally:
+                    comm.cuda.capturing = False
+        assert len(comm.cuda.current_stream().queue) == enqueued
+        comm.all_reduce(tensor, stream=stream).wait()
+        comm.cuda.synchronize()
+        assert (tensor == comm.size).all()
+
+
 # Places -----------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +243,27 @@ def test_wrong_places_are_refused(comm):
         comm.all_gather(torch.ones(2 * comm.size), on_device(torch.ones(2)))
     with pytest.raises(CollectiveError, match="device='gpu' is not 'cuda' or 'cpu'"):
         comm.new_stream(device="gpu")
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_a_communicator_does_not_change_the_current_device(patches, mpi_world, transport):
+    """It may belong to a program that uses another device. Commands ask for it."""
+    with opened(patches, mpi_world, transport, device=torch.device("cuda", 1)) as comm:
+        if transport == "nccl":
+            comm.new_stream()
+        assert comm.cuda.current_device == 0
+        comm.make_device_current()
+        assert comm.cuda.current_device == 1
+
+
+def test_a_job_computes_on_its_own_device(monkeypatch, mpi_world):
+    """Otherwise all ranks' pinned memory, and their synchronize without an argument, are device 0's."""
+    runtime, seen = runtime_stand_in(devices=8), []
+    mine = torch.device("cuda", mpi_world.rank + 1)
+    monkeypatch.setattr(communicator, "open_backend", opens_stand_ins(runtime, mine))
+    with pytest.raises(SystemExit) as stop:
+        launch.run(lambda world: seen.append((world.device, runtime.cuda.current_device)), device="cuda")
+    assert not stop.value.code and seen == [(mine, mine.index)]
 
 
 # Groups -----------------------------------------------------------------------------------------------------------
@@ -408,6 +455,38 @@ def test_close_ends_every_nccl_communicator(patches, mpi_world):
     assert [made.end for made in nccl.comms] == ["destroy", "destroy"]
     with pytest.raises(CollectiveError, match="the communicator is closed"):
         comm.all_reduce(tensor)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", ["split", "new_stream"])
+def test_a_group_that_cannot_be_made_on_one_rank_is_every_ranks_error(patches, mpi_world, what):
+    with opened(patches, mpi_world) as comm:
+        if comm.rank == comm.size - 1:
+            comm._backend.transport.runtime.nccl.fail["commSplit"] = 1
+        with pytest.raises(CollectiveError, match=rf"rank {comm.size - 1}: NCCL: NCCL_ERROR_UNHANDLED_CUDA"):
+            comm.split(0) if what == "split" else comm.new_stream()
+        with comm.split(0) as part:  # the next one is made
+            tensor = on_device(torch.ones(2))
+            part.all_reduce(tensor)
+            comm.cuda.synchronize()
+            assert (tensor == comm.size).all()
+
+
+def test_staged_copies_to_and_from_the_device_do_not_wait_for_each_other(patches, mpi_world):
+    """Whoever waits for the first piece's way back does not wait for the second piece's way to the host."""
+    with opened(patches, mpi_world, "staged") as comm:
+        runtime, done = comm._backend._runtime, []
+
+        def copy(target, source):
+            way = "to device" if isinstance(target, type(tensor)) else "to host"
+            target, source = target.detach(), source.detach()
+            comm.cuda.kernel(lambda: (done.append(way), target.copy_(source)))
+
+        tensor = on_device(torch.ones(48))  # three pieces
+        object.__setattr__(runtime, "copy", copy)
+        comm.all_reduce(tensor)
+        assert done[:2] == ["to host", "to device"] and sorted(done) == ["to device"] * 3 + ["to host"] * 3
+        assert (tensor == comm.size).all()
 
 
 def test_staged_messages_of_another_length_are_noticed(patches, mpi_world):

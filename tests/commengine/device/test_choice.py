@@ -11,8 +11,10 @@ from commengine.device.choice import (
     choose_device,
     device_problem,
     loaded_nccl,
+    local_rank,
     may_share,
     parse_device,
+    places,
     runtime_problem,
     sharing_problem,
 )
@@ -92,6 +94,20 @@ def test_sharing_a_device():
     assert not may_share(runtime_stand_in(version=22907), asked) and not may_share(runtime_stand_in(), {})
 
 
+def test_the_launcher_tells_a_ranks_number_on_its_node():
+    assert local_rank({"MPI_LOCALRANKID": "3", "SLURM_LOCALID": "0"}) == 3  # mpiexec inside a Slurm allocation
+    assert local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}) == 2
+    assert local_rank({"SLURM_LOCALID": "5", "RANK": "9"}) == 5
+    assert local_rank({}) is None and local_rank({"SLURM_LOCALID": ""}) is None
+
+
+def test_ranks_of_a_group_are_counted_in_two_ways():
+    assert places([(12, 4), (13, 5), (14, 6)]) == ([4, 5, 6], [0, 1, 2])
+    assert places([(14, 6), (12, 4)]) == ([6, 4], [1, 0])  # whatever their order in the group
+    assert places([(12, None), (13, 5)]) == ([0, 1], [0, 1])
+    assert places([(12, 0), (13, 0)]) == ([0, 1], [0, 1])  # inherited from something that started one task
+
+
 HIDDEN = "import sys; sys.modules[{name!r}] = None; from commengine.device.nccl import load_runtime; load_runtime()"
 
 
@@ -143,6 +159,31 @@ def test_ranks_of_a_node_take_devices_in_turn(mpi_world, monkeypatch):
     assert choose(2) == torch.device("cuda", mpi_world.rank % 2)
     with pytest.raises(CollectiveError, match="needs one for each rank"):
         choose(1, version=22907)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_two_groups_of_a_node_take_different_devices(mpi_world, monkeypatch):
+    """Neither knows of the other, as in a program that runs two models."""
+    monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
+    monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
+    half = mpi_world.Split(mpi_world.rank * 2 // mpi_world.size, -mpi_world.rank)
+    runtime = runtime_stand_in(devices=mpi_world.size)
+    device, _ = choose_device(half, "cuda", cuda=runtime.cuda, load=lambda: runtime)
+    half.Free()
+    assert mpi_world.allgather(str(device)) == [f"cuda:{rank}" for rank in range(mpi_world.size)]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_ranks_that_would_meet_on_a_device_are_counted_in_their_group(mpi_world, monkeypatch):
+    """Every second rank of a node computes on a device, and there are as many devices as such ranks."""
+    monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
+    monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
+    monkeypatch.setattr("commengine.device.choice.local_rank", lambda: 2 * mpi_world.rank)
+    runtime = runtime_stand_in(devices=mpi_world.size)
+    device, _ = choose_device(mpi_world, "cuda", cuda=runtime.cuda, load=lambda: runtime)
+    assert device == torch.device("cuda", mpi_world.rank)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,26 +1,32 @@
 """NCCL's side of every operation, against a stand-in that holds the calls against the real binding's signatures."""
 
 import contextlib
+import os
+import time
 
 import pytest
 import torch
 
 from commengine import CollectiveError
-from commengine.device.nccl import DeviceTransport, connect
+from commengine.device import nccl as device_nccl
+from commengine.device.nccl import LAUNCH_ORDER, DeviceTransport, connect
 from commengine.dtypes import DTYPES, NCCL_REDUCTIONS, REDUCTIONS
 from commengine.errors import TransferError
 from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     given,
     test_all_gather,
     test_all_gather_in_place,
-    test_all_reduce,
     test_all_to_all,
     test_broadcast,
     test_gather,
-    test_reduce,
-    test_reduce_scatter,
     test_scatter,
 )
+from tests.support.device.exact_reductions import (  # noqa: F401  likewise
+    test_all_reduce,
+    test_reduce,
+    test_reduce_scatter,
+)
+from tests.support.device.moving import moved_together
 from tests.support.device.nccl_stand_in import NcclError, runtime_stand_in
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -58,6 +64,16 @@ def run(mpi_world):
         yield run
 
 
+def test_tensors_that_share_memory_share_it_on_the_device():
+    whole = torch.arange(12.0).view(4, 3)
+    alone, empty = torch.ones(2), torch.empty(0, 3)
+    moved = moved_together([whole, whole[1:3], alone, whole[:, 1], empty], "cpu")
+    for here, there in zip([whole, whole[1:3], alone, whole[:, 1], empty], moved, strict=True):
+        assert torch.equal(here, there) and here.stride() == there.stride()
+    moved[1].zero_()
+    assert (moved[0][1:3] == 0).all() and moved[3].tolist() == [1, 0, 0, 10] and whole.sum() == 66
+
+
 def test_table_of_reductions_has_all_but_int16():
     every = {(d, op) for d in DTYPES for op in REDUCTIONS if op != "avg" or d.is_floating_point}
     assert every - NCCL_REDUCTIONS.keys() == {(torch.int16, op) for op in REDUCTIONS if op != "avg"}
@@ -92,6 +108,77 @@ def test_calls_of_one_communicator_keep_their_order_on_two_streams(transport):
         transport.all_reduce(tensor, "sum")
     second.synchronize()
     assert (tensor == transport.size**2).all()
+
+
+def test_synchronize_waits_for_calls_on_the_callers_stream(transport):
+    """Although torch's streams differ from None no more than they equal it."""
+    stream = transport.runtime.cuda.Stream()
+    assert not stream != None and not stream == None  # noqa: E711, SIM201, SIM202
+    tensor = torch.ones(3)
+    with transport.runtime.cuda.stream(stream):
+        transport.all_reduce(tensor, "sum")
+    transport.synchronize()
+    assert (tensor == transport.size).all() and transport._comm.outstanding == 0
+
+
+def test_a_graphs_capture_is_refused(transport):
+    """The wait for the communicator's last stream would end it, with an error that names no collective."""
+    tensor, cuda = torch.ones(3), transport.runtime.cuda
+    before = len(transport.runtime.nccl.calls)
+    cuda.capturing = True
+    try:
+        with pytest.raises(TransferError, match="cannot be captured into a CUDA graph"):
+            transport.all_reduce(tensor, "sum")
+    finally:
+        cuda.capturing = False
+    assert len(transport.runtime.nccl.calls) == before
+    transport.all_reduce(tensor, "sum")
+    transport.synchronize()
+    assert (tensor == transport.size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_collective_connects_and_blocks_the_host(mpi_world):
+    """As NCCL's does; so whoever measures what runs beside a collective calls one before."""
+    with connected(mpi_world) as transport:
+        tensor = torch.ones(2)
+        mpi_world.Barrier()
+        for first in (True, False):
+            if transport.rank == 1:
+                time.sleep(0.2)
+            began = time.monotonic()
+            transport.all_reduce(tensor, "sum")
+            seconds = time.monotonic() - began
+            if transport.rank == 0:
+                assert seconds > 0.1 if first else seconds < 0.1
+            mpi_world.Barrier()
+        transport.synchronize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_two_communicators_in_flight_are_launched_in_the_hosts_order(mpi_world, monkeypatch):
+    """Each rank waits for another one of two communicators first; without an order, they would wait for each other."""
+    monkeypatch.setenv(LAUNCH_ORDER, "")
+    del os.environ[LAUNCH_ORDER]
+    with connected(mpi_world) as first:
+        second = first.split(mpi_world, mpi_world, 0, mpi_world.rank, first.runtime.cuda.Stream())
+        one, two = torch.ones(3), torch.ones(3)
+        first.all_reduce(one, "sum")
+        second.all_reduce(two, "sum")
+        for transport in (first, second) if mpi_world.rank == 0 else (second, first):
+            transport.synchronize()
+        assert (one == mpi_world.size).all() and (two == mpi_world.size).all()
+        second.close()
+
+
+@pytest.mark.parametrize(("users", "seen"), [(None, "1"), ("0", "0")])
+def test_the_order_of_launches_is_set_before_nccl_starts_unless_the_user_set_it(mpi_world, monkeypatch, users, seen):
+    monkeypatch.setenv(LAUNCH_ORDER, users or "")
+    if users is None:
+        del os.environ[LAUNCH_ORDER]
+    with connected(mpi_world) as transport:
+        assert os.environ[LAUNCH_ORDER] == seen
+        assert transport.runtime.nccl.ordered == (seen == "1")
 
 
 def test_barrier_is_the_streams(transport):
@@ -192,7 +279,7 @@ def test_split(mpi_world, cupy, version):
         whole.all_reduce(outstanding, "sum")
         color = None if whole.rank == 3 else whole.rank % 2
         part = mpi_world.Split(-32766 if color is None else color, -whole.rank)
-        mine = whole.split(None if color is None else part, color, -whole.rank)
+        mine = whole.split(mpi_world, None if color is None else part, color, -whole.rank)
         assert ("commSplit" in whole.runtime.nccl.calls) == (cupy == 14 and version > 21800)
         whole.synchronize()
         assert (outstanding == whole.size).all()
@@ -231,6 +318,61 @@ def test_what_was_not_closed_is_aborted_by_its_end(mpi_world):
     comm = transport._comm
     del transport
     assert comm.end == "abort"
+
+
+def test_what_was_not_closed_waits_for_its_calls_in_flight(mpi_world):
+    """Every rank has enqueued them: an abort would leave a wrong result, silently."""
+    transport, tensor = DeviceTransport.open(runtime_stand_in(), mpi_world, CUDA), torch.ones(3)
+    comm = transport._comm
+    transport.all_reduce(tensor, "sum")
+    del transport
+    assert comm.end == "abort" and (tensor == mpi_world.size).all()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_drop_waits_only_so_long_and_not_after_a_failure(mpi_world, monkeypatch, failed):
+    monkeypatch.setattr(device_nccl, "DROP_SECONDS", 30.0 if failed else 0.02)
+    transport, tensor = DeviceTransport.open(runtime_stand_in(), mpi_world, CUDA), torch.full((3,), 7.0)
+    nccl, comm = transport.runtime.nccl, transport._comm
+    transport.all_reduce(tensor, "sum")
+    if failed:
+        nccl.fail["check_async_error"] = 6
+    began = time.monotonic()
+    del transport
+    assert time.monotonic() - began < 5 and comm.end == "abort"
+    nccl.cuda.synchronize()
+    assert (tensor == 7).all()  # the stand-in's device does nothing before it is asked more often
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("cupy", [13, 14])
+def test_a_split_that_fails_on_one_rank_fails_on_all(mpi_world, cupy):
+    last = mpi_world.rank == mpi_world.size - 1
+    with connected(mpi_world, cupy) as whole:
+        nccl = whole.runtime.nccl
+        part = mpi_world.Split(mpi_world.rank, 0)  # with CuPy 13 each part connects alone
+        if last:
+            nccl.fail["commSplit" if cupy == 14 else "get_unique_id"] = 3
+        with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: .*NCCL_ERROR_INTERNAL") as error:
+            whole.split(mpi_world, part, mpi_world.rank, 0)
+        assert len(set(mpi_world.allgather(str(error.value)))) == 1
+        assert [made.end for made in nccl.comms[1:]] == ([] if last else ["abort"])
+        part.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
+    """The device has no byte left on the last rank, after NCCL has connected."""
+    runtime = runtime_stand_in()
+
+    def byte(device):
+        raise MemoryError("CUDA out of memory")
+
+    if mpi_world.rank == mpi_world.size - 1:
+        object.__setattr__(runtime, "byte", byte)
+    with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: CUDA out of memory$"):
+        DeviceTransport.open(runtime, mpi_world, CUDA)
+    assert [made.end for made in runtime.nccl.comms] == ["abort"]
 
 
 @pytest.mark.every_size

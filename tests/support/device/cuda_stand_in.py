@@ -1,8 +1,8 @@
 """``torch.cuda`` without a GPU: streams and events whose work runs as late as it may.
 
 Work runs only when somebody waits for it, together with the work that it depends on. Therefore a result that was used
-without a wait, and a collective that did not wait for its input, are wrong every time. Every piece of work takes one
-millisecond of this module's own clock.
+without a wait, and a collective that did not wait for its input, are wrong every time. Whoever asks an event many times
+whether it is done waits for it, too. Every piece of work takes one millisecond of this module's own clock.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+#: an event that is asked so many times whether it is done is reached
+POLLS = 50
+
 
 class CudaStandIn:
     """Has the names of ``torch.cuda`` that commengine uses."""
@@ -24,6 +27,7 @@ class CudaStandIn:
         self.clock_ms = 0.0
         self.streams: dict[int, Any] = {}
         self.current_device = 0
+        self.capturing = False  # a CUDA graph captures the current stream
         self.unused: list[Any] = []
         outer = self
 
@@ -34,6 +38,16 @@ class CudaStandIn:
                 self.queue: deque[tuple[Callable[[], None], Any]] = deque()
                 self.running = False
                 outer.streams[self.cuda_stream] = self
+
+            # torch's streams, compared with anything but a stream, are neither equal to it nor different from it
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+            def __ne__(self, other: object) -> bool:
+                return isinstance(other, Stream) and self.cuda_stream != other.cuda_stream
+
+            def __hash__(self) -> int:
+                return hash(self.cuda_stream)
 
             def put(self, work: Callable[[], None], event: Any = None) -> None:
                 self.queue.append((work, event))
@@ -89,6 +103,7 @@ class CudaStandIn:
             def __init__(self, enable_timing: bool = False) -> None:
                 self.enable_timing = enable_timing
                 self.point: Point | None = None
+                self.asked = 0
 
             def record(self, stream: Any = None) -> None:
                 self.point = Point(stream or outer.current_stream())
@@ -97,6 +112,9 @@ class CudaStandIn:
                 (stream or outer.current_stream()).wait_event(self)
 
             def query(self) -> bool:
+                self.asked += 1
+                if self.asked >= POLLS:
+                    self.synchronize()
                 return self.point is None or bool(self.point.ms)
 
             def synchronize(self) -> None:
@@ -134,6 +152,12 @@ class CudaStandIn:
             yield
         finally:
             self.current_device = before
+
+    def set_device(self, device: Any) -> None:
+        self.current_device = torch.device(device).index or 0
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
 
     def get_device_properties(self, index: int) -> Any:
         return SimpleNamespace(name="stand-in", uuid=f"GPU-{index}")

@@ -26,26 +26,35 @@ def on_device(tensor):
     return None if tensor is None else tensor.as_subclass(CudaTensor)
 
 
-def communicator_stand_in(monkeypatch, mpi_comm, transport="nccl", cupy=14, chunk=64, **options):
-    """A Communicator on stand-ins, and its `CudaStandIn`. chunk: bytes of a piece that is staged."""
-    runtime = runtime_stand_in(cupy)
+def opens_stand_ins(runtime, device=CUDA, chunk=64):
+    """What stands for `open_backend`: it opens backends on the stand-ins in ``runtime``, whatever device is asked for.
 
-    def opened(comm, host, device, transport, aware):
+    chunk: bytes of a piece that is staged.
+    """
+
+    def opened(comm, host, _, transport, aware):
         if transport == "nccl":
-            return NcclBackend(DeviceTransport.open(runtime, comm, CUDA))
-        return Unpinned(transport, runtime, CUDA, host)
+            return NcclBackend(DeviceTransport.open(runtime, comm, device))
+        return Unpinned(transport, runtime, device, host)
 
     class Unpinned(HostedBackend):
         def __init__(self, kind, runtime, device, host):
             super().__init__(kind, runtime, device, host)
             if kind == "staged":
-                self.transport = Hosted(StagedTransport(runtime, host, pinned=False, chunk=chunk), runtime, device)
+                staged = StagedTransport(runtime, host, device, pinned=False, chunk=chunk)
+                self.transport = Hosted(staged, runtime, device)
 
         def over(self, host):
             return Unpinned(self.kind, self._runtime, self.device, host)
 
+    return opened
+
+
+def communicator_stand_in(monkeypatch, mpi_comm, transport="nccl", cupy=14, chunk=64, device=CUDA, **options):
+    """A Communicator on stand-ins, and its `CudaStandIn`. chunk: bytes of a piece that is staged."""
+    runtime = runtime_stand_in(cupy)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(monkeypatch.context())
-        patch.setattr(communicator, "open_backend", opened)
+        patch.setattr(communicator, "open_backend", opens_stand_ins(runtime, device, chunk))
         comm = Communicator(mpi_comm, device="cpu", transport=transport, **options)
     return comm, runtime.cuda

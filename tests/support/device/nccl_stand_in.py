@@ -2,7 +2,10 @@
 
 Every call is held against the signatures of the real binding. As NCCL does, it enqueues on a stream, runs nothing of
 a group before the group ends, and then in an order of its own; a communicator is made by whoever knows the unique id,
-and is not closed or split while calls are outstanding.
+and is not closed or split while calls are outstanding. Ranks connect when they first communicate: the host then waits
+for the others. Sums and averages are rounded after each step, in an order that is not the ranks'. An abort ends calls
+in flight. Collectives of several communicators run in the order of the host only with NCCL_LAUNCH_ORDER_IMPLICIT=1;
+otherwise each rank's waits decide, and ranks may wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ TYPES = {
     CONSTANTS["NCCL_FLOAT64"]: torch.float64,
     CONSTANTS["NCCL_BFLOAT16"]: torch.bfloat16,
 }
+#: seconds after which ranks that wait for each other are taken to be in a deadlock
+DEADLOCK_SECONDS = 8.0
+ORDERED = 22600  # the first NCCL that knows NCCL_LAUNCH_ORDER_IMPLICIT
+CONNECT_TAG = 7  # of messages between ranks that connect
+
 OPS = {CONSTANTS[f"NCCL_{name.upper()}"]: name for name in ("sum", "prod", "max", "min", "avg")}
 
 
@@ -75,6 +83,26 @@ def memory(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
 
 
+def met(requests: list[MPI.Request], what: str) -> None:
+    """Wait for the requests. Raises AssertionError if that takes so long that it would never end."""
+    deadline = time.monotonic() + DEADLOCK_SECONDS
+    while not MPI.Request.Testall(requests):
+        assert time.monotonic() < deadline, f"deadlock: {what}"
+        time.sleep(1e-5)
+
+
+class Launch:
+    """What NCCL launches at once on one stream."""
+
+    def __init__(self, stream: Any, group: list[Any], before: Launch | None) -> None:
+        self.stream, self.group, self.before = stream, group, before
+
+    def reach(self) -> None:
+        """Run the stream until the launch is done."""
+        if self.group:
+            self.stream.run(self)
+
+
 class NcclStandIn:
     """The module. cupy: which major version of CuPy it is. cuda: whose streams it enqueues on."""
 
@@ -87,6 +115,8 @@ class NcclStandIn:
         self.group: list[tuple[Any, Callable[[], None], str, Any]] = []
         self.depth = 0
         self.comms: list[Any] = []
+        self.ordered: bool | None = None  # whether launches keep the host's order; None: NCCL has not started
+        self.last: Launch | None = None
         self.NcclCommunicator = functools.partial(self._new, None)
 
     def entered(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -100,6 +130,7 @@ class NcclStandIn:
 
     def get_unique_id(self) -> Any:
         self.entered("get_unique_id", ())
+        self._start()
         unique = os.urandom(128)
         return unique if self.cupy >= 14 else tuple(byte - 256 if byte > 127 else byte for byte in unique)
 
@@ -113,32 +144,50 @@ class NcclStandIn:
         if self.depth == 0:
             group, self.group = self.group, []
         self.entered("groupEnd", ())
-        for stream in dict.fromkeys(stream for stream, *_ in group):
-            mine = [entry for entry in group if entry[0] is stream]
-            stream.put(lambda mine=mine: self._run_group(mine))
+        self._launch(group)
 
-    def enqueue(self, stream: int, work: Callable[[], None], name: str = "", transfer: Any = None) -> None:
-        entry = (self.cuda.streams[stream], work, name, transfer)
+    def _start(self) -> None:
+        """Read the environment, once, as NCCL does."""
+        if self.ordered is None:
+            self.ordered = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1" and self.version >= ORDERED
+
+    def enqueue(self, stream: int, work: Callable[[], None], name: str, transfer: Any, connect: Any) -> None:
+        entry = (self.cuda.streams[stream], work, name, transfer, connect)
         if self.depth:
             self.group.append(entry)
         else:
-            entry[0].put(lambda: self._run_group([entry]))
+            self._launch([entry])
+
+    def _launch(self, group: list[Any]) -> None:
+        met([request for *_, connect in group for request in connect()], "not every rank connects")
+        for stream in dict.fromkeys(stream for stream, *_ in group):
+            mine = [(work, name, transfer) for one, work, name, transfer, _ in group if one is stream]
+            launch = Launch(stream, mine, self.last if self.ordered else None)
+            stream.put(functools.partial(self._run_launch, launch), launch)
+            self.last = launch
+
+    def _run_launch(self, launch: Launch) -> None:
+        if launch.before is not None:
+            launch.before.reach()
+        group, launch.group, launch.before = launch.group, [], None
+        self._run_group(group)
 
     def _run_group(self, group: list[Any]) -> None:
         requests = []
         for verb in ("recv", "send"):
-            requests += [transfer() for *_, name, transfer in group if name == verb]
-        MPI.Request.Waitall(requests)
-        for _, work, _, transfer in reversed(group):  # not the caller's order: nobody may rely on it
+            requests += [transfer() for _, name, transfer in group if name == verb]
+        met([request for request in requests if request is not None], "a send or recv without its counterpart")
+        for work, _, transfer in reversed(group):  # not the caller's order: nobody may rely on it
             if transfer is None:
                 work()
-        for _, work, _, transfer in group:
+        for work, _, transfer in group:
             if transfer is not None:
                 work()
 
     def _new(self, comm: Any, *arguments: Any) -> Any:
         if comm is None:
             self.entered("NcclCommunicator", arguments)
+            self._start()
             comm = rendezvous(*arguments)
         made = NcclCommunicatorStandIn(self, comm)
         self.comms.append(made)
@@ -176,6 +225,7 @@ class NcclCommunicatorStandIn:
         self.device = nccl.cuda.current_device
         self.outstanding = 0
         self.end = ""
+        self.connected: set[tuple[str, int]] = set()  # (verb, peer); the collectives are ("", -1)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "commSplit" and self.nccl.cupy < 14:
@@ -186,14 +236,26 @@ class NcclCommunicatorStandIn:
         self.nccl.entered(f"NcclCommunicator.{name}", arguments)
         assert not self.end, f"{name} after {self.end}"
 
-    def _put(self, stream: int, work: Callable[[], None], name: str = "", transfer: Any = None) -> None:
+    def _put(self, stream: int, work: Callable[[], None], name: str = "", peer: int = -1, transfer: Any = None) -> None:
         self.outstanding += 1
 
         def run() -> None:
             self.outstanding -= 1
-            work()
+            if self.end != "abort":
+                work()
 
-        self.nccl.enqueue(stream, run, name, transfer)
+        moved = None if transfer is None else lambda: None if self.end == "abort" else transfer()
+        self.nccl.enqueue(stream, run, name, moved, functools.partial(self._connect, name, peer))
+
+    def _connect(self, name: str, peer: int) -> list[MPI.Request]:
+        """Begin to connect with ``peer``, or with all ranks for a collective, unless this was done before."""
+        if (name, peer) in self.connected:
+            return []
+        self.connected.add((name, peer))
+        nothing = bytearray(0)
+        if name == "":
+            return [self.mpi.Ibarrier()]
+        return [(self.mpi.Issend if name == "send" else self.mpi.Irecv)(nothing, peer, CONNECT_TAG)]
 
     def size(self) -> int:
         return self.mpi.size
@@ -205,9 +267,12 @@ class NcclCommunicatorStandIn:
         self._enter("check_async_error")
 
     def commSplit(self, color: int, key: int) -> Any:
+        status = self.nccl.fail.pop("commSplit", 0)
         self._enter("commSplit", color, key)
         assert not self.outstanding, "split while calls are outstanding"
         part = self.mpi.Split(MPI.UNDEFINED if color == -1 else color, key)
+        if status:  # after the exchange: the other ranks' calls succeed
+            raise NcclError(status)
         return None if part == MPI.COMM_NULL else self.nccl._new(part)
 
     def destroy(self) -> None:
@@ -224,17 +289,19 @@ class NcclCommunicatorStandIn:
 
     def _everybody(self, address: int, nbytes: int) -> torch.Tensor:
         parts = torch.empty((self.mpi.size, nbytes), dtype=torch.uint8)
+        met([self.mpi.Ibarrier()], "the ranks run the collectives of two communicators in different orders")
         self.mpi.Allgather(memory(address, nbytes).numpy(), parts.numpy())
         return parts
 
     def _reduced(self, address: int, count: int, datatype: int, op: int) -> torch.Tensor:
         dtype = TYPES[datatype]
         parts = self._everybody(address, count * dtype.itemsize).view(dtype)
-        wide = parts.double() if dtype.is_floating_point else parts.long()
         name = OPS[op]
         assert name != "avg" or dtype.is_floating_point
-        total = getattr(wide, {"avg": "mean", "max": "amax", "min": "amin"}.get(name, name))(0)
-        return total.to(dtype)
+        if name == "avg":
+            parts = parts * torch.tensor(1 / self.mpi.size, dtype=dtype)
+        step = {"prod": torch.mul, "max": torch.maximum, "min": torch.minimum}.get(name, torch.add)
+        return functools.reduce(step, parts.flip(0))
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._enter("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
@@ -284,6 +351,7 @@ class NcclCommunicatorStandIn:
         def work() -> None:
             if self.mpi.rank == root and sendbuff != recvbuff:
                 memory(recvbuff, nbytes).copy_(memory(sendbuff, nbytes))
+            met([self.mpi.Ibarrier()], "the ranks run the collectives of two communicators in different orders")
             self.mpi.Bcast(memory(recvbuff, nbytes).numpy(), root)
 
         self._put(stream, work)
@@ -291,12 +359,12 @@ class NcclCommunicatorStandIn:
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._enter("send", sendbuf, count, datatype, peer, stream)
         nbytes = count * TYPES[datatype].itemsize
-        self._put(stream, _nothing, "send", lambda: self.mpi.Issend(memory(sendbuf, nbytes).numpy(), peer))
+        self._put(stream, _nothing, "send", peer, lambda: self.mpi.Issend(memory(sendbuf, nbytes).numpy(), peer))
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._enter("recv", recvbuf, count, datatype, peer, stream)
         nbytes = count * TYPES[datatype].itemsize
-        self._put(stream, _nothing, "recv", lambda: self.mpi.Irecv(memory(recvbuf, nbytes).numpy(), peer))
+        self._put(stream, _nothing, "recv", peer, lambda: self.mpi.Irecv(memory(recvbuf, nbytes).numpy(), peer))
 
 
 def _nothing() -> None:
