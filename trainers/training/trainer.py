@@ -95,12 +95,14 @@ class Trainer:
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
         self.gradients.zero()
-        losses = torch.zeros(len(counts), dtype=torch.float64)
+        # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
+        sums = torch.zeros(len(counts), dtype=torch.float64, device=self.grid.world.device)
         for batch in microbatches[:-1]:
-            losses += self._backward(batch, counts)
+            self._backward(batch, counts, sums)
         with self.gradients.last_microbatch():
-            losses += self._backward(microbatches[-1], counts)
+            self._backward(microbatches[-1], counts, sums)
         self.gradients.finish()
+        losses = sums.cpu()
         data.all_reduce(losses)
         shards = data if self.gradients.shard else None
         norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
@@ -125,15 +127,16 @@ class Trainer:
             raise UsageError(f"step {self.iteration + 1}: {self.batches.unusable}")
         return of_terms
 
-    def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
-        """Add the gradient of one microbatch; return its share of each term's mean, float64 on the host."""
+    def _backward(self, batch: Microbatch, counts: Sequence[int], sums: Tensor) -> None:
+        """Add the gradient of one microbatch, and its share of each term's mean to ``sums`` (float64 [terms])."""
         device = self.grid.world.device
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
         terms = self.objective(self.forward, batch.to(device), randomness)
         shares = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
         loss = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         (loss if self.scaler is None else loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
-        return torch.tensor([share.item() for share in shares], dtype=torch.float64)
+        for total, share in zip(sums, shares, strict=True):
+            total += share.detach()
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""
