@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
 from tplayers import Randomness, placements
-from trainers.config import TrainConfig, overlapped
+from trainers.config import TrainConfig, bucket_size, overlapped
 
 from .clipping import clip, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
@@ -65,7 +65,8 @@ class Trainer:
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         self.gradients = GradientBuckets(
             model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
-            bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
+            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.data.size),
+            shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32,
         )  # fmt: skip
         self.optimizer = Optimizer(
