@@ -121,6 +121,10 @@ class TrainConfig:
     )
     save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)", valid=AT_LEAST_ONE)
     log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
+    log_communication_interval: int = option(
+        1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
+        valid=NOT_NEGATIVE,
+    )  # fmt: skip
     tensorboard_dir: str | None = option(
         None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
     )
