@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
+from trainers.config import bucket_size
 from trainers.run.startup import watched
 from trainers.tasks.gpt import GPTTrainConfig
 
@@ -72,6 +74,9 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = GPTTrainConfig(**options["config"])
     with watched(config, world) as comm:
+        data = world.size // config.tensor_model_parallel_size
+        config = replace(config, ddp_bucket_size=bucket_size(config.ddp_bucket_size, comm.device, data))
+        options["config"] = config.to_json()  # the formulas need the size that the trainer's device decides on
         trainer = recorder.open_trainer(config, comm)
         total = options["warmup"] + options["steps"]
         with progress(world, total, "steps") as bar:

@@ -31,6 +31,7 @@ ROOMS = {
         {"grid", "launch", "rank_zero"},
     ),
     "tplayers": (
+        {"host_copy"},
         {"rng", "recompute", "regions"},
         {"placement"},
         {"linear", "norm", "cross_entropy"},

@@ -1,6 +1,6 @@
 """Tensor-parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
-from .attention import SelfAttention
+from .attention import DropoutMask, SelfAttention
 from .block import TransformerBlock
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
@@ -35,6 +35,7 @@ __all__ = [
     "MLP",
     "ColumnParallelLinear",
     "Constant",
+    "DropoutMask",
     "GPTConfig",
     "LayerNorm",
     "Normal",

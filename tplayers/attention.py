@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,13 @@ from commengine import Communicator, Stream
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal, require_divisible
 from .recompute import recomputed
-from .rng import Randomness, dropout
+from .rng import Randomness, dropout, head_offsets, seeded
+
+#: How the mask of attention dropout is drawn. "position": as a function of position, which is the same at every TP and
+#: DP size. "fused": by the kernel that computes attention, anew on each rank.
+DropoutMask: TypeAlias = Literal["position", "fused"]
+
+DROPOUT_MASKS = ("position", "fused")
 
 
 class SelfAttention(nn.Module):
@@ -30,9 +38,14 @@ class SelfAttention(nn.Module):
         is the selective recomputation of Korthikanti et al. 2022, section 5. It communicates nothing and changes no
         number.
 
+    dropout_mask: "position" draws the mask of attention dropout as a function of position (`rng`): the layer computes
+        the same at every TP and DP size. No fused kernel takes such a mask, so the scores [b, heads, s, s] exist in
+        memory. "fused" lets `scaled_dot_product_attention` draw the mask, from a seed of (seed, iteration, samples,
+        site, rank in the tensor group): a fused kernel then computes attention in training, too, and the loss depends
+        on the TP and DP size and on the device. Recomputation draws the same mask. It does not compile.
+
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. Without attention dropout the core is `scaled_dot_product_attention`. With dropout it is
-    not, because the mask is a function of position, and no fused kernel takes such a mask.
+    sequence shard -> the same. Without attention dropout the core is `scaled_dot_product_attention`.
     """
 
     def __init__(
@@ -43,6 +56,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         attention_dropout: float = 0.0,
+        dropout_mask: DropoutMask = "position",
         sequence_parallel: bool = False,
         recompute_core: bool = False,
         overlap_stream: Stream | None = None,
@@ -52,14 +66,18 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if dropout_mask not in DROPOUT_MASKS:
+            raise ValueError(f"dropout_mask={dropout_mask!r} must be one of {', '.join(DROPOUT_MASKS)}")
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
         require_divisible(comm.size, num_attention_heads=num_heads)
         self.num_heads = num_heads // comm.size
         self.heads = range(comm.rank * self.num_heads, (comm.rank + 1) * self.num_heads)
+        self.rank = comm.rank
         self.head_size = hidden_size // num_heads
         self.causal = causal
         self.attention_dropout = attention_dropout
+        self.dropout_mask = dropout_mask
         self.site = site
         self.recompute_core = recompute_core
         self.qkv = ColumnParallelLinear(
@@ -69,31 +87,53 @@ class SelfAttention(nn.Module):
         self.projection = RowParallelLinear(
             hidden_size, hidden_size, comm, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
         )
+        self._offsets = head_offsets(self.heads, self.qkv.weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
+        # torch moves and empties a module by this method. The offsets are no buffer, because `to_empty` would lose
+        # their values.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._offsets = head_offsets(self.heads, self.qkv.weight.device)
+        return self
 
     def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         shape = (s, b, self.num_heads, self.head_size)
         q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
-        keys = None
-        if self.training and self.attention_dropout > 0:
-            keys = needed(randomness, self.site).keys(self.site, self.heads)
+        drawn = self._drawn(randomness)
         if self.recompute_core and torch.is_grad_enabled():
-            context = recomputed(self._core, q, k, v, keys)
+            context = recomputed(self._core, q, k, v, drawn)
         else:
-            context = self._core(q, k, v, keys)
+            context = self._core(q, k, v, drawn)
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
-        """The values weighted by attention. keys: [b, heads] of the dropout mask, or None for no dropout."""
-        if keys is None:
+    def _drawn(self, randomness: Randomness | None) -> Tensor | int | None:
+        """The keys [b, heads] of a mask by position, the seed of a fused mask, or None for no dropout."""
+        if not self.training or self.attention_dropout == 0:
+            return None
+        source = needed(randomness, self.site)
+        if self.dropout_mask == "position":
+            return source.keys(self.site, self._offsets)
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "dropout_mask='fused' does not compile: a compiled graph cannot seed torch's generator for each layer"
+            )
+        return source.rank_seed(self.site, self.rank)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None) -> Tensor:
+        """The values weighted by attention. drawn: see `_drawn`."""
+        if drawn is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        if isinstance(drawn, int):
+            with seeded(drawn, q.device):
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=self.causal)
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
         if self.causal:
             # An addition keeps nothing for its backward; masked_fill would keep the mask.
             scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
-        return dropout(scores.softmax(dim=-1), self.attention_dropout, keys) @ v
+        return dropout(scores.softmax(dim=-1), self.attention_dropout, drawn) @ v
 
 
 def needed(randomness: Randomness | None, site: str) -> Randomness:

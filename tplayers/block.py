@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, Stream
 
-from .attention import SelfAttention, needed
+from .attention import DropoutMask, SelfAttention, needed
 from .linear import DEFAULT_INIT
 from .mlp import MLP
 from .norm import LayerNorm
@@ -29,6 +29,7 @@ class TransformerBlock(nn.Module):
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same.
     site: the name of this layer in its dropout masks, such as "layers.3".
+    dropout_mask: of attention dropout (`SelfAttention`).
     recompute: "full" keeps only x for the backward, and runs the forward again, communication included.
         "selective" recomputes the inside of attention (`SelfAttention`).
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates.
@@ -44,6 +45,7 @@ class TransformerBlock(nn.Module):
         causal: bool = True,
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        dropout_mask: DropoutMask = "position",
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         recompute: Recompute = None,
@@ -63,7 +65,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
         self.attention = SelfAttention(
             hidden_size, num_heads, comm, causal=causal, attention_dropout=attention_dropout,
-            sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
+            dropout_mask=dropout_mask, sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
             overlap_stream=overlap_stream, init=init, output_init=output_init, site=f"{site}.attention", dtype=dtype,
         )  # fmt: skip
         self.mlp_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)

@@ -14,7 +14,7 @@ from commengine.dtypes import HALF_TYPES
 
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
-from .regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
+from .regions import communicates, reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Module):
             and bool(((tokens < 0) | (tokens >= self.num_embeddings)).any())
         ):
             raise ValueError(f"a token lies outside 0 to {self.num_embeddings - 1}")
-        if self.comm.size == 1:
+        if not communicates(self.comm):
             return _looked_up(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.comm.rank * rows

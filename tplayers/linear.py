@@ -14,6 +14,7 @@ from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatte
 
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import (
+    communicates,
     gather_from_tensor_parallel_region,
     new_whole,
     reduce_own_from_tensor_parallel_region,
@@ -157,7 +158,7 @@ def column_parallel_linear(
         computed, and the shard is gathered while x's gradient is computed. Without it the same collectives run in the
         same order, and the computation waits for each of them. A compiled backward does not use it.
     """
-    if comm.size == 1:
+    if not communicates(comm):
         return F.linear(x, weight, bias)
     return _ColumnParallelLinear.apply(x, weight, bias, comm, sequence_parallel, overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -56,7 +56,9 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
 
     Autograd knows of the change: if another operation has saved ``x`` for its backward, that backward raises an error.
     """
-    if comm.size > 1 and not (x.requires_grad and torch.is_grad_enabled()):  # the compiler knows no mark_dirty here
+    if communicates(comm) and not (
+        x.requires_grad and torch.is_grad_enabled()
+    ):  # the compiler knows no mark_dirty here
         all_reduce_(x, comm)
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(x)
@@ -97,6 +99,15 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
     """
     _require_parts(x, comm, dim)
     return _apply(_ReduceScatterSequence, x, comm, dim)
+
+
+def communicates(comm: Communicator) -> bool:
+    """Whether layers call the collectives of ``comm``. A group of one rank has nothing to send.
+
+    A group of one rank whose attribute ``collectives_alone`` is true calls them all the same. Then a test runs every
+    collective, and `torch.compile` records every operator, on a machine that has one device only.
+    """
+    return comm.size > 1 or getattr(comm, "collectives_alone", False)
 
 
 # The collectives, on any dimension and layout ---------------------------------------------------------------------
@@ -148,7 +159,7 @@ def _from_front(x: Tensor, dim: int) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, comm: Communicator, *more: int) -> Tensor:
-    if comm.size == 1:
+    if not communicates(comm):
         return x
     return function.apply(x, comm, *more)  # type: ignore[no-untyped-call, no-any-return]
 

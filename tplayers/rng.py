@@ -7,12 +7,15 @@ different where it is split (paper, appendix B.2), and a recomputation draws it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .host_copy import to_device
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64
 
@@ -42,17 +45,50 @@ class Randomness:
     def __init__(
         self, seed: int, iteration: int, samples: Sequence[int], *, device: torch.device | None = None
     ) -> None:
-        hashes = [stable_hash(seed, iteration, sample) for sample in samples]
-        self.base = torch.tensor(hashes, dtype=torch.int64, device=device)
+        hashes = torch.tensor([stable_hash(seed, iteration, sample) for sample in samples], dtype=torch.int64)
+        self.base = hashes if device is None else to_device(hashes, device)
+        self._parts = (seed, iteration, *samples)
 
-    def keys(self, site: str, heads: range | None = None) -> Tensor:
-        """The int64 keys of the dropout at ``site``: one per sample [b], or per sample and global head [b, heads]."""
+    def keys(self, site: str, heads: range | Tensor | None = None) -> Tensor:
+        """The int64 keys of the dropout at ``site``: one per sample [b], or per sample and global head [b, heads].
+
+        heads: the global heads, or their `head_offsets`. A caller that keeps the offsets on the device saves a copy
+        from the host, which would wait for the device.
+        """
         keys = _mix64(self.base ^ _hash_of_site(site))
         if heads is None:
             return keys
-        # Python numbers, not arange * _GOLDEN: the compiler would compute that in integers that do not wrap around.
-        offsets = torch.tensor([_int64(head * _GOLDEN) for head in heads], dtype=torch.int64, device=keys.device)
+        offsets = head_offsets(heads, keys.device) if isinstance(heads, range) else heads
         return _mix64(keys[:, None] + offsets)
+
+    def rank_seed(self, site: str, rank: int) -> int:
+        """The seed of a mask at ``site`` that only rank number ``rank`` of the tensor group draws (`seeded`).
+
+        Micro-batch and rank of the data group enter by the numbers of the samples, which differ between all of them.
+        """
+        return stable_hash("rank", *self._parts, site, rank)
+
+
+def head_offsets(heads: range, device: torch.device | None = None) -> Tensor:
+    """The int64 number of each global head [heads] that enters its keys (`Randomness.keys`)."""
+    # Python numbers, not arange * _GOLDEN: the compiler would compute that in integers that do not wrap around.
+    return torch.tensor([_int64(head * _GOLDEN) for head in heads], dtype=torch.int64, device=device)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A block in which torch's generator of ``device`` starts from ``seed``; after it, the generator is as before.
+
+    device: the host or a CUDA device. The generators of other devices are not touched. Nothing waits for the device,
+    because torch keeps the state of a CUDA generator on the host.
+    """
+    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _hash_of_site(site: str) -> int:

@@ -99,7 +99,12 @@ class TrainConfig:
     overlap_grad_reduce: bool | None = option(
         None, "reduce a bucket while backward runs (default: on for devices, off on the host)"
     )
-    ddp_bucket_size: int = option(4_000_000, "elements of a gradient bucket", valid=AT_LEAST_ONE)
+    ddp_bucket_size: int | None = option(
+        None,
+        "elements of a gradient bucket (default: 4 million on the host; on devices 40 million, or 1 million for each "
+        "data-parallel rank if that is more)",
+        valid=AT_LEAST_ONE,
+    )
     # evaluation, saving, logging
     eval_interval: int = option(1000, "steps between evaluations on the validation documents", valid=AT_LEAST_ONE)
     eval_iters: int = option(
@@ -116,6 +121,10 @@ class TrainConfig:
     )
     save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)", valid=AT_LEAST_ONE)
     log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
+    log_communication_interval: int = option(
+        1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
+        valid=NOT_NEGATIVE,
+    )  # fmt: skip
     tensorboard_dir: str | None = option(
         None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
     )
@@ -162,3 +171,14 @@ def overlapped(asked: bool | None, device: torch.device) -> bool:
     On the host the ranks already use all cores, so overlap would take time from the computation.
     """
     return device.type != "cpu" if asked is None else asked
+
+
+def bucket_size(asked: int | None, device: torch.device, ranks: int) -> int:
+    """The largest number of elements of a gradient bucket: ``asked``, or if that is None, one for the device.
+
+    ranks: of the data group. A ring cuts a bucket into a piece for each of them, and a link is used well by large
+    pieces only. The sizes on devices are those of Megatron-LM (its `DistributedDataParallel`).
+    """
+    if asked is not None:
+        return asked
+    return 4_000_000 if device.type == "cpu" else max(40_000_000, 1_000_000 * ranks)

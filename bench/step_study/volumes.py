@@ -96,9 +96,10 @@ def shape_of(config: GPTTrainConfig) -> cost.TransformerShape:
 def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
     """The collectives of ``rank`` of ``world_size`` in a step, by formula.
 
-    config: valid, with its vocabulary known. updated: False for a step whose update was skipped because an fp16
-    gradient overflowed.
+    config: valid, with its vocabulary and ``ddp_bucket_size`` known. updated: False for a step whose update was skipped
+    because an fp16 gradient overflowed.
     """
+    assert config.ddp_bucket_size is not None
     layout = GridLayout(world_size, config.tensor_model_parallel_size)
     tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
     half = config.bf16 or config.fp16

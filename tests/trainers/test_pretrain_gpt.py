@@ -352,6 +352,30 @@ def test_report_for_people_and_pictures(learned, report):
     assert report["parameters"] == 384 * 32 + 32 * 32 + 2 * layer + 2 * 32
 
 
+def test_communication_may_be_traced_in_some_steps_only(pretrain, mock, tmp_path):
+    """The same training; the report says of how many steps it is, and each step has the same collectives."""
+    words = [*mock, "--train-iters", "5", "--save"]
+    runs = {
+        interval: [*words, tmp_path / str(interval), "--log-communication-interval", interval] for interval in (1, 2, 0)
+    }
+    outcomes = pretrain(*((2, run) for run in runs.values()))
+    assert all(outcome.codes == [0, 0] for outcome in outcomes)
+    every, some, none = (json.loads((tmp_path / str(n) / "report.json").read_text()) for n in runs)
+    assert [one["traced_steps"] for one in (every, some, none)] == [5, 2, 0]
+    assert every["traced_seconds"] == every["step_seconds"] and none["traced_seconds"] == 0
+    assert 0 < some["traced_seconds"] < some["step_seconds"]
+    assert every["train_loss"] == some["train_loss"] == none["train_loss"]
+    counts = [{row["operation"]: (row["count"], row["bytes"]) for row in one["communication"]} for one in (every, some)]
+    assert counts[0].keys() == counts[1].keys() and none["communication"] == []
+    for operation, (count, nbytes) in counts[0].items():
+        assert counts[1][operation] == (count * 2 // 5, nbytes * 2 // 5)
+    heads = [next(line for line in outcome.out[0].splitlines() if "of rank 0 in" in line) for outcome in outcomes]
+    assert [head.removeprefix("communication of rank 0 in ") for head in heads] == [
+        "training steps", "2 traced steps", "0 traced steps",
+    ]  # fmt: skip
+    assert "  not traced" in outcomes[2].out[0]
+
+
 def test_report_counts_the_bytes_of_gradients(report):
     """Data-parallel, without TP: every step sums every gradient once, and two scalars."""
     (row,) = [row for row in report["communication"] if row["operation"] == "all_reduce"]

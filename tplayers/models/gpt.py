@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.attention import needed
+from tplayers.attention import DropoutMask, needed
 from tplayers.block import TransformerBlock
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
 from tplayers.embedding import VocabParallelEmbedding
@@ -27,6 +27,7 @@ class GPTConfig:
     ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple of
     this at every TP size, so that the model is the same at every TP size.
     sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
+    attention_dropout_mask: as in `SelfAttention`.
     """
 
     num_layers: int
@@ -42,6 +43,7 @@ class GPTConfig:
     make_vocab_size_divisible_by: int = 1024
     sequence_parallel: bool = False
     recompute: Recompute = None
+    attention_dropout_mask: DropoutMask = "position"
 
     @property
     def ffn_size(self) -> int:
@@ -114,7 +116,8 @@ class GPT(nn.Module):
             TransformerBlock(
                 config.hidden_size, config.num_attention_heads, config.ffn_size, comm,
                 hidden_dropout=config.hidden_dropout, attention_dropout=config.attention_dropout,
-                eps=config.layernorm_epsilon, recompute=config.recompute, overlap_stream=overlap_stream,
+                dropout_mask=config.attention_dropout_mask, eps=config.layernorm_epsilon,
+                recompute=config.recompute, overlap_stream=overlap_stream,
                 init=init, output_init=output_init, site=f"layers.{number}", dtype=dtype, **split,
             )
             for number in range(config.num_layers)

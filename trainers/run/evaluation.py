@@ -28,6 +28,7 @@ def evaluate(
     """
     terms = len(objective.names)
     totals = torch.zeros(2 * terms + 1, dtype=torch.float64)  # sums, counts, microbatches that are not usable
+    sums = torch.zeros(terms, dtype=torch.float64, device=data.device)  # read once, because reading waits for a device
     model.eval()
     with torch.no_grad():
         for k in range(min(iterations, len(batches))):
@@ -37,9 +38,10 @@ def evaluate(
                     continue
                 totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
                 losses = objective(model, batch.to(data.device), None)
-                sums = [of_term.sum(dtype=torch.float64).item() for of_term in losses]
-                totals[:terms] += torch.tensor(sums, dtype=torch.float64)
+                for total, of_term in zip(sums, losses, strict=True):
+                    total += of_term.sum(dtype=torch.float64)
     model.train()
+    totals[:terms] = sums
     data.all_reduce(totals)
     if totals[-1]:
         raise UsageError(batches.unusable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,15 +102,20 @@ def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
     config, grid = trainer.config, trainer.grid
     batch_tokens = trainer.batches.size * task.tokens_per_sample
     step_times: list[float] = []
+    traced_times: list[float] = []
     step: Step | None = None
     evaluated: dict[str, Mean] | None = None
     saved = evaluated_at = trainer.iteration if trainer.iteration else -1
     with trace(grid.tensor, grid.data) as log:
         for iteration in _iterations(trainer):
-            began = time.perf_counter()
-            step = trainer.step()
-            step_times.append(time.perf_counter() - began)
-            log.settle()
+            traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
+            with contextlib.nullcontext() if traced else log.paused():
+                began = time.perf_counter()
+                step = trainer.step()
+                step_times.append(time.perf_counter() - began)
+            if traced:
+                traced_times.append(step_times[-1])
+                log.settle()
             speed = batch_tokens / step_times[-1]
             metrics.progress(step.loss, speed)
             if iteration % config.log_interval == 0 or iteration == config.train_iters:
@@ -128,7 +134,7 @@ def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
         evaluated = _evaluate(task, metrics)
     if folder is not None and saved != trainer.iteration:
         run_state.save(trainer)
-    return _report(task, metrics, folder, step, evaluated, step_times, communication_rows(log.totals()))
+    return _report(task, metrics, folder, step, evaluated, step_times, traced_times, communication_rows(log.totals()))
 
 
 def _iterations(trainer: Trainer) -> Iterator[int]:
@@ -161,7 +167,8 @@ def _total(means: Mapping[str, Mean]) -> float:
 
 def _report(
     task: TrainingTask, metrics: Metrics, folder: Path | None, step: Step | None,
-    evaluated: dict[str, Mean] | None, step_times: list[float], communication: list[dict[str, Any]],
+    evaluated: dict[str, Mean] | None, step_times: list[float], traced_times: list[float],
+    communication: list[dict[str, Any]],
 ) -> Report:  # fmt: skip
     """The report, printed and written by rank 0."""
     trainer = task.trainer
@@ -183,6 +190,8 @@ def _report(
         sample=remarks.sample,
         communication=communication,
         step_seconds=sum(step_times),
+        traced_steps=len(traced_times),
+        traced_seconds=sum(traced_times),
         loss_scale=trainer.loss_scale if config.fp16 else None,
         skipped_steps=trainer.skipped,
     )

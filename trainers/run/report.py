@@ -33,8 +33,9 @@ class Report:
     "Held-out" means: of the validation split.
 
     train_loss: of the last step. validation_loss, validation_tokens: of the last evaluation. unigram_entropy,
-    sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in training
-    steps (`communication_rows`). step_seconds: of all steps together. loss_scale: of an fp16 run.
+    sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in the traced
+    steps (`communication_rows`; ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds:
+    of the ``traced_steps``. loss_scale: of an fp16 run.
     """
 
     iteration: int
@@ -50,6 +51,8 @@ class Report:
     sample: str
     communication: list[dict[str, Any]]
     step_seconds: float
+    traced_steps: int
+    traced_seconds: float
     loss_scale: float | None = None
     skipped_steps: int = 0
 
@@ -70,17 +73,21 @@ class Report:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
         lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")
-        lines += ["", "communication of rank 0 in training steps", *self._communication(), ""]
+        lines += ["", self._communication_heading(), *self._communication(), ""]
         if self.sample:
             lines += ["sample", f"  [{self.sample_prompt}]{self.sample}", ""]
         return "\n".join(lines)
 
+    def _communication_heading(self) -> str:
+        steps = "training steps" if self.traced_seconds == self.step_seconds else f"{self.traced_steps:,} traced steps"
+        return f"communication of rank 0 in {steps}"
+
     def _communication(self) -> list[str]:
         if not self.communication:
-            return ["  none: one rank"]
+            return ["  none: one rank" if self.traced_steps else "  not traced"]
         lines = [f"  {'group':<12}{'operation':<16}{'count':>9}{'MB':>11}{'seconds':>9}{'of steps':>10}{'hidden':>8}"]
         for row in self.communication:
-            share = row["seconds"] / self.step_seconds if self.step_seconds else 0.0
+            share = row["seconds"] / self.traced_seconds if self.traced_seconds else 0.0
             hidden = row["hidden_seconds"] / row["seconds"] if row["seconds"] else 0.0
             name = f"{row['group']} ({row['size']})"
             lines.append(

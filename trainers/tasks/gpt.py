@@ -13,7 +13,9 @@ from torch import Tensor
 
 from commengine import Communicator, ProcessGrid
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, GPTConfig, Randomness, Recompute, initialize
+from tplayers import GPT, DropoutMask, GPTConfig, Randomness, Recompute, initialize
+from tplayers.attention import DROPOUT_MASKS
+from tplayers.host_copy import to_device
 from trainers.config import overlapped
 from trainers.data.batches import DataGroup, GlobalBatches, Samples
 from trainers.data.corpus import Corpus, TextConfig, open_corpus
@@ -48,6 +50,12 @@ class GPTTrainConfig(TextConfig):
     )  # fmt: skip
     hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch", valid=FRACTION)
     attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
+    attention_dropout_mask: str = option(
+        "position",
+        "how attention dropout draws its mask: by position, the same at every parallel size, or in the fused kernel, "
+        "which is faster on devices",
+        choices=DROPOUT_MASKS,
+    )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", valid=NOT_NEGATIVE)
     make_vocab_size_divisible_by: int = option(
         1024, "pad the vocabulary to a multiple of this, at every TP size", valid=AT_LEAST_ONE, fixed=True
@@ -69,6 +77,12 @@ class GPTTrainConfig(TextConfig):
         super().validate(ranks)
         longest = given(self, "max_position_embeddings")
         require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
+        compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
+        require(
+            compiles,
+            f"{given(self, 'attention_dropout_mask')}: excludes --compile, because a compiled graph cannot seed the "
+            "mask of each layer; leave one of them out",
+        )
 
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises ValueError if the model does not split over the ranks."""
@@ -85,6 +99,7 @@ class GPTTrainConfig(TextConfig):
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             sequence_parallel=self.sequence_parallel,
             recompute=typing.cast(Recompute, self.recompute_granularity),
+            attention_dropout_mask=typing.cast(DropoutMask, self.attention_dropout_mask),
         )  # fmt: skip
 
 
@@ -110,7 +125,9 @@ class TokenMicrobatch:
 
     def to(self, device: torch.device) -> TokenMicrobatch:
         """The same microbatch on ``device``."""
-        return TokenMicrobatch(self.tokens.to(device), self.labels.to(device), self.numbers, self.vocab_size)
+        return TokenMicrobatch(
+            to_device(self.tokens, device), to_device(self.labels, device), self.numbers, self.vocab_size
+        )
 
 
 class TokenBatches(GlobalBatches[TokenMicrobatch]):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
 from tplayers import Randomness, placements
-from trainers.config import TrainConfig, overlapped
+from trainers.config import TrainConfig, bucket_size, overlapped
 
 from .clipping import clip, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
@@ -65,7 +65,8 @@ class Trainer:
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         self.gradients = GradientBuckets(
             model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
-            bucket_size=config.ddp_bucket_size, shard=config.use_distributed_optimizer,
+            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.data.size),
+            shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32,
         )  # fmt: skip
         self.optimizer = Optimizer(
@@ -95,12 +96,14 @@ class Trainer:
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
         self.gradients.zero()
-        losses = torch.zeros(len(counts), dtype=torch.float64)
+        # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
+        sums = torch.zeros(len(counts), dtype=torch.float64, device=self.grid.world.device)
         for batch in microbatches[:-1]:
-            losses += self._backward(batch, counts)
+            self._backward(batch, counts, sums)
         with self.gradients.last_microbatch():
-            losses += self._backward(microbatches[-1], counts)
+            self._backward(microbatches[-1], counts, sums)
         self.gradients.finish()
+        losses = sums.cpu()
         data.all_reduce(losses)
         shards = data if self.gradients.shard else None
         norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
@@ -125,15 +128,16 @@ class Trainer:
             raise UsageError(f"step {self.iteration + 1}: {self.batches.unusable}")
         return of_terms
 
-    def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
-        """Add the gradient of one microbatch; return its share of each term's mean, float64 on the host."""
+    def _backward(self, batch: Microbatch, counts: Sequence[int], sums: Tensor) -> None:
+        """Add the gradient of one microbatch, and its share of each term's mean to ``sums`` (float64 [terms])."""
         device = self.grid.world.device
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
         terms = self.objective(self.forward, batch.to(device), randomness)
         shares = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
         loss = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         (loss if self.scaler is None else loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
-        return torch.tensor([share.item() for share in shares], dtype=torch.float64)
+        for total, share in zip(sums, shares, strict=True):
+            total += share.detach()
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""

@@ -12,6 +12,7 @@ from trainers.checkpoints import run_state
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+FUSED = {"attention_dropout_mask": "fused"}
 PRECISIONS = {
     "fp32": {},
     "bf16": {"bf16": True, "grad_reduce_in_fp32": True},
@@ -54,7 +55,7 @@ def assert_same(one, other):
     ("precision", "saving", "loading"),
     [  # a plain fp32 run is test_checkpoint's
         ("fp32", {}, SHARDED), ("fp32", SHARDED, SHARDED), ("bf16", {}, {}), ("bf16", SHARDED, {}),
-        ("fp16", {}, {}), ("fp16", SHARDED, SHARDED),
+        ("fp32", FUSED, FUSED), ("fp16", {}, {}), ("fp16", SHARDED, SHARDED),
     ],
 )  # fmt: skip
 def test_resuming_is_bit_for_bit_with_and_without_shards(world, trainer, folder, precision, saving, loading):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from commengine import ProcessGrid, UsageError
 from trainers.config import TrainConfig
@@ -151,4 +152,53 @@ def test_a_batch_that_is_not_usable_on_one_rank_is_an_error_on_all(world):
         trainer.step()
     with pytest.raises(UsageError, match=r"^a row is not a number$"):
         evaluate(trainer.model, trainer.objective, trainer.batches, grid.data, iterations=3)
+    trainer.close()
+
+
+class Reads(TorchFunctionMode):
+    """Counts the values that are read from tensors: for each the host waits until the device has computed it."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_as_few_values_with_many_microbatches_as_with_one(world):
+    counts = []
+    for micro in (1, SIZE // world.size):
+        grid = ProcessGrid(world, tensor=1)
+
+        class Cut(Source):
+            def __call__(self, k, micro=micro):
+                first = k * SIZE + self.data.rank * SIZE // world.size
+                for start in range(first, first + SIZE // world.size, micro):
+                    yield rows(range(start, start + micro))
+
+        trainer = Trainer(CONFIG, grid, Regression(), TwoLosses(), Cut(grid.data))
+        with Reads() as reads:
+            trainer.step()
+        counts.append(reads.count)
+        trainer.close()
+    assert counts[0] == counts[1] > 0
+
+
+def test_losses_are_float64_sums_of_the_microbatches_float32_shares(world):
+    """Bit for bit, on the host: what a Python float would add up."""
+    shares = [0.0, 0.0]
+
+    class Recorded(TwoLosses):
+        def __call__(self, model, batch, randomness):
+            terms = [losses.float() for losses in super().__call__(model, batch, randomness)]
+            for n, (losses, count) in enumerate(zip(terms, (SIZE, 4), strict=True)):
+                shares[n] += (losses.detach().sum() / count).item()
+            return terms
+
+    grid = ProcessGrid(world, tensor=1)
+    trainer = Trainer(CONFIG, grid, Regression(), Recorded(), Source(grid.data))
+    found = trainer.step().losses
+    ranks = world.mpi.allgather(shares)
+    expected = dict(zip(TwoLosses.names, map(sum, zip(*ranks, strict=True)), strict=True))
+    assert found == (expected if world.size <= 2 else pytest.approx(expected, rel=1e-15))
     trainer.close()

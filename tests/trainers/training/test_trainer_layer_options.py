@@ -62,6 +62,32 @@ def test_a_rank_without_a_compiler_refuses_for_all(world, monkeypatch):
         on_every_rank(world, require_compiler)
 
 
+def test_fused_dropout_and_compilation_exclude_each_other():
+    fused = dataclasses.replace(CONFIG, attention_dropout_mask="fused", compile=True)
+    with pytest.raises(UsageError, match="--attention-dropout-mask fused: excludes --compile, because a compiled"):
+        fused.validate(1)
+    for allowed in ({"compile": False}, {"attention_dropout": 0.0}, {"attention_dropout_mask": "position"}):
+        dataclasses.replace(fused, **allowed).validate(1)
+    assert fused.model().attention_dropout_mask == "fused"
+
+
+@pytest.mark.mpi
+def test_fused_dropout_trains_with_masks_of_its_own(world):
+    """Equal on all ranks of a tensor group, as every loss; another loss than with the masks by position."""
+    config = dataclasses.replace(
+        CONFIG, tensor_model_parallel_size=min(world.size, 2), attention_dropout=0.5, hidden_dropout=0.0
+    )
+    losses = []
+    for mask in ("position", "fused", "fused"):
+        config = dataclasses.replace(config, attention_dropout_mask=mask)
+        trainer = gpt_trainer(config, world, Corpus(Counting(), None, None))
+        losses.append([trainer.step().loss for _ in range(3)])
+        trainer.close()
+    assert losses[1] == losses[2] and losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert len(set(world.mpi.allgather(str(losses)))) == 1
+
+
 def test_a_sequence_that_does_not_divide_is_refused():
     config = dataclasses.replace(CONFIG, seq_length=9, sequence_parallel=True)
     dataclasses.replace(config, tensor_model_parallel_size=1).validate(2)
