@@ -63,7 +63,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_
 say() { echo "$*" | tee -a "$out/summary.txt"; }
 wanted() { # whether --only names this stage, or names none
     known="$known $1"
-    case ",$only,carried," in ,,carried, | *",$1,"*) ran="$ran $1" ;; *) return 1 ;; esac
+    case ",$only,carried," in ,,carried, | *",$1,"*) return 0 ;; *) return 1 ;; esac
 }
 
 stage() { # NAME SECONDS COMMAND...: run it under its own limit
@@ -88,7 +88,7 @@ stage() { # NAME SECONDS COMMAND...: run it under its own limit
     [ -z "$leftover" ] || kill -KILL $leftover 2>/dev/null
     took="$(($(date +%s) - began)) s of $limit"
     case $ended in
-    0) say "ok        $job $name ($took)" ;;
+    0) say "ok        $job $name ($took)"; ran="$ran $name" ;;
     124 | 137) say "TIMED OUT $job $name ($took)"; status=1 ;;
     *) say "FAILED    $job $name, status $ended ($took)"; status=1 ;;
     esac
@@ -231,5 +231,5 @@ $job
 for name in $(echo "$only" | tr , ' '); do
     case " $known " in *" $name "*) ;; *) say "FAILED    --only $name: $job has no such stage; it has$known"; status=2 ;; esac
 done
-say "== $job: $([ $status = 0 ] && echo "all of$ran ended well" || echo "NOT all stages ended well"), $(($(date +%s) - started)) s"
+say "== $job: $([ $status = 0 ] || echo "NOT all stages ended well; ")these did:${ran:- none}; $(($(date +%s) - started)) s"
 exit $status

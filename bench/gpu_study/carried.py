@@ -6,7 +6,8 @@
 
 A file that is too large for one transfer travels in pieces. The pieces, and a file with their SHA-256, are written by
 ``split``. ``install`` puts the wheels of CARRY/wheels into the folder SITE. It joins the pieces of CARRY/nccl, if all
-are there, and puts their libnccl.so.2 into SITE/nccl. ``stand-in`` writes a tiny wheel, for dry runs without an index. This module needs the standard library and pip only.
+are there, and puts their libnccl.so.2 into SITE/nccl. ``stand-in`` writes a tiny wheel, for
+dry runs without an index. This module needs the standard library and pip only.
 """
 
 from __future__ import annotations

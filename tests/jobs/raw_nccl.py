@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from commengine.device.choice import loaded_nccl, version_text  # noqa: E402
-from commengine.device.nccl import load_runtime  # noqa: E402
-from commengine.dtypes import NCCL_REDUCTIONS  # noqa: E402
+from commengine.device.choice import loaded_nccl, version_text
+from commengine.device.nccl import load_runtime
+from commengine.dtypes import NCCL_REDUCTIONS
 
 
 def main() -> None:

@@ -54,6 +54,6 @@ def test_environment_of_a_machine_with_a_gpu_has_its_software(monkeypatch):
 
 
 def test_environment_without_a_gpu_claims_none(monkeypatch):
-    monkeypatch.setattr(machine, "devices", lambda: [])
+    monkeypatch.setattr(machine, "devices", list)
     result = machine.environment("bench.gpu")
     assert result["gpus"] == [] and not result["versions"].keys() & {"driver", "NCCL loaded", "CUDA"}
