@@ -37,6 +37,7 @@ STUDIES = {
     "profile": profile,
     "losses": losses,
 }
+ON_GPU = tuple(name for name in STUDIES if name != "losses")  # the others only read files
 ON_RANKS = ("flops", "overlap", "profile")  # each process is a rank of a job
 
 
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     study = STUDIES[given.study]
     if hasattr(study, "check"):
         study.check(given)
-    if given.study != "losses" and not torch.cuda.is_available() and not given.tiny:
+    if given.study in ON_GPU and not torch.cuda.is_available() and not given.tiny:
         raise UsageError(f"{given.study}: needs a CUDA device, and torch sees none")
     return given
 

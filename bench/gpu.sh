@@ -92,7 +92,7 @@ stage() { # NAME SECONDS COMMAND...: run it under its own limit
     124 | 137) say "TIMED OUT $job $name ($took)"; status=1 ;;
     *) say "FAILED    $job $name, status $ended ($took)"; status=1 ;;
     esac
-    tail -n 25 "$log" | sed 's/^/    /' | tee -a "$out/summary.txt"
+    tr '\r' '\n' <"$log" | tail -n 25 | sed 's/^/    /' | tee -a "$out/summary.txt"
     pack
 }
 on_gpu() { # NAME SECONDS COMMAND...: a stage that nothing can stand in for
