@@ -4,7 +4,8 @@
 #   bench/gpu-carry.sh [OPTIONS] FOLDER
 #
 #   --python-version 3.12     the Python of the machine with the GPU
-#   --platform TAG            a platform tag of its wheels; may be repeated (default: manylinux for x86-64)
+#   --platform TAG            a platform tag of its wheels; may be repeated (default: manylinux for x86-64, glibc 2.39
+#                             and older)
 #   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi and ConfigArgParse; may be repeated.
 #                             torch, CuPy and the other packages of pyproject.toml are taken to be installed there
 #   --nccl VERSION            an NCCL for several ranks on one GPU, 2.30 or newer, such as 2.30.7
@@ -45,10 +46,13 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-if [ -z "$platforms" ]; then # pip matches these names exactly
-    for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux_2_5 manylinux1; do
-        platforms="$platforms --platform ${tag}_x86_64"
+if [ -z "$platforms" ]; then # pip matches these names exactly, and each package has its own
+    minor=39
+    while [ $minor -ge 5 ]; do
+        platforms="$platforms --platform manylinux_2_${minor}_x86_64"
+        minor=$((minor - 1))
     done
+    for tag in manylinux2014 manylinux2010 manylinux1; do platforms="$platforms --platform ${tag}_x86_64"; done
 fi
 
 source='' text='--from-stdlib --train-bpe 512' names="mpich mpi4py pytest-mpi ConfigArgParse$packages"

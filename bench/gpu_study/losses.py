@@ -21,8 +21,9 @@ from bench.command.machine import environment, heading
 from bench.command.values import listed
 from bench.gpu_study.rows import RowFile
 
-#: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel
-FP32, BF16, COMPILED = 2e-3, 5e-2, 2e-2
+#: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.
+#: On the host these runs differed by 7e-7 (two tensor ranks against one) and 3e-3 (bf16 against fp32) in 20 steps
+FP32, BF16, COMPILED = 2e-4, 2e-2, 1e-2
 
 
 @dataclass(frozen=True)

@@ -89,18 +89,18 @@ def verdict(runs, capsys, *options):
 def test_losses_that_agree_are_a_good_verdict(runs, capsys):
     status, lines = verdict(runs, capsys)
     assert status == 0 and lines[-1] == "verdict: good"
-    assert "| resumed | cuda | 2 | 4.0000 | 0 | 0.002 | agrees |" in lines
+    assert "| resumed | cuda | 2 | 4.0000 | 0 | 0.0002 | agrees |" in lines
     assert any(line.startswith("| tp2_nccl") and line.endswith("| not run |") for line in lines)
 
 
 @pytest.mark.parametrize(
     ("run", "losses", "word"),
     [
-        ("cuda", (6.0, 5.0, 4.01), "DIFFERS"),
-        ("bf16", (6.0, 5.06, 4.0), "DIFFERS"),
+        ("cuda", (6.0, 5.0, 4.001), "DIFFERS"),
+        ("bf16", (6.0, 5.03, 4.0), "DIFFERS"),
         ("compiled", (6.0, None, 4.0), "NOT FINITE"),
         ("zero1_staged", (), "MISSING"),
-        ("tp2_nccl", (6.0, 5.0, 4.01), "DIFFERS"),
+        ("tp2_nccl", (6.0, 5.0, 4.001), "DIFFERS"),
     ],
 )
 def test_losses_that_do_not_agree_are_a_bad_verdict(runs, capsys, run, losses, word):
