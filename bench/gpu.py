@@ -1,11 +1,15 @@
-"""What a GPU does: the speed of training steps, and the cost of all-reduces alone and beside compute.
+"""What a GPU does: the speed of training steps, the cost of all-reduces, and whether training is right.
 
+    python -m bench.gpu machine
     python -m bench.gpu flops --output gpu_flops.md
     python -m bench.gpu overhead --ranks 2 --output gpu_overhead.md
     mpiexec -n 2 python -m bench.gpu overlap --output gpu_overlap.md
+    python -m bench.gpu profile --output gpu_profile.md
+    python -m bench.gpu losses --runs runs
 
-A row of a table is written as soon as it is measured. Without a GPU the exit status is 2. ``bench/gpu.sh`` runs all of
-them, and the tests that need a GPU. ``python -m bench.gpu STUDY --help`` describes a study and its options.
+A row of a table is written as soon as it is measured. Without a GPU the exit status is 2, but ``--tiny`` tries a study
+on the CPU, and ``losses`` only reads files. ``bench/gpu.sh`` runs all of them, and the tests that need a GPU.
+``python -m bench.gpu STUDY --help`` describes a study and its options.
 """
 
 from __future__ import annotations
@@ -21,11 +25,20 @@ from bench.command.parser import CommandParser, new_parser
 from bench.command.start import answer_help, run_on_ranks, user_errors
 from bench.command.values import check_least
 from bench.contests.driver import ContestError
-from bench.gpu_study import flops, overhead, overlap
+from bench.gpu_study import flops, losses, machine_report, overhead, overlap, profile
 from commengine import UsageError
 
 COMMAND = "bench.gpu"
-STUDIES = {"flops": flops, "overhead": overhead, "overlap": overlap}
+STUDIES = {
+    "machine": machine_report,
+    "flops": flops,
+    "overhead": overhead,
+    "overlap": overlap,
+    "profile": profile,
+    "losses": losses,
+}
+ON_GPU = tuple(name for name in STUDIES if name != "losses")  # the others only read files
+ON_RANKS = ("flops", "overlap", "profile")  # each process is a rank of a job
 
 
 def parser() -> CommandParser:
@@ -45,9 +58,12 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The study and its settings. Raises ValueError that names the option at fault, or UsageError without a GPU."""
     given = parser().parse_args(argv)
-    check_least(given, **{name: 1 for name in ("ranks", "rounds", "bucket_mb") if hasattr(given, name)})
-    check_writable(output=given.output, json=given.json)
-    if not torch.cuda.is_available() and not getattr(given, "tiny", False):
+    check_least(given, **{name: 1 for name in ("ranks", "rounds", "bucket_mb", "kernels") if hasattr(given, name)})
+    check_writable(output=given.output, json=given.json, timeline=getattr(given, "timeline", None))
+    study = STUDIES[given.study]
+    if hasattr(study, "check"):
+        study.check(given)
+    if given.study in ON_GPU and not torch.cuda.is_available() and not given.tiny:
         raise UsageError(f"{given.study}: needs a CUDA device, and torch sees none")
     return given
 
@@ -57,16 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     answer_help(COMMAND, parser)
     with user_errors(COMMAND):
         given = parse(argv)
-    if given.study != "overhead":
-        study = flops if given.study == "flops" else overlap
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    study: Any = STUDIES[given.study]
+    if given.study in ON_RANKS:
+        device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
         run_on_ranks(COMMAND, lambda world: study.run(world, given), parser, device=device)
     try:
-        overhead.run(given)  # it starts its programs itself and is no rank of them
+        return study.run(given) or 0
     except ContestError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

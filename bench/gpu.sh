@@ -1,46 +1,235 @@
 #!/bin/sh
-# Run all that needs a GPU, in less than 8 minutes on one GPU: bench/gpu.sh [DIR]   (default bench/results)
+# Run what needs a GPU, as three batch jobs of at most 8 minutes each, on one GPU or more, without a network:
 #
-# It runs the GPU tests and the three studies of python -m bench.gpu, and leaves a log and a table of each in DIR. A study
-# that runs into its time limit leaves the rows that it has measured.
+#   bench/gpu.sh [OPTIONS] live DIR     does it start: the machine, MPI, CuPy's binding, the tests that need a GPU
+#   bench/gpu.sh [OPTIONS] right DIR    is training right: 20 losses of runs that must agree, and a verdict
+#   bench/gpu.sh [OPTIONS] fast DIR     is it fast: microseconds a call, FLOP/s, overlap, a profile of one step
 #
-# PYTHON chooses the interpreter, RANKS the number of ranks. By default there is one rank for each GPU, or two ranks on a
-# single GPU if NCCL lets them share it.
+#   --carry FOLDER   install what bench/gpu-carry.sh gathered in FOLDER, and train on its corpus
+#   --only STAGES    run these stages only, such as --only cpu,cuda,losses
+#   --dry-run        without a GPU: run each stage's command at its smallest size on the CPU or on the tests'
+#                    stand-ins, and only print what needs a GPU
+#
+# Each stage has a limit of its own, and a failed stage does not stop the next one. Every stage appends its result to
+# DIR/summary.txt. Logs, tables and losses are in DIR/gpu-JOB.tar.gz, which is written anew after each stage. The exit
+# status is 1 if a stage failed.
+#
+# PYTHON chooses the interpreter, RANKS the number of ranks of `fast` (default: one for each GPU), JOB_SECONDS the time
+# of the job (480).
 set -u
-cd "$(dirname "$0")/.." || exit 1
-dir=${1:-bench/results}
+started=$(date +%s)
+usage() { sed -n '2,/^set -u/{/^# \{0,1\}/s///p;}' "$0" >&2; echo "bench/gpu.sh: error: $1" >&2; exit 2; }
+
+dry='' carry='' only='' job='' out=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --dry-run) dry=1 ;;
+    --carry | --only)
+        [ $# -gt 1 ] || usage "$1 needs a value"
+        if [ "$1" = --carry ]; then carry=$2; else only=$2; fi
+        shift ;;
+    -*) usage "$1: there is no such option" ;;
+    *) if [ -z "$job" ]; then job=$1; elif [ -z "$out" ]; then out=$1; else usage "$1: one argument too many"; fi ;;
+    esac
+    shift
+done
+case $job in live | right | fast) ;; *) usage "JOB '$job': must be live, right or fast" ;; esac
+[ -n "$out" ] || usage "DIR is missing"
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+if [ -n "$carry" ]; then carry=$(cd "$carry" && pwd) || exit 2; fi
+cd "$(dirname "$0")/.." || exit 2
+
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
-mpiexec=$(dirname "$(command -v "$python")")/mpiexec
-[ -x "$mpiexec" ] || mpiexec=mpiexec
-export PYTHONPATH="$PWD" OMP_NUM_THREADS=1 NCCL_MULTI_RANK_GPU_ENABLE=1
+python=$(command -v "$python")
+case $python in /*) ;; *) python=$PWD/$python ;; esac # the stages' own PATH must not change it
+work=$(mktemp -d) || exit 2
+mkdir "$work/results" "$work/results/runs"
+status=0 ran='' known=''
+pack() { # everything but checkpoints
+    tar -C "$work" --exclude='iter_*' -czf "$out/.gpu-$job.part" results && mv "$out/.gpu-$job.part" "$out/gpu-$job.tar.gz"
+}
+trap 'pack; rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
+
+# The carried packages and libraries come first, then this repository, then what the caller had.
+site=$work/site
+export PATH="$site/bin:$(dirname "$python"):$PATH"
+export LD_LIBRARY_PATH="$site/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
-if [ "$gpus" = 0 ]; then
+say() { echo "$*" | tee -a "$out/summary.txt"; }
+wanted() { # whether --only names this stage, or names none
+    known="$known $1"
+    case ",$only,carried," in ,,carried, | *",$1,"*) return 0 ;; *) return 1 ;; esac
+}
+
+stage() { # NAME SECONDS COMMAND...: run it under its own limit
+    wanted "$1" || return 0
+    name=$1 limit=$2 log=$work/results/$1.log
+    shift 2
+    began=$(date +%s)
+    left=$((${JOB_SECONDS:-480} - 15 - (began - started))) # -k 10 and the archive take their time, too
+    if [ "$left" -lt 5 ]; then
+        say "not run   $job $name: no time is left"
+        status=1
+        return 0
+    fi
+    [ "$limit" -le "$left" ] || limit=$left
+    # Ranks run in sessions of their own. tests/run, the contests and mpiexec end theirs when they are interrupted.
+    # Whatever is left then has this stage's mark in its environment.
+    mark=$$-$job-$name
+    { echo "\$ $*"; env "BENCH_GPU_STAGE=$mark" timeout -s INT -k 10 "$limit" "$@"; } </dev/null >"$log" 2>&1
+    ended=$?
+    leftover=$(grep -lzx "BENCH_GPU_STAGE=$mark" /proc/[0-9]*/environ 2>/dev/null | tr -dc '0-9\n')
+    # shellcheck disable=SC2086  # one word for each process
+    [ -z "$leftover" ] || kill -KILL $leftover 2>/dev/null
+    took="$(($(date +%s) - began)) s of $limit"
+    case $ended in
+    0) say "ok        $job $name ($took)"; ran="$ran $name" ;;
+    124 | 137) say "TIMED OUT $job $name ($took)"; status=1 ;;
+    *) say "FAILED    $job $name, status $ended ($took)"; status=1 ;;
+    esac
+    tr '\r' '\n' <"$log" | tail -n 25 | sed 's/^/    /' | tee -a "$out/summary.txt"
+    pack
+}
+on_gpu() { # NAME SECONDS COMMAND...: a stage that nothing can stand in for
+    if [ -z "$dry" ]; then stage "$@"; return; fi
+    wanted "$1" || return 0
+    name=$1
+    shift 2
+    say "needs a GPU: $job $name: $*"
+}
+left_out() { # NAME REASON
+    wanted "$1" || return 0
+    say "left out  $job $1: $2"
+}
+
+say "== bench/gpu.sh $job, $(date -u +%Y-%m-%dT%H:%M:%SZ)${dry:+, a dry run}"
+nccl=''
+if [ -n "$carry" ]; then
+    stage carried 90 "$python" -m bench.gpu_study.carried install "$carry" "$site"
+    [ ! -e "$site/nccl/libnccl.so.2" ] || nccl=$site/nccl/libnccl.so.2
+    if [ -z "$dry" ] && [ -d "$carry/nccl" ] && [ -z "$nccl" ]; then say "FAILED    the carried NCCL"; status=1; fi
+fi
+mpiexec=$(command -v mpiexec) || { say "FAILED    $job: no mpiexec on PATH; carry the mpich wheel"; exit 1; }
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)') || exit 2
+if [ "$gpus" = 0 ] && [ -z "$dry" ]; then
     echo "bench/gpu.sh: torch finds no CUDA device here (no GPU, no driver, or a torch without CUDA); nothing was run" >&2
     exit 2
 fi
-shared=$("$python" -c '
-from commengine.device.nccl import load_runtime
-from commengine.device.choice import may_share
-print(int(may_share(load_runtime())))') || exit 1
-if [ "$gpus" -gt 1 ]; then most=$gpus; elif [ "$shared" = 1 ]; then most=2; else most=1; fi
-ranks=${RANKS:-$most}
-mkdir -p "$dir"
-status=0
+if [ -n "$dry" ]; then
+    export CUDA_VISIBLE_DEVICES=''
+    tiny=--tiny device=cpu steps=2 half=1 rounds=2 overlap_rounds=2 megabytes=1
+    shape='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16'
+else
+    tiny='' device=cuda steps=20 half=10 rounds=7 overlap_rounds=15 megabytes=40
+    shape='--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128'
+fi
+# Two ranks on one GPU: NCCL 2.30 allows it if told so. NVLink's multicast is not for them, and few blocks must do.
+shared="NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4"
+preload=${nccl:+LD_PRELOAD=$nccl}
+[ -z "$dry" ] || preload=''
+two_ranks='' # how two ranks talk by NCCL; empty: they cannot
+if [ "$gpus" -gt 1 ]; then two_ranks=NCCL_MULTI_RANK_GPU_ENABLE=0; elif [ -n "$nccl$dry" ]; then two_ranks="$shared $preload"; fi
+why="one GPU, and no NCCL 2.30 was carried (bench/gpu-carry.sh --nccl)"
 
-step() { # NAME SECONDS COMMAND...
-    name=$1 limit=$2
-    shift 2
-    echo "== $name"
-    timeout "$limit" "$@" >"$dir/$name.log" 2>&1 || { status=1; echo "failed, see $dir/$name.log" >&2; }
-    tail -n 20 "$dir/$name.log"
+# shellcheck disable=SC2086  # the lists of words above are split on purpose
+live() {
+    on_gpu nvidia_smi 20 nvidia-smi
+    on_gpu nvlink 20 nvidia-smi topo -m
+    stage machine 40 "$python" -m bench.gpu machine $tiny --output "$work/results/machine.md"
+    stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld
+    raw="tests/jobs/raw_nccl.py ${dry:+--stand-in --elements 100}"
+    stage raw_nccl 60 "$mpiexec" -n 1 "$python" $raw
+    if [ -n "$dry" ]; then # the tests of the stand-ins run beside those that are skipped without a GPU
+        also=tests/commengine/device/test_backends.py some='coalesce_is_one_launch'
+    else
+        also='' some=''
+    fi
+    stage binding 60 env RANKS=0 "$python" tests/run -n0 ${dry:+-k reads_the_version} \
+        tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
+    stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
+        tests/commengine/device/test_gpu.py $also
+    stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
+        tests/commengine/device/test_gpu.py $also
+    if [ -z "$two_ranks" ]; then
+        for name in raw_nccl_2 gpu_tests_2 gpu_tests_serial; do left_out $name "$why"; done
+        return
+    fi
+    stage raw_nccl_2 60 env $two_ranks "$mpiexec" -n 2 "$python" $raw
+    stage gpu_tests_2 120 env $two_ranks RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" \
+        ${some:+-k "$some"} tests/commengine/device/test_gpu.py $also
+    stage gpu_tests_serial 90 env $two_ranks RANKS=0 "$python" tests/run -n0 -m "${dry:+not gpu or }gpu" \
+        ${dry:+-k reads_the_version} tests/commengine/device/test_gpu_timeout.py ${dry:+tests/bench/command/test_machine.py}
 }
 
-step gpu_tests 150 env RANKS="1 $ranks" "$python" tests/run -m "gpu and mpi" tests/commengine/device/test_gpu.py
-step gpu_tests_serial 60 "$python" -m pytest -m "gpu and not mpi" tests
-step gpu_overhead 90 "$python" -m bench.gpu overhead --ranks "$ranks" --rounds 7 --output "$dir/gpu_overhead.md" --json "$dir/gpu_overhead.json"
-step gpu_overlap 60 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap --output "$dir/gpu_overlap.md"
-step gpu_flops 100 "$python" -m bench.gpu flops --output "$dir/gpu_flops.md"
+# shellcheck disable=SC2086
+train() { # NAME RANKS SECONDS OPTIONS...
+    name=$1 ranks=$2 seconds=$3
+    shift 3
+    stage "$name" "$seconds" env ${with:-} "$mpiexec" -n "$ranks" "$python" -m trainers.pretrain_gpt $shape "$@" \
+        --train-iters $steps --global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --lr-warmup-iters 5 \
+        --log-interval 1 --eval-iters 0 --sample-tokens 0 --distributed-timeout-minutes 1 \
+        --save "$work/results/runs/$name" $data
+}
+# shellcheck disable=SC2086
+right() {
+    data='--mock-data --vocab-size 512' with='' without=''
+    if [ -n "$carry" ]; then # by a name without spaces
+        ln -s "$carry/corpus" "$work/corpus"
+        data="--data-path $work/corpus/tiny"
+    fi
+    staged="--device $device --device-transport staged"
+    train cpu 1 90 --device cpu
+    train cuda 1 60 --device $device --save-interval $half
+    train resumed 1 90 --device cpu --load "$work/results/runs/cuda/$(printf 'iter_%07d' $half)"
+    train tp2_staged 2 60 $staged --tensor-model-parallel-size 2
+    train dp2_staged 2 60 $staged
+    train zero1_staged 2 60 $staged --use-distributed-optimizer
+    train overlap_staged 2 60 $staged --overlap-grad-reduce --ddp-bucket-size 100000
+    train bf16 1 60 --device $device --bf16
+    if [ -n "$two_ranks" ]; then
+        with=$two_ranks
+        train tp2_nccl 2 60 --device $device --tensor-model-parallel-size 2
+        train dp2_nccl 2 60 --device $device
+        with=''
+    else
+        left_out tp2_nccl "$why"
+        left_out dp2_nccl "$why"
+    fi
+    if command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null; then
+        train compiled 1 120 --device $device --bf16 --compile
+    else
+        left_out compiled "torch.compile needs a C++ compiler"
+        without='--without compiled'
+    fi
+    stage losses 40 "$python" -m bench.gpu losses --runs "$work/results/runs" $without --output "$work/results/losses.md" \
+        --json "$work/results/losses.json"
+}
+
+# shellcheck disable=SC2086
+fast() {
+    ranks=${RANKS:-$gpus}
+    [ "$ranks" != 0 ] || ranks=1
+    r=$work/results
+    stage overhead 150 "$python" -m bench.gpu overhead $tiny --ranks "$ranks" --rounds $rounds --sizes 8 1M \
+        --output "$r/overhead.md" --json "$r/overhead.json"
+    stage profile 60 "$mpiexec" -n 1 "$python" -m bench.gpu profile $tiny --output "$r/profile.md" --json "$r/profile.json"
+    stage flops 170 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny ${dry:+--eager-only} --models 355M \
+        --output "$r/flops.md" --json "$r/flops.json"
+    stage overlap 50 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap $tiny --rounds $overlap_rounds \
+        --bucket-mb $megabytes --output "$r/overlap.md" --json "$r/overlap.json"
+    stage flops_large 120 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny --eager-only --models 1.2B \
+        --output "$r/flops_large.md" --json "$r/flops_large.json"
+}
+
+$job
+for name in $(echo "$only" | tr , ' '); do
+    case " $known " in *" $name "*) ;; *) say "FAILED    --only $name: $job has no such stage; it has$known"; status=2 ;; esac
+done
+say "== $job: $([ $status = 0 ] || echo "NOT all stages ended well; ")these did:${ran:- none}; $(($(date +%s) - started)) s"
 exit $status

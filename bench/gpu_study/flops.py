@@ -1,9 +1,9 @@
 """FLOP/s of GPT training steps on one GPU in bf16, beside the FLOP/s of a matrix product on the same GPU.
 
 A step is the forward pass, the loss and the backward pass of one micro-batch, without an optimizer. Attention is
-PyTorch's flash attention, and there is no dropout. Each model runs eagerly and compiled. FLOPs are those of the matrix
-products, 72 b s l h^2 (1 + s / 6h + V / 12lh): Narayanan et al. 2021, section 5.1, without recomputation. The ceiling
-is a bf16 product of 8192 x 8192 matrices.
+PyTorch's flash attention, because there is no dropout. Each model runs eagerly and compiled. FLOPs are those of the
+matrix products, 72 b s l h^2 (1 + s / 6h + V / 12lh): Narayanan et al. 2021, section 5.1, without recomputation. The
+ceiling is a bf16 product of 8192 x 8192 matrices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from bench.command.files import add_files
 from bench.command.machine import environment, heading
+from bench.command.values import listed
 from bench.gpu_study.rows import RowFile
 from commengine import Communicator
 from tplayers.models.gpt import GPT, GPTConfig
@@ -33,7 +34,14 @@ TINY_MODELS, TINY_LENGTH, TINY_SIDE = {"tiny": (2, 64, 4, 2)}, 32, 256
 def add_options(parser: ArgumentParser) -> None:
     """The options of this study."""
     parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--eager-only", action="store_true", help="leave out the compiled models")
     add_files(parser)
+
+
+def check(given: Any) -> None:
+    """Raises ValueError that names the option at fault."""
+    given.models = listed(given.models, list(MODELS), "--models")
 
 
 def flops(config: GPTConfig, batch: int, length: int) -> float:
@@ -80,7 +88,8 @@ def model_speed(world: Communicator, config: GPTConfig, batch: int, length: int,
 def run(world: Communicator, given: Any) -> None:
     """Measure each model, eager and compiled. Each row is written when it is measured."""
     result = environment("bench.gpu")
-    models, length, side = (TINY_MODELS, TINY_LENGTH, TINY_SIDE) if given.tiny else (MODELS, LENGTH, SIDE)
+    chosen = {name: MODELS[name] for name in given.models}
+    models, length, side = (TINY_MODELS, TINY_LENGTH, TINY_SIDE) if given.tiny else (chosen, LENGTH, SIDE)
     best = ceiling(world.device, side)
     rows = RowFile(
         [
@@ -92,7 +101,7 @@ def run(world: Communicator, given: Any) -> None:
     )  # fmt: skip
     for name, (layers, hidden, heads, batch) in models.items():
         config = GPTConfig(layers, hidden, heads, 50257, length, hidden_dropout=0.0, attention_dropout=0.0)
-        for compiled in (False, True):
+        for compiled in (False,) if given.eager_only else (False, True):
             numbers: dict[str, Any] = {"model": name, "micro_batch": batch, "compiled": compiled}
             try:
                 speed = model_speed(world, config, batch, length, compiled)

@@ -13,16 +13,20 @@ from bench.contests.serving import serve
 
 def main() -> None:
     """Set up, then do as the driver says."""
-    arguments = parser("bench.peers.all_reduce", __doc__).parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
-    tensor = torch.ones(arguments.bytes // 4, device=device)
+    given = parser("bench.peers.all_reduce", __doc__).parse_args()
+    device = torch.device(given.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    tensor = torch.ones(max(1, given.bytes // 4), device=device)
+    mean = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM  # gloo has no average
 
     def step() -> float:
-        for _ in range(arguments.calls):
-            dist.all_reduce(tensor, dist.ReduceOp.AVG)
-        torch.cuda.synchronize(device)
+        for _ in range(given.calls):
+            dist.all_reduce(tensor, mean)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return 0.0
 
     step()

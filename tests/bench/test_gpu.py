@@ -44,6 +44,83 @@ def test_speed_of_a_small_model_is_measured(mpi_world):
         assert ceiling(single.device, 64) > 0
 
 
+@pytest.mark.mpi
+def test_overlap_keeps_the_times_and_the_hidden_share_of_every_round(mpi_world, tmp_path):
+    from bench import gpu
+    from bench.gpu_study import overlap
+    from commengine import Communicator
+
+    file = tmp_path / "a.json"
+    given = gpu.parse(["overlap", "--tiny", "--rounds", "3", "--bucket-mb", "1", "--json", str(file)])
+    with Communicator(mpi_world, device="cpu") as world:
+        overlap.run(world, given)
+    if mpi_world.rank == 0:
+        rows = json.loads(file.read_text())["rows"]
+        assert [row["name"] for row in rows] == ["one stream", "two streams"]
+        assert [len(row[key]) for row in rows for key in ("seconds", "hidden")] == [3] * 4
+
+
+def save_losses(folder, *losses, first=1):
+    folder.mkdir(exist_ok=True)
+    rows = [{"iteration": step, "lm_loss": loss} for step, loss in enumerate(losses, first)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder of runs that agree, but for those that need NCCL 2.30, which are not there."""
+    from bench.gpu_study.losses import COMPARISONS
+
+    for one in COMPARISONS:
+        for name in (one.run, one.reference):
+            if not one.optional:
+                save_losses(tmp_path / name, 6.0, 5.0, 4.0)
+    save_losses(tmp_path / "resumed", 5.0, 4.0, first=2)
+    return tmp_path
+
+
+def verdict(runs, capsys, *options):
+    from bench import gpu
+
+    status = gpu.main(["losses", "--runs", str(runs), *options])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_losses_that_agree_are_a_good_verdict(runs, capsys):
+    status, lines = verdict(runs, capsys)
+    assert status == 0 and lines[-1] == "verdict: good"
+    assert "| resumed | cuda | 2 | 4.0000 | 0 | 0.0002 | agrees |" in lines
+    assert any(line.startswith("| tp2_nccl") and line.endswith("| not run |") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("run", "losses", "word"),
+    [
+        ("cuda", (6.0, 5.0, 4.001), "DIFFERS"),
+        ("bf16", (6.0, 5.03, 4.0), "DIFFERS"),
+        ("compiled", (6.0, None, 4.0), "NOT FINITE"),
+        ("zero1_staged", (), "MISSING"),
+        ("tp2_nccl", (6.0, 5.0, 4.001), "DIFFERS"),
+    ],
+)
+def test_losses_that_do_not_agree_are_a_bad_verdict(runs, capsys, run, losses, word):
+    save_losses(runs / run, *losses)
+    status, lines = verdict(runs, capsys)
+    assert status == 1 and f"{run} {word}" in lines[-1] and lines[-1].startswith("verdict: BAD: ")
+
+
+def test_a_run_that_was_left_out_on_purpose_is_not_missing(runs, capsys):
+    (runs / "compiled" / "metrics.jsonl").unlink()
+    assert verdict(runs, capsys)[0] == 1
+    assert verdict(runs, capsys, "--without", "compiled")[0] == 0
+
+
+def test_calls_of_a_step_fit_in_memory_and_are_never_too_few():
+    from bench.gpu_study.overhead import calls
+
+    assert [calls(nbytes) for nbytes in (8, 1 << 20, 16 << 20, 256 << 20)] == [500, 500, 128, 10]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -51,6 +128,12 @@ def test_speed_of_a_small_model_is_measured(mpi_world):
         (["speed"], "invalid choice: 'speed'"),
         (["overlap", "--rounds", "0"], "--rounds 0: must be at least 1"),
         (["flops", "--tiny", "--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
+        (["flops", "--tiny", "--models", "9B"], "--models 9B: there is no such name; valid: 355M, 1.2B"),
+        (["overhead", "--tiny", "--sizes", "2"], "--sizes 2: must be at least 4"),
+        (["overhead", "--tiny", "--ways", "slow"], "--ways slow: there is no such name; valid: plain, traced"),
+        (["profile", "--tiny", "--timeline", "/no/x.json"], "--timeline /no/x.json: there is no folder /no"),
+        (["losses", "--runs", "/no/where"], "--runs /no/where: there is no such folder"),
+        (["losses", "--runs", ".", "--without", "cpus"], "--without cpus: there is no such name; valid: bf16, comp"),
     ],
 )
 def test_bad_options_are_named(argv, message):

@@ -1,0 +1,87 @@
+#!/bin/sh
+# Gather in FOLDER what bench/gpu.sh needs on a machine without a network, on any machine that has a package index:
+#
+#   bench/gpu-carry.sh [OPTIONS] FOLDER
+#
+#   --python-version 3.12     the Python of the machine with the GPU
+#   --platform TAG            a platform tag of its wheels; may be repeated (default: manylinux for x86-64, glibc 2.39
+#                             and older)
+#   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi and ConfigArgParse; may be repeated.
+#                             torch, CuPy and the other packages of pyproject.toml are taken to be installed there
+#   --nccl VERSION            an NCCL for several ranks on one GPU, 2.30 or newer, such as 2.30.7
+#   --nccl-package NAME       its package (default: nvidia-nccl-cu13; with CUDA 12: nvidia-nccl-cu12)
+#   --piece-mib 54            the size of the pieces that NCCL travels in
+#   --dry-run                 without an index: the same commands on a tiny wheel and a tiny text
+#
+# FOLDER gets wheels/, corpus/tiny (a data set made from the documentation in Python's standard library) and, with
+# --nccl, nccl/ (pieces with their SHA-256). Copy FOLDER to the other machine and name it with bench/gpu.sh --carry.
+# PYTHON chooses the interpreter; it needs pip and this project's dependencies. The first failure ends the script.
+set -eu
+usage() { sed -n '2,/^set -eu/{/^# \{0,1\}/s///p;}' "$0" >&2; echo "bench/gpu-carry.sh: error: $1" >&2; exit 2; }
+
+dry='' folder='' version=3.12 platforms='' packages='' nccl='' nccl_package=nvidia-nccl-cu13 piece=54
+while [ $# -gt 0 ]; do
+    case $1 in
+    --dry-run) dry=1 ;;
+    --python-version | --platform | --package | --nccl | --nccl-package | --piece-mib)
+        [ $# -gt 1 ] || usage "$1 needs a value"
+        case $1 in
+        --python-version) version=$2 ;;
+        --platform) platforms="$platforms --platform $2" ;;
+        --package) packages="$packages $2" ;;
+        --nccl) nccl=$2 ;;
+        --nccl-package) nccl_package=$2 ;;
+        --piece-mib) piece=$2 ;;
+        esac
+        shift ;;
+    -*) usage "$1: there is no such option" ;;
+    *) [ -z "$folder" ] || usage "$1: one argument too many"; folder=$1 ;;
+    esac
+    shift
+done
+[ -n "$folder" ] || usage "FOLDER is missing"
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+command -v "$python" >/dev/null || python=python3
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+if [ -z "$platforms" ]; then # pip matches these names exactly, and each package has its own
+    minor=39
+    while [ $minor -ge 5 ]; do
+        platforms="$platforms --platform manylinux_2_${minor}_x86_64"
+        minor=$((minor - 1))
+    done
+    for tag in manylinux2014 manylinux2010 manylinux1; do platforms="$platforms --platform ${tag}_x86_64"; done
+fi
+
+source='' text='--from-stdlib --train-bpe 512' names="mpich mpi4py pytest-mpi ConfigArgParse$packages"
+if [ -n "$dry" ]; then
+    rm -rf "$folder/index"
+    names=commengine-carry-check nccl=1.0 nccl_package=commengine-carry-nccl piece=0.0005
+    source="--no-index --find-links $folder/index" text='--input README.md --train-bpe 300'
+    for name in $names $nccl_package; do "$python" -m bench.gpu_study.carried stand-in $name "$folder/index"; done
+fi
+download() { # FOLDER PACKAGE...
+    target=$1
+    shift
+    rm -rf "$target"
+    mkdir "$target"
+    # shellcheck disable=SC2086  # lists of words
+    "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --implementation cp \
+        --python-version "$version" $platforms $source --dest "$target" "$@"
+}
+
+# shellcheck disable=SC2086
+download "$folder/wheels" $names
+rm -rf "$folder/nccl"
+if [ -n "$nccl" ]; then
+    download "$folder/nccl-wheel" "$nccl_package==$nccl"
+    "$python" -m bench.gpu_study.carried split "$folder"/nccl-wheel/*.whl "$folder/nccl" --piece-mib "$piece"
+    rm -r "$folder/nccl-wheel"
+fi
+mkdir -p "$folder/corpus"
+# shellcheck disable=SC2086
+"$python" -m trainers.preprocess_data $text --workers 1 --output-prefix "$folder/corpus/tiny"
+[ -z "$dry" ] || rm -r "$folder/index"
+du -sh "$folder"/*

