@@ -32,7 +32,6 @@ TESTED_BY = {
     "tplayers/mlp.py": ["tplayers/test_block.py"],
     "trainers/checkpoints/parallel_safetensors.py": ["trainers/checkpoints/test_checkpoint.py"],
     "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
-    "trainers/config.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/data/batches.py": ["trainers/run/test_evaluation.py", "trainers/training/test_reduction.py"],
     "trainers/data/corpus.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
