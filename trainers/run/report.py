@@ -51,10 +51,10 @@ class Report:
     sample: str
     communication: list[dict[str, Any]]
     step_seconds: float
-    traced_steps: int
-    traced_seconds: float
     loss_scale: float | None = None
     skipped_steps: int = 0
+    traced_steps: int = 0
+    traced_seconds: float = 0.0
 
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
