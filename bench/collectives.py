@@ -127,7 +127,7 @@ def parser() -> CommandParser:
     add("--confidence", type=float, default=0.05,
         help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
     add("--time-limit", type=float, default=0.5,
-        help="seconds for one transport at one size, converged or not (default: %(default)s)")  # fmt: skip
+        help="seconds for one transport at one size and place, converged or not (default: %(default)s)")  # fmt: skip
     add("--warmup", type=int, default=5, help="calls before those that count (default: %(default)s)")
     add(
         "--overlap",

@@ -1,9 +1,9 @@
 """The collectives under f and g, called directly or recorded as operators by `torch.compile`.
 
 `torch.library` operators take no Python objects, so a compiled graph names a communicator by its handle, an integer.
-The table from handles to live communicators is the only state at module level. It holds them weakly, and a communicator
-that closes leaves it. The operators change their output in place and return nothing: the compiler keeps such operators
-in the order of the program, which must be the same on every rank.
+The table from handles to live communicators is the only one at module level that changes at run time.
+It holds them weakly, and a communicator that closes leaves it. The operators change their output in place and return
+nothing: the compiler keeps such operators in the order of the program, which must be the same on every rank.
 
 The compiler removes a collective whose result nobody uses. Therefore all ranks of a group must compile, or none of
 them. The errors are those of the `Communicator`, raised when the graph runs.

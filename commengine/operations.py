@@ -17,7 +17,8 @@ class Operation:
     arguments: of the transports' method, in order. "tensor", "output", "input", "sent" and "received" are tensors,
         "op" is the reduction, "root", "dst" and "src" are ranks of the group.
     counted: the argument that traces and error reports describe; its bytes are the size of the call. None: no tensor.
-    whole: the argument whose dim 0 is the group's size times that of the other one; None: all have one shape.
+    whole: the argument whose dim 0 is the group's size times that of the other one; None: all have one shape, or the
+        parts of the ranks have different sizes.
     blocks: every tensor has a block of rows for each rank.
     counts_part: ``counted`` is one rank's part, so the size of the call is that of all parts together.
     in_memory: large host tensors can go through the shared memory of a node.
@@ -50,8 +51,8 @@ class Operation:
 
     @property
     def split(self) -> bool:
-        """Whether some tensor has a block of rows for each rank."""
-        return self.blocks or self.whole is not None
+        """Whether some tensor holds a part for each rank, as in every operation with an output and an input."""
+        return {"output", "input"} <= set(self.arguments)
 
     def nbytes(self, counted: int, ranks: int) -> int:
         """The size of a call as nccl-tests counts it: a rank's whole buffer, or the larger of its two buffers.

@@ -64,7 +64,10 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
-        """The call, with its buffers reset. Raises CollectiveError, on every rank, if it turns out to be impossible."""
+        """The call, with its buffers reset. Raises CollectiveError, on every rank, if it turns out to be impossible.
+
+        Raises ValueError in a transport of LOCAL if the transport does not have the operation.
+        """
 
     @abstractmethod
     def close(self) -> None:
