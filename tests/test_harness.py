@@ -49,6 +49,7 @@ def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
     assert "test_it.py::test_it: this rank failed in call, and the others wait for it" in done.stderr
 
 
+@pytest.mark.long
 def test_rank_0_that_fails_while_the_others_wait_ends_the_run(job):
     done, seconds = job(
         "def test_it(mpi_world):\n    assert mpi_world.rank != 0, 'rank zero gives up'\n    mpi_world.Barrier()\n",
@@ -81,6 +82,7 @@ def test_failure_of_another_rank_alone_is_in_the_report_and_the_run_goes_on(job)
     assert "E       AssertionError: only one" in done.stdout
 
 
+@pytest.mark.long
 def test_failing_fixtures_keep_step(job):
     done, _ = job(
         "@pytest.fixture\ndef early(mpi_world):\n    assert mpi_world.rank != 1, 'setup of one'\n\n"
@@ -95,6 +97,7 @@ def test_failing_fixtures_keep_step(job):
     assert "AssertionError: teardown" in done.stdout
 
 
+@pytest.mark.long
 def test_skips_are_collective(job):
     done, _ = job("def test_it(mpi_world):\n    pytest.skip(f'all of us, here {mpi_world.rank}')\n")
     assert done.returncode == 0
@@ -120,6 +123,7 @@ def test_hang_ends_at_the_time_limit_and_shows_where_each_rank_is(job):
     assert done.stderr.count("in test_it\n") == 2, done.stderr
 
 
+@pytest.mark.long
 def test_time_limit_holds_for_a_teardown_after_a_failure(job):
     done, seconds = job(
         "@pytest.fixture\ndef stuck(mpi_world):\n"
@@ -133,6 +137,7 @@ def test_time_limit_holds_for_a_teardown_after_a_failure(job):
     assert "more than 3.0 s in teardown" in done.stderr
 
 
+@pytest.mark.long
 def test_ranks_that_collect_different_tests_run_none(job):
     done, seconds = job(
         "from mpi4py import MPI\n"
@@ -218,6 +223,7 @@ def test_environment_of_an_outer_job_is_not_passed_on(monkeypatch: pytest.Monkey
     assert done.stdout.split("\n").count("size 2") == 2, done
 
 
+@pytest.mark.long
 def test_tests_run_says_what_is_wrong_with_its_words():
     argv = [sys.executable, str(HERE / "run"), "-k", "no_such_name", str(HERE / "test_imports.py")]
     for ranks, code, says in (

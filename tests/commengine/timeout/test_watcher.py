@@ -54,6 +54,7 @@ timed.all_reduce(torch.ones(8), "max"{where}).wait()
         assert re.search(r"#8 all_reduce\(float32 \[8\], op=max\) of group 'world'.*: running for \d", text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tensor", "where"),
     [("torch.ones(1 << 20)", ", stream=lane"), ("timed.empty((1 << 20,)).fill_(1)", "")],
