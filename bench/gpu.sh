@@ -153,7 +153,7 @@ live() {
     stage binding 60 env RANKS=0 "$python" tests/run -n0 ${dry:+-k reads_the_version} \
         tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
     stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
-        tests/commengine/device/test_gpu.py $also
+        tests/commengine/device/test_gpu.py tests/tplayers/models/test_compile_alone.py $also
     stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
         tests/commengine/device/test_gpu.py $also
     if [ -z "$two_ranks" ]; then
