@@ -78,6 +78,7 @@ def test_dry_run_of_a_whole_job(repository, job):
         assert not any("/iter_" in name for name in names)  # checkpoints are large
 
 
+@pytest.mark.long
 def test_carried_packages_are_installed_and_the_corpus_is_trained_on(repository, tmp_path):
     carry = tmp_path / "carry"
     script = str(repository / "bench" / "gpu-carry.sh")
@@ -133,6 +134,7 @@ def test_a_stage_that_does_not_exist_fails(repository):
     assert done.returncode == 2 and "--only helo: live has no such stage" in summary
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "stage", "old", "new"),
     [
