@@ -19,7 +19,6 @@ class Operation:
     counted: the argument that traces and error reports describe; its bytes are the size of the call. None: no tensor.
     whole: the argument whose dim 0 is the group's size times that of the other one; None: all have one shape, or the
         parts of the ranks have different sizes.
-    blocks: every tensor has a block of rows for each rank.
     counts_part: ``counted`` is one rank's part, so the size of the call is that of all parts together.
     in_memory: large host tensors can go through the shared memory of a node.
     formula: the operation of `commengine.cost` that predicts its time; None: there is no formula.
@@ -29,7 +28,6 @@ class Operation:
     arguments: tuple[str, ...]
     counted: str | None
     whole: str | None = None
-    blocks: bool = False
     counts_part: bool = False
     in_memory: bool = False
     formula: str | None = None
@@ -70,7 +68,7 @@ _ROWS = (
     Operation("reduce", ("tensor", "root", "op"), "tensor", formula="reduce"),
     Operation("gather", ("output", "input", "root"), "input", "output", counts_part=True),
     Operation("scatter", ("output", "input", "root"), "output", "input", counts_part=True),
-    Operation("all_to_all", ("output", "input"), "input", blocks=True, formula="all_to_all"),
+    Operation("all_to_all", ("output", "input"), "input", formula="all_to_all"),
     Operation("barrier", (), None),
     Operation("send", ("tensor", "dst"), "tensor", formula="p2p"),
     Operation("recv", ("tensor", "src"), "tensor", formula="p2p"),

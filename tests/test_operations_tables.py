@@ -125,7 +125,7 @@ def test_row_is_sound(operation: str):
     assert {row.counted, row.whole} - {None} <= set(row.arguments)
     assert (row.counted is None) == (not row.arguments)
     assert not (row.pairwise and (row.reduces or row.rooted or row.in_memory))
-    assert row.split or not (row.blocks or row.whole)
+    assert row.split or not row.whole
     assert row.formula in (None, operation) or row.pairwise
     assert row.nbytes(6, 4) == (24 if row.counts_part else 6)
 
