@@ -32,8 +32,6 @@ TESTED_BY = {
     "tplayers/mlp.py": ["tplayers/test_block.py"],
     "trainers/checkpoints/parallel_safetensors.py": ["trainers/checkpoints/test_checkpoint.py"],
     "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
-    "trainers/data/batches.py": ["trainers/run/test_evaluation.py", "trainers/training/test_reduction.py"],
-    "trainers/data/corpus.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
     "trainers/options.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/run/loop.py": ["trainers/test_pretrain_gpt.py", "trainers/checkpoints/test_run_folder.py"],

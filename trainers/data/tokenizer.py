@@ -110,7 +110,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The size of an embedding that holds every id: the largest id plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special and added ones included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def eod(self) -> int:
