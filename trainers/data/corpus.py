@@ -20,6 +20,7 @@ from .indexed import IndexedDataset
 from .samples import (
     NoSamplesError,
     Samples,
+    TextSamples,
     TokenSamples,
     ZipfSamples,
     mixed_counts,
@@ -163,19 +164,20 @@ class Corpus:
         return parts
 
     def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart]) -> float:
-        """The loss of a unigram model of the training data on the held-out tokens of ``parts``, in nats per token.
+        """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
 
         Both are mixtures of the sources by their weights.
         """
         drawn = [source for source in self.sources if source.weight]
         known = []
         for source in drawn:
-            assert isinstance(source.training, TokenSamples | ZipfSamples)
+            assert isinstance(source.training, TextSamples)
             known.append(source.training.token_counts(vocab_size))
         asked = np.zeros((len(parts), vocab_size), dtype=np.int64)
         for counts, part in zip(asked, parts, strict=True):
+            assert isinstance(part.held_out, TextSamples)
             for n in range(part.samples):
-                counts += np.bincount(part.held_out[n][1:], minlength=vocab_size)
+                counts += np.bincount(part.held_out.targets(n), minlength=vocab_size)
         return unigram_cross_entropy(
             mixed_counts(known, [float(source.weight) for source in drawn]),
             mixed_counts(list(asked), [part.weight for part in parts]),
