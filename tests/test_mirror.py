@@ -40,6 +40,7 @@ TESTED_BY = {
     "trainers/run/report.py": ["trainers/run/test_metrics.py", "trainers/test_pretrain_gpt.py"],
     "trainers/run/startup.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
+    "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
