@@ -78,7 +78,7 @@ class TextConfig(TrainConfig):
     def completed(self, ranks: int) -> Self:
         """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""
         config = super().completed(ranks)
-        path = _shared_tokenizer(config.blend(), config.tokenizer_model)
+        path = shared_tokenizer(config.blend(), config.tokenizer_model)
         if path is None:
             if config.vocab_size is None:
                 raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
@@ -89,7 +89,7 @@ class TextConfig(TrainConfig):
         return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
 
 
-def _shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
+def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
     """The tokenizer of all data sets: ``asked``, or the one beside them; None if there is none.
 
     Raises UsageError if the ids of a data set mean other tokens, as far as the tokenizers beside the data sets tell.
