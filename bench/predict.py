@@ -31,11 +31,14 @@ from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine.cost import TransformerShape, parameters
+from tplayers.attention import DROPOUT_MASKS
 
 COMMAND = "bench.predict"
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 RECOMPUTE = ("none", "selective", "full")
 LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
+DROPOUT = ("hidden_dropout", "attention_dropout")
+DROPOUT_DEFAULT = 0.1
 COUNTS = (*SHAPE, "gpus", "tensor_model_parallel_size", "micro_batch_size", "global_batch_size", "top")
 RESERVE_GB, TOP = 2.0, 12
 
@@ -76,6 +79,13 @@ def parser() -> CommandParser:
         help="ZeRO-1: optimizer state split over the replicas (default: no; --plan: searched unless given)",
     )
     add("--overlap-grad-reduce", action=BooleanOptionalAction, help="default: the cluster's")
+    for name in DROPOUT:
+        add(flag(name), type=float, metavar="P", help=f"as in training (default: {DROPOUT_DEFAULT})")
+    add(
+        "--attention-dropout-mask",
+        choices=DROPOUT_MASKS,
+        help="as in training (default: position, with which no fused kernel computes attention)",
+    )
     add(
         "--plan",
         action="store_true",
@@ -119,13 +129,17 @@ def check(arguments: Any) -> None:
     for name in ("reserve_gb", "top"):
         if getattr(arguments, name) is not None and not arguments.plan:
             raise ValueError(f"{flag(name)} goes with --plan")
-    for name in ("model", *SHAPE, "gpus", "global_batch_size", *LAYOUT):
+    for name in ("model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
         if getattr(arguments, name) is not None and arguments.paper:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
     for name in COUNTS:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag(name)} {value}: must be at least 1")
+    for name in DROPOUT:
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{flag(name)} {value}: must be at least 0 and below 1")
 
 
 def shape_of(arguments: Any) -> TransformerShape:
@@ -141,6 +155,16 @@ def shape_of(arguments: Any) -> TransformerShape:
     return TransformerShape(*given)
 
 
+def dropout_of(arguments: Any) -> Layout:
+    """A layout with the dropout that is asked for: by default pretrain_gpt's."""
+    given = [getattr(arguments, name) for name in DROPOUT]
+    hidden, attention = (DROPOUT_DEFAULT if value is None else value for value in given)
+    return Layout(
+        hidden_dropout=hidden > 0, attention_dropout=attention > 0,
+        position_mask=arguments.attention_dropout_mask != "fused",
+    )  # fmt: skip
+
+
 def layout_of(arguments: Any) -> Layout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     tensor = 1 if arguments.tensor_model_parallel_size is None else arguments.tensor_model_parallel_size
@@ -154,7 +178,8 @@ def layout_of(arguments: Any) -> Layout:
         raise ValueError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x {data} data-parallel replicas"
         )
-    return Layout(
+    return replace(
+        dropout_of(arguments),
         tensor=tensor,
         data=data,
         micro_batch=micro,
@@ -283,7 +308,7 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
         raise ValueError(f"--reserve-gb {reserve / 1e9:g}: at least 0, and less than a device's {room / 1e9:.1f}")
     given = {field: getattr(arguments, name) for field, name in zip(plan.SEARCHED, LAYOUT, strict=True)}
     fixed = {field: value for field, value in given.items() if value is not None}
-    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve)
+    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=dropout_of(arguments))
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
         f"({cluster.name})",

@@ -18,7 +18,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over tensor x data ranks. Each runs ``micro_batches`` x ``micro_batch`` samples."""
+    """How a step is spread over tensor x data ranks, and what it keeps.
+
+    Each rank runs ``micro_batches`` x ``micro_batch`` samples. hidden_dropout, attention_dropout: whether there is such
+    dropout. position_mask: attention dropout draws its mask as a function of position, so no fused kernel computes
+    attention (``--attention-dropout-mask position``).
+    """
 
     tensor: int = 1
     data: int = 1
@@ -27,6 +32,9 @@ class Layout:
     recompute: str = "none"
     sequence_parallel: bool = False
     zero1: bool = False
+    hidden_dropout: bool = True
+    attention_dropout: bool = True
+    position_mask: bool = False
 
     @property
     def ranks(self) -> int:
