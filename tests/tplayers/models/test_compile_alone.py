@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from commengine import CollectiveError, Communicator
+from tests.support.small_models import KINDS, arguments, made, total
 from tests.tplayers.models.test_compile import compare, fresh_compiler  # noqa: F401  (an autouse fixture)
-from tplayers import GPT, GPTConfig, Randomness, initialize
 
 pytestmark = pytest.mark.mpi
-
-S, B = 8, 2
 
 
 class Alone(Communicator):
@@ -47,34 +45,28 @@ def itself():
     return MPI.COMM_SELF
 
 
-def model(comm, **options):
-    shape = GPTConfig(
-        1, 16, 4, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.1, **options
-    )
-    made = GPT(shape, comm)
-    initialize(made, 3)
-    return made.to(comm.device)
+def model(comm, kind="gpt", **options):
+    return made(kind, comm, num_layers=1, **options).to(comm.device)
 
 
-def inputs(device):
-    def of_step(step):
-        tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(step)).to(device)
-        return tokens[:, :-1], tokens[:, 1:], Randomness(1, step, (step, 7), device=device)
-
-    return of_step
+def inputs(device, kind="gpt"):
+    return lambda step: arguments(kind, step, device)
 
 
-def losses_and_gradients(made, device):
-    losses = made(*inputs(device)(0))
-    losses.sum().backward()
-    return [losses.detach(), *(p.grad for p in made.parameters())]
+def losses_and_gradients(module, kind):
+    positional, named = arguments(kind, device=module.comm.device)
+    losses = module(*positional, **named)
+    total(losses).backward()
+    losses = [losses] if isinstance(losses, torch.Tensor) else list(losses)
+    return [*(part.detach() for part in losses), *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel):
+def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel, kind):
     with Alone(itself) as comm:
-        found = losses_and_gradients(model(comm, sequence_parallel=sequence_parallel), comm.device)
-    expected = losses_and_gradients(model(alone.comm, sequence_parallel=sequence_parallel), comm.device)
+        found = losses_and_gradients(model(comm, kind, sequence_parallel=sequence_parallel), kind)
+    expected = losses_and_gradients(model(alone.comm, kind, sequence_parallel=sequence_parallel), kind)
     torch.testing.assert_close(found, expected)
 
 
@@ -84,8 +76,8 @@ def test_the_graph_has_the_operators(itself, sequence_parallel):
     """Each collective that eager runs, forward and backward, is one operator. The values are equal bit for bit."""
     recording = Recording()
     with Alone(itself) as comm:
-        made = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
-        eager, compiled = compare(comm, made, inputs(comm.device), recording.compiler, rtol=0, atol=0)
+        module = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
+        eager, compiled = compare(comm, module, inputs(comm.device), recording.compiler, rtol=0, atol=0)
     assert compiled == eager
     counts = collections.Counter(operation for operation, *_ in eager)
     assert recording.operators == collections.Counter(
@@ -102,13 +94,14 @@ def test_the_graph_has_the_operators(itself, sequence_parallel):
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_on_one_device(itself, backend, transport, sequence_parallel):
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_one_device(backend, transport, sequence_parallel, kind):
     try:
         comm = Alone(itself, device="cuda", transport=transport)
     except CollectiveError as error:
         pytest.skip(str(error))
     with comm:
-        made = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
-        eager, compiled = compare(comm, made, inputs(comm.device), backend, rtol=1e-4, atol=1e-4)
+        module = model(comm, kind, sequence_parallel=sequence_parallel, recompute="selective")
+        eager, compiled = compare(comm, module, inputs(comm.device, kind), backend, rtol=1e-4, atol=1e-4)
     assert compiled == eager
     assert len(eager) > 2
