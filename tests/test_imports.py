@@ -31,7 +31,7 @@ ROOMS = {
         {"grid", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy"},
+        {"host_copy", "checks"},
         {"rng", "recompute", "regions"},
         {"placement"},
         {"linear", "norm", "cross_entropy"},
@@ -42,7 +42,7 @@ ROOMS = {
     "trainers": (
         {"options", "presets"},
         {"config"},
-        {"data"},
+        {"data", "weights"},
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},
         {"run"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import types
 import typing
 from argparse import BooleanOptionalAction
@@ -47,18 +48,21 @@ def option(
     valid: ValidRange | Sequence[ValidRange] = (),
     fixed: bool = False,
     default_of: str | None = None,
+    words: bool = False,
     sets: Callable[[Any, str], Mapping[str, Any]] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
     text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
     valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
-    value this one has when it is None. sets: called with the settings' class and the option's word, gives the values
-    of other fields that the word stands for; flags and files win over these.
+    value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
+    field is then a string or a list of strings. sets: called with the settings' class and the option's word, gives the
+    values of other fields that the word stands for; flags and files win over these.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {
-        "help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of, "sets": sets,
+        "help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of, "words": words,
+        "sets": sets,
     }  # fmt: skip
     return field(default=default, metadata=about)
 
@@ -105,6 +109,9 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settin
                 parser.set_defaults(**item.metadata["sets"](kind, word))
     values = vars(parser.parse_args(argv))
     values.pop("config")
+    for item in fields(kind):
+        if item.metadata["words"] and values[item.name] is not None and len(values[item.name]) == 1:
+            (values[item.name],) = values[item.name]
     return kind(**values)
 
 
@@ -116,13 +123,14 @@ def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
     if kinds == [bool]:
         parser.add_argument(flag, action=BooleanOptionalAction, default=item.default, help=text)
     else:
-        choices = item.metadata["choices"]
-        parser.add_argument(flag, type=kinds[0], default=item.default, choices=choices, help=text.replace("%", "%%"))
+        more = {"choices": item.metadata["choices"], "nargs": "+" if item.metadata["words"] else None}
+        parser.add_argument(flag, type=kinds[0], default=item.default, help=text.replace("%", "%%"), **more)
 
 
 def given(settings: DataclassInstance, name: str) -> str:
     """An option and its value as they stand on a command line: ``--train-iters 1000``."""
-    return f"--{name.replace('_', '-')} {getattr(settings, name)}"
+    value = getattr(settings, name)
+    return f"--{name.replace('_', '-')} {shlex.join(value) if isinstance(value, list | tuple) else value}"
 
 
 def require(condition: bool, message: str) -> None:

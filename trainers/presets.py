@@ -152,6 +152,13 @@ def require_ranks(name: str, ranks: int, tensor: int) -> None:
     )
 
 
+def origin(name: str | None, message: str) -> str:
+    """The end of an error ``message`` about an option: that ``--preset name`` set its value, or nothing."""
+    values = PRESETS[name].settings() if name is not None else {}
+    options = (f"--{option.replace('_', '-')} {value}:" for option, value in values.items())
+    return f" (--preset {name} set it)" if message.startswith(tuple(options)) else ""
+
+
 def table() -> Iterator[str]:
     """Yield markdown: a row for each preset."""
     columns = ["preset", "of", "layers", "hidden", "heads", "sequence", "parameters", "paper", "TP", "batch", "rate"]

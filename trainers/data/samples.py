@@ -7,7 +7,10 @@ versions, and does not promise it for ``Generator.permutation`` and similar meth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,14 +48,40 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     return range(first), range(first, second), range(second, num_documents)
 
 
-class TokenSamples:
+class NoSamplesError(ValueError):
+    """Documents that are too few or too short to make one sample."""
+
+
+class Samples(ABC):
+    """The samples of one source: ``len()`` of them in an epoch, and then all of them again in the next epoch.
+
+    A sample is whatever the task trains on; for GPT it is an array of tokens.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, n: int) -> Any:
+        """Sample n, 0 <= n < len, as an evaluation reads it. Raises IndexError."""
+
+    def draw(self, epoch: int, n: int) -> Any:
+        """Sample n as training reads it in ``epoch``, from 0: ``self[n]``, unless a subclass makes it anew each epoch.
+
+        A pure function of both numbers, on every rank and after every restart.
+        """
+        del epoch
+        return self[n]
+
+
+class TokenSamples(Samples):
     """A range of documents, concatenated in order and cut into samples of equal length.
 
     Sample n is ``tokens[n * seq_length : (n + 1) * seq_length + 1]``, int64 [seq_length + 1]. Its input is all tokens
     but the last, its labels are all tokens but the first. Neighbours share one token, so that each token but the first
     is predicted once. Tokens that are left at the end are dropped.
 
-    documents: a range of step 1 within the data set. Raises ValueError if it gives no sample.
+    documents: a range of step 1 within the data set. Raises NoSamplesError if it gives no sample.
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int) -> None:
@@ -67,7 +96,7 @@ class TokenSamples:
         self.tokens = dataset.tokens[start:stop]
         self._count = (len(self.tokens) - 1) // seq_length
         if self._count < 1:
-            raise ValueError(
+            raise NoSamplesError(
                 f"{self.name}: {len(self.tokens)} tokens make no sample; one of seq_length {seq_length} "
                 f"needs {seq_length + 1}. Use more data, another split or a smaller seq_length"
             )
@@ -101,7 +130,7 @@ class TokenSamples:
         return counts
 
 
-class ZipfSamples:
+class ZipfSamples(Samples):
     """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1)**exponent.
 
     Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: a number for each use of the same
@@ -211,6 +240,19 @@ def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.Array
         raise ValueError("no held-out tokens to evaluate on")
     log_p = np.log1p(train) - np.log((train + 1).sum())
     return float(-(heldout * log_p).sum() / total)
+
+
+def mixed_counts(counts: Sequence[npt.ArrayLike], weights: Sequence[float]) -> npt.NDArray[np.float64]:
+    """The counts of a text of which each source gives its weight's part: float64 [vocab_size].
+
+    counts: for each source, how often each token occurs in it: [vocab_size], not all 0. The sum is that of all counts.
+    """
+    arrays = [np.asarray(of_source, dtype=np.float64) for of_source in counts]
+    total = sum(float(array.sum()) for array in arrays) / sum(weights)
+    mixed = np.zeros(arrays[0].shape)
+    for weight, array in zip(weights, arrays, strict=True):
+        mixed += weight * total / float(array.sum()) * array
+    return mixed
 
 
 def _philox(seed: int, *position: int) -> np.random.Philox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class Report:
     train_loss: of the last step. validation_loss, validation_tokens: of the last evaluation. unigram_entropy,
     sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in the traced
     steps (`communication_rows`; ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds:
-    of the ``traced_steps``. loss_scale: of an fp16 run.
+    of the ``traced_steps``. loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight,
+    samples and epochs read, and held-out loss; empty for one data set.
     """
 
     iteration: int
@@ -55,6 +56,7 @@ class Report:
     skipped_steps: int = 0
     traced_steps: int = 0
     traced_seconds: float = 0.0
+    sources: list[dict[str, Any]] = field(default_factory=list)
 
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
@@ -73,10 +75,23 @@ class Report:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
         lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")
+        if self.sources:
+            lines += ["", *self._sources()]
         lines += ["", self._communication_heading(), *self._communication(), ""]
         if self.sample:
             lines += ["sample", f"  [{self.sample_prompt}]{self.sample}", ""]
         return "\n".join(lines)
+
+    def _sources(self) -> list[str]:
+        width = max(len("data"), *(len(source["name"]) for source in self.sources))
+        lines = [f"  {'data':<{width}}{'weight':>9}{'samples':>13}{'epochs':>9}{'held-out loss':>15}"]
+        for source in self.sources:
+            epochs = "-" if source["epochs"] is None else f"{source['epochs']:.2f}"
+            loss = "-" if source["validation_loss"] is None else f"{source['validation_loss']:.4f}"
+            lines.append(
+                f"  {source['name']:<{width}}{source['weight']:>9.4f}{source['samples']:>13,}{epochs:>9}{loss:>15}"
+            )
+        return lines
 
     def _communication_heading(self) -> str:
         steps = "training steps" if self.traced_seconds == self.step_seconds else f"{self.traced_steps:,} traced steps"

@@ -14,11 +14,12 @@ from commengine import Communicator
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import GPT, GPTConfig, Randomness
 from tplayers.host_copy import to_device
-from trainers.data.batches import DataGroup, GlobalBatches, Samples
-from trainers.data.corpus import Corpus, open_corpus
-from trainers.data.samples import EpochPermutation
-from trainers.options import NOT_NEGATIVE, option
-from trainers.run.evaluation import Mean
+from trainers.data.batches import DataGroup, GlobalBatches
+from trainers.data.corpus import Corpus, HeldOutPart, open_corpus
+from trainers.data.samples import Samples
+from trainers.data.stream import SampleStream
+from trainers.options import NOT_NEGATIVE, given, option
+from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.generation import generate
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
@@ -80,10 +81,9 @@ class TokenBatches(GlobalBatches[TokenMicrobatch]):
     """
 
     def __init__(
-        self, samples: Samples, order: EpochPermutation | None, *, size: int, micro: int, data: DataGroup,
-        vocab_size: int, unusable: str,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, order, size=size, micro=micro, data=data)
+        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, vocab_size: int, unusable: str
+    ) -> None:
+        super().__init__(samples, size=size, micro=micro, data=data)
         self.vocab_size, self.unusable = vocab_size, unusable
 
     def microbatch(
@@ -110,23 +110,23 @@ def gpt_trainer(config: GPTTrainConfig, world: Communicator, corpus: Corpus) -> 
 
     config: valid for ``world``, with its vocabulary known (`GPTTrainConfig.validate`, `GPTTrainConfig.completed`).
     """
-    order = EpochPermutation(len(corpus.training), config.seed)
+    stream = corpus.stream(config.seed)
     unusable = (
-        f"a token lies outside the vocabulary of {config.vocab_size}: was --data-path {config.data_path} made with "
+        f"a token lies outside the vocabulary of {config.vocab_size}: was {given(config, 'data_path')} made with "
         "another tokenizer, or is --vocab-size too small?"
     )
     return transformer_trainer(
         config, world,
-        lambda tensor, dtype, stream: GPT(config.model(), tensor, dtype=dtype, overlap_stream=stream),
-        NextToken(), lambda data: _batches(config, corpus.training, order, data, unusable),
+        lambda tensor, dtype, overlap: GPT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
+        NextToken(), lambda data: _batches(config, stream, data, unusable),
     )  # fmt: skip
 
 
 def _batches(
-    config: GPTTrainConfig, samples: Samples, order: EpochPermutation | None, data: Communicator, unusable: str
+    config: GPTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
 ) -> TokenBatches:
     return TokenBatches(
-        samples, order, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
+        samples, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
         vocab_size=config.model().vocab_size, unusable=unusable,
     )  # fmt: skip
 
@@ -142,25 +142,28 @@ class GPTTask:
         self.config = config
         self.trainer = gpt_trainer(config, world, self.corpus)
         self.tokens_per_sample = config.seq_length
-        self.held_out = None
-        if self.corpus.held_out is not None:
-            self.held_out = _batches(
-                config, self.corpus.held_out, None, self.trainer.grid.data,
-                f"a held-out token lies outside the vocabulary of {config.vocab_size}: was --data-path made with "
-                "another tokenizer, or is --vocab-size too small?",
-            )  # fmt: skip
+        self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
+        self.held_out = [
+            HeldOut(part.name, part.weight, self._batches_of(part), part.iterations) for part in self._evaluated
+        ]
+
+    def _batches_of(self, part: HeldOutPart) -> TokenBatches:
+        unusable = (
+            f"a held-out token lies outside the vocabulary of {self.config.vocab_size}: was --data-path {part.name} "
+            "made with another tokenizer, or is --vocab-size too small?"
+        )
+        return _batches(self.config, part.held_out, self.trainer.grid.data, unusable)
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """A text that the model continues, and the loss of a unigram model on the held-out samples."""
         config, corpus, model = self.config, self.corpus, self.trainer.model
         assert isinstance(model, GPT)
-        source = corpus.training if corpus.held_out is None else corpus.held_out
+        source = self._evaluated[0].held_out if self._evaluated else corpus.sources[0].training
         prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
         sample = generate(model, prompt, config.sample_tokens, seed=config.seed)
         unigram = None
         if evaluated is not None:
-            samples = evaluated["lm_loss"].items // config.seq_length
             unigram = on_rank_zero(
-                self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, samples)
+                self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, self._evaluated)
             )
         return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample))

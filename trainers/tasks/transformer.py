@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import nn
 
-from commengine import Communicator, ProcessGrid, Stream
+from commengine import Communicator, ProcessGrid, Stream, UsageError
 from tplayers import initialize
 from tplayers.attention import DROPOUT_MASKS
 from trainers import presets
@@ -79,7 +79,10 @@ class TransformerTrainConfig(TextConfig, ABC):
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
         if self.preset is not None:
             presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
-        super().validate(ranks)
+        try:
+            super().validate(ranks)
+        except UsageError as error:
+            raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
         longest = given(self, "max_position_embeddings")
         require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
