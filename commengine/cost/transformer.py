@@ -99,7 +99,8 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
 
     The forward takes 24 b s h^2 (1 + s / 6h) for each layer and 2 b s h v for the logits; the backward takes twice
     that. recompute "full" adds one more forward of every layer, 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all.
-    "selective" adds one more of the two matrix products of attention [K]. A BERT has the dense layers of its heads, too.
+    "selective" adds one more of the two matrix products of attention [K]. A BERT has the dense layers of its heads,
+    too.
     """
     require_recompute(recompute)
     tokens = batch * shape.seq

@@ -105,6 +105,7 @@ class TransformerTrainConfig(TextConfig, ABC):
     def shape(self) -> dict[str, Any]:
         """The fields of the model's configuration that all transformers have, by name. ``vocab_size`` must be known."""
         assert self.vocab_size is not None
+        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
         return {
             "num_layers": self.num_layers, "hidden_size": self.hidden_size,
             "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
@@ -112,7 +113,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
             "init_method_std": self.init_method_std,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
-            "sequence_parallel": self.sequence_parallel, "recompute": None if self.recompute_granularity == "none" else self.recompute_granularity,
+            "sequence_parallel": self.sequence_parallel, "recompute": recompute,
             "attention_dropout_mask": self.attention_dropout_mask,
         }  # fmt: skip
 
