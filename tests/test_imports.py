@@ -40,7 +40,7 @@ ROOMS = {
         {"models"},
     ),
     "trainers": (
-        {"options"},
+        {"options", "presets"},
         {"config"},
         {"data", "weights"},
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
