@@ -83,7 +83,7 @@ $(STAMP): pyproject.toml
 		"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -z "$(filter-out $(STAMP),$(wildcard .venv/.installed-*))" || rm -rf .venv
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),corpus,test,lint]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),test,lint]'
 	@touch $@
 
 # Last: it needs the environment, and goes with it.

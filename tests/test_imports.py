@@ -33,7 +33,7 @@ ROOMS = {
         {"grid", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy"},
+        {"host_copy", "checks"},
         {"rng", "recompute", "regions"},
         {"placement"},
         {"linear", "norm", "cross_entropy"},
@@ -42,9 +42,9 @@ ROOMS = {
         {"models"},
     ),
     "trainers": (
-        {"options"},
+        {"options", "presets"},
         {"config"},
-        {"data"},
+        {"data", "weights"},
         {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},

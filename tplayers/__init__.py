@@ -1,12 +1,14 @@
 """Tensor-parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
 from .attention import DropoutMask, SelfAttention
-from .block import TransformerBlock
+from .block import NormPlacement, TransformerBlock
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .mlp import MLP
+from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from .mlp import MLP, Gelu
+from .models.bert import BERT, BERTConfig
 from .models.gpt import GPT, GPTConfig
+from .models.transformer import Transformer, TransformerConfig
 from .norm import LayerNorm, ParallelLayerNorm
 from .placement import (
     Constant,
@@ -31,21 +33,28 @@ from .regions import (
 from .rng import Randomness, dropout
 
 __all__ = [
+    "BERT",
     "GPT",
     "MLP",
+    "BERTConfig",
     "ColumnParallelLinear",
     "Constant",
     "DropoutMask",
     "GPTConfig",
+    "Gelu",
     "LayerNorm",
+    "NormPlacement",
     "Normal",
     "ParallelLayerNorm",
     "Placement",
     "Randomness",
     "Recompute",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "SelfAttention",
+    "Transformer",
     "TransformerBlock",
+    "TransformerConfig",
     "VocabParallelEmbedding",
     "add_parameter",
     "all_reduce_together",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, Stream
 
+from .checks import require_within
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal, require_divisible
 from .recompute import recomputed
@@ -44,8 +45,12 @@ class SelfAttention(nn.Module):
         site, rank in the tensor group): a fused kernel then computes attention in training, too, and the loss depends
         on the TP and DP size and on the device. Recomputation draws the same mask. It does not compile.
 
+    padding: the number of real tokens of each sample, int64 [b], which come first; or bool [b, s], True where a token
+        is real. No token attends to the others. A sample without real tokens gets finite numbers. None: all are real.
+
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. Without attention dropout the core is `scaled_dot_product_attention`.
+    sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
+    `scaled_dot_product_attention`.
     """
 
     def __init__(
@@ -96,16 +101,17 @@ class SelfAttention(nn.Module):
         self._offsets = head_offsets(self.heads, self.qkv.weight.device)
         return self
 
-    def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
+    def forward(self, x: Tensor, randomness: Randomness | None = None, padding: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         shape = (s, b, self.num_heads, self.head_size)
         q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
         drawn = self._drawn(randomness)
+        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype)
         if self.recompute_core and torch.is_grad_enabled():
-            context = recomputed(self._core, q, k, v, drawn)
+            context = recomputed(self._core, q, k, v, drawn, bias)
         else:
-            context = self._core(q, k, v, drawn)
+            context = self._core(q, k, v, drawn, bias)
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
 
@@ -122,18 +128,55 @@ class SelfAttention(nn.Module):
             )
         return source.rank_seed(self.site, self.rank)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None) -> Tensor:
-        """The values weighted by attention. drawn: see `_drawn`."""
-        if drawn is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        if isinstance(drawn, int):
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None = None) -> Tensor:
+        """The values weighted by attention. drawn: see `_drawn`. bias: added to the scores, [b, 1, 1, s]."""
+        if drawn is None or isinstance(drawn, int):
+            causal = self.causal
+            if causal and bias is not None:  # the kernels take one of the two
+                bias, causal = bias + _later(q), False
+            if drawn is None:
+                return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)
             with seeded(drawn, q.device):
-                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=self.causal)
+                return F.scaled_dot_product_attention(q, k, v, bias, self.attention_dropout, causal)
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
+        # An addition keeps nothing for its backward; masked_fill would keep the mask.
         if self.causal:
-            # An addition keeps nothing for its backward; masked_fill would keep the mask.
-            scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
+            scores.add_(_later(q))
+        if bias is not None:
+            scores.add_(bias)
         return dropout(scores.softmax(dim=-1), self.attention_dropout, drawn) @ v
+
+
+def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:
+    """Bool [b, s], True where a token is real. padding: such a tensor, or int64 [b], the numbers of real tokens.
+
+    Raises ValueError for another shape or dtype and, on the host if not compiled, for a number outside 0 to ``s``.
+    """
+    if padding.dtype == torch.bool and padding.shape == (b, s):
+        return padding
+    if padding.dtype != torch.int64 or padding.shape != (b,):
+        raise ValueError(
+            f"padding {padding.dtype} {list(padding.shape)} must be int64 [{b}], the number of real tokens of each "
+            f"sample, or bool [{b}, {s}], True where a token is real"
+        )
+    require_within(padding, s + 1, "a sample's number of real tokens")
+    return torch.arange(s, device=padding.device) < padding.unsqueeze(1)
+
+
+def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: 0 for a real token, and for padding a number so low that its weight is exactly 0.
+
+    The number is finite, so that a sample of padding alone gives no NaN; and half of the lowest, so that no score
+    makes the sum infinite.
+    """
+    low = torch.finfo(dtype).min / 2
+    return torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, low)[:, None, None]
+
+
+def _later(q: Tensor) -> Tensor:
+    """[s, s]: -inf for the tokens after each of the tokens of q [b, heads, s, d], else 0."""
+    s = q.shape[-2]
+    return q.new_full((s, s), -torch.inf).triu(1)
 
 
 def needed(randomness: Randomness | None, site: str) -> Randomness:

@@ -1,6 +1,8 @@
-"""TransformerBlock: one transformer layer, normalising before each branch (paper, Figures 2 and 4)."""
+"""TransformerBlock: one transformer layer, normalising before or after each branch (paper, Figures 2, 4 and 7)."""
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +11,23 @@ from commengine import Communicator, Stream
 
 from .attention import DropoutMask, SelfAttention, needed
 from .linear import DEFAULT_INIT
-from .mlp import MLP
+from .mlp import MLP, Gelu
 from .norm import LayerNorm
 from .placement import Normal
 from .recompute import Recompute, recomputed, require_known
 from .rng import Randomness, dropout
 
+#: Where a layer normalises: "pre" inside each branch, which leaves the residual stream as it is (paper, Figure 7 b), or
+#: "post" after each residual sum, as in the first BERT (Figure 7 a).
+NormPlacement: TypeAlias = Literal["pre", "post"]
+
+NORM_PLACEMENTS = ("pre", "post")
+
 
 class TransformerBlock(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+    """Pre-LN: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+
+    Post-LN: norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))). See `NormPlacement`.
 
     Two all-reduces of b * s * h elements forward and two backward, as in the paper's Figure 4. Every rank computes the
     same norms, dropout and residuals.
@@ -27,7 +37,8 @@ class TransformerBlock(nn.Module):
     all-gathers run backward, because the column-parallel layers keep only a shard of their input.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same.
+    sequence shard -> the same. padding: as in `SelfAttention`.
+    gelu: as in `MLP`. norm_placement: "pre" or "post" (else ValueError).
     site: the name of this layer in its dropout masks, such as "layers.3".
     dropout_mask: of attention dropout (`SelfAttention`).
     recompute: "full" keeps only x for the backward, and runs the forward again, communication included.
@@ -43,6 +54,8 @@ class TransformerBlock(nn.Module):
         comm: Communicator,
         *,
         causal: bool = True,
+        gelu: Gelu = "tanh",
+        norm_placement: NormPlacement = "pre",
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         dropout_mask: DropoutMask = "position",
@@ -57,9 +70,12 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         require_known(recompute)
+        if norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(f"norm_placement={norm_placement!r} must be one of {', '.join(NORM_PLACEMENTS)}")
         self.comm = comm
         self.sequence_parallel = sequence_parallel
         self.recompute = recompute
+        self.norm_placement = norm_placement
         self.hidden_dropout = hidden_dropout
         self.site = site
         self.attention_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -70,17 +86,23 @@ class TransformerBlock(nn.Module):
         )  # fmt: skip
         self.mlp_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
         self.mlp = MLP(
-            hidden_size, ffn_hidden_size, comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream,
-            init=init, output_init=output_init, dtype=dtype,
+            hidden_size, ffn_hidden_size, comm, gelu=gelu, sequence_parallel=sequence_parallel,
+            overlap_stream=overlap_stream, init=init, output_init=output_init, dtype=dtype,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, randomness: Randomness | None = None) -> Tensor:
+    def forward(self, x: Tensor, randomness: Randomness | None = None, padding: Tensor | None = None) -> Tensor:
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, randomness)
-        return self._layer(x, randomness)
+            return recomputed(self._layer, x, randomness, padding)
+        return self._layer(x, randomness, padding)
 
-    def _layer(self, x: Tensor, randomness: Randomness | None) -> Tensor:
-        x = x + self._dropped(self.attention(self.attention_norm(x), randomness), "after_attention", randomness)
+    def _layer(self, x: Tensor, randomness: Randomness | None, padding: Tensor | None) -> Tensor:
+        if self.norm_placement == "post":
+            attended = self._dropped(self.attention(x, randomness, padding), "after_attention", randomness)
+            x = self.attention_norm(x + attended)
+            normed: Tensor = self.mlp_norm(x + self._dropped(self.mlp(x), "after_mlp", randomness))
+            return normed
+        attended = self.attention(self.attention_norm(x), randomness, padding)
+        x = x + self._dropped(attended, "after_attention", randomness)
         return x + self._dropped(self.mlp(self.mlp_norm(x)), "after_mlp", randomness)
 
     def _dropped(self, x: Tensor, branch: str, randomness: Randomness | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.dtypes import HALF_TYPES
 
+from .checks import require_within
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import communicates, reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
@@ -53,36 +54,34 @@ class VocabParallelEmbedding(nn.Module):
         add_parameter(self, "weight", rows, dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if (
-            not torch.compiler.is_compiling()
-            and tokens.is_cpu
-            and bool(((tokens < 0) | (tokens >= self.num_embeddings)).any())
-        ):
-            raise ValueError(f"a token lies outside 0 to {self.num_embeddings - 1}")
+        require_within(tokens, self.num_embeddings, "a token")
         if not communicates(self.comm):
-            return _looked_up(tokens, self.weight)
+            return looked_up(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.comm.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = _looked_up(local.masked_fill(elsewhere, 0), self.weight)
+        found = looked_up(local.masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(found, self.comm)
         return reduce_own_from_tensor_parallel_region(found, self.comm)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """This rank's logits [..., num_embeddings / comm.size] of x [..., embedding_dim], equal on all ranks.
+
+        bias: [num_embeddings / comm.size], this rank's part of a bias of the output layer.
 
         With sequence_parallel x [s / comm.size, ..., embedding_dim] is this rank's shard, and the logits are of all s
         positions.
         """
         return column_parallel_linear(
-            x, self.weight, None, self.comm,
+            x, self.weight, bias, self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
         )  # fmt: skip
 
 
-def _looked_up(rows: Tensor, table: Tensor) -> Tensor:
+def looked_up(rows: Tensor, table: Tensor) -> Tensor:
+    """Rows number ``rows``, int64 [...], of ``table`` [n, d]: [..., d]. In half precision the gradient is accurate."""
     if table.is_cpu and table.dtype in HALF_TYPES:
         return _HostHalfLookup.apply(rows, table)  # type: ignore[no-untyped-call, no-any-return]
     return F.embedding(rows, table)

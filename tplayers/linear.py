@@ -1,4 +1,4 @@
-"""Linear layers that are split by columns and by rows (paper, section 3, equations 2 and 3, Figure 3)."""
+"""Linear layers that are split by columns, by rows, or not (paper, section 3, equations 2 and 3, Figure 3)."""
 
 from __future__ import annotations
 
@@ -136,6 +136,35 @@ class RowParallelLinear(nn.Module):
         else:
             y = reduce_own_from_tensor_parallel_region(y, self.comm)
         return y if self.bias is None else y.add_(self.bias)
+
+
+class ReplicatedLinear(nn.Module):
+    """Y = X A^T + b, of which every rank holds the whole weight. It communicates nothing.
+
+    sequence_parallel: x is this rank's sequence shard, so the parameters' gradients are partial (`Placement`).
+
+    forward: x [..., in_features] -> [..., out_features].
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool = False,
+        init: Normal | Constant = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        weight = Placement((out_features, in_features), init, partial=sequence_parallel)
+        add_parameter(self, "weight", weight, dtype)
+        add_parameter(self, "bias", Placement((out_features,), partial=sequence_parallel), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 def column_parallel_linear(

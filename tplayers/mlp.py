@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,15 +13,21 @@ from commengine import Communicator, Stream
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal
 
+#: The form of GELU: x * Phi(x) with the error function (BERT), or the approximation by tanh (GPT-2, Megatron-LM's GPT).
+Gelu: TypeAlias = Literal["erf", "tanh"]
+
+#: each form's name in torch
+GELUS = {"erf": "none", "tanh": "tanh"}
+
 
 class MLP(nn.Module):
     """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
 
+    gelu: the form of GELU, "tanh" or "erf" (else ValueError). They differ by up to 4.7e-4.
     sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
 
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
     With sequence_parallel: x [s / comm.size, ..., hidden_size], this rank's sequence shard -> the same.
-    GELU is the tanh form that GPT-2 and Megatron-LM use.
     """
 
     def __init__(
@@ -28,6 +36,7 @@ class MLP(nn.Module):
         ffn_hidden_size: int,
         comm: Communicator,
         *,
+        gelu: Gelu = "tanh",
         sequence_parallel: bool = False,
         overlap_stream: Stream | None = None,
         init: Normal = DEFAULT_INIT,
@@ -35,6 +44,8 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_gelu(gelu)
+        self.gelu = gelu
         self.up = ColumnParallelLinear(
             hidden_size, ffn_hidden_size, comm,
             sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
@@ -44,5 +55,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
+
+
+def require_gelu(gelu: str) -> None:
+    """Raise ValueError unless ``gelu`` is a `Gelu`."""
+    if gelu not in GELUS:
+        raise ValueError(f"gelu={gelu!r} must be one of {', '.join(GELUS)}")

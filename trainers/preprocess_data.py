@@ -1,11 +1,13 @@
 """Turn text into an indexed data set: ``python -m trainers.preprocess_data --input FILES --output-prefix PREFIX``.
 
 The command writes ``PREFIX.bin``, ``PREFIX.idx`` (Megatron-core's format) and ``PREFIX-tokenizer.json``, or none of
-them. Its memory is bounded by a batch of text and the largest document, not by the input.
+them. With ``--split-sentences``, for BERT, the names begin with ``PREFIX_text_sentence`` in place of ``PREFIX``. Its
+memory is bounded by a batch of text and the largest document, not by the input.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import time
@@ -27,6 +29,8 @@ from .options import OptionError, Parser
 _JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
+#: whether each of Megatron-LM's --tokenizer-type for WordPiece lower-cases
+_LOWERCASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
 
 def _parser() -> Parser:
@@ -40,16 +44,28 @@ def _parser() -> Parser:
     )
     add("--json-key", default="text", help="key of the text in a JSON line (default: %(default)s)")
     add("--split-on-blank-lines", action="store_true", help="text files: each paragraph is a document, not each file")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="for BERT: each sentence is an item of its document; write PREFIX_KEY_sentence.bin (KEY: --json-key) ...",
+    )
+    add("--lang", default="en", metavar="CODE", help="language of the sentences, ISO 639 (default: %(default)s)")
     add("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and -tokenizer.json")
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json")
-    add("--vocab-file", metavar="FILE", help="GPT-2's encoder.json; needs --merge-file")
+    add("--vocab-file", metavar="FILE", help="BERT's vocab.txt; or with --merge-file GPT-2's encoder.json")
     add("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe; needs --vocab-file")
     add("--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
+    add("--train-wordpiece", type=int, metavar="V", help="train BERT's WordPiece of V tokens on the input")
+    add(
+        "--tokenizer-type",
+        choices=_LOWERCASE,
+        default="BertWordPieceLowerCase",
+        help="whether WordPiece lower-cases the text (default: %(default)s)",
+    )
     add(
         "--append-eod",
         action=BooleanOptionalAction,
-        default=True,
-        help="end each document with <|endoftext|>",
+        help="end each document with <|endoftext|> (default: yes, but for --split-sentences)",
     )
     add(
         "--workers",
@@ -75,27 +91,39 @@ def _check(args: Namespace) -> None:
     if args.workers < 1:
         raise ValueError(f"--workers: want at least 1, got {args.workers}")
 
-    if (args.vocab_file is None) != (args.merge_file is None):
-        raise ValueError("--vocab-file and --merge-file: GPT-2's tokenizer needs both")
-    choices = [args.tokenizer_model is not None, args.vocab_file is not None, args.train_bpe is not None]
-    if sum(choices) != 1:
-        raise ValueError(
-            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE with --merge-file FILE, or "
-            f"--train-bpe N; got {'none' if not any(choices) else 'more than one'}"
-        )
-    if args.train_bpe is not None and args.train_bpe < SMALLEST_BPE:
-        raise ValueError(f"--train-bpe: want at least {SMALLEST_BPE} tokens, got {args.train_bpe}")
+    if args.split_sentences and importlib.util.find_spec("sentencex") is None:
+        raise ValueError("--split-sentences: needs the package sentencex; install it with: pip install '.[bert]'")
+    _check_tokenizer(args)
 
     folder = bin_path(args.output_prefix).parent
     if args.output_prefix.endswith(("/", os.sep)) or bin_path(args.output_prefix).name == ".bin":
         raise ValueError(f"--output-prefix: {args.output_prefix!r} ends in a folder; valid: FOLDER/NAME")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--output-prefix: {folder}: not a folder that can be written to")
-    for path in _outputs(args.output_prefix):
+    for path in _outputs(_prefix(args)):
         if path.is_dir():
             raise ValueError(f"--output-prefix: {path} is a folder")
         if any(path.exists() and path.samefile(source) for source in args.input or ()):
             raise ValueError(f"--output-prefix: {path} is an --input file")
+
+
+def _check_tokenizer(args: Namespace) -> None:
+    if args.vocab_file is None and args.merge_file is not None:
+        raise ValueError("--merge-file: GPT-2's tokenizer needs --vocab-file, too")
+    choices = (args.tokenizer_model, args.vocab_file, args.train_bpe, args.train_wordpiece)
+    given = sum(choice is not None for choice in choices)
+    if given != 1:
+        raise ValueError(
+            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE (BERT's vocab.txt, or GPT-2's "
+            f"encoder.json with --merge-file FILE), or --train-bpe N, or --train-wordpiece V; got {given or 'none'}"
+        )
+    if args.train_bpe is not None and args.train_bpe < SMALLEST_BPE:
+        raise ValueError(f"--train-bpe: want at least {SMALLEST_BPE} tokens, got {args.train_bpe}")
+
+
+def _prefix(args: Namespace) -> str:
+    """PREFIX of the output: Megatron-LM's PREFIX_KEY_sentence for a data set of sentences."""
+    return f"{args.output_prefix}_{args.json_key}_sentence" if args.split_sentences else args.output_prefix
 
 
 def _outputs(prefix: str) -> tuple[Path, Path, Path]:
@@ -141,14 +169,27 @@ class _Source:
 
 
 def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
+    def texts() -> Iterator[str]:
+        pieces = source.progress(text_files.cut(source.pieces()), "train tokenizer")
+        return (piece.text for piece in pieces)
+
     if args.train_bpe is not None:
-        pieces = source.progress(text_files.cut(source.pieces()), "train BPE")
-        return Tokenizer.train_bpe((piece.text for piece in pieces), args.train_bpe)
-    option = "--tokenizer-model" if args.tokenizer_model else "--vocab-file, --merge-file"
+        return Tokenizer.train_bpe(texts(), args.train_bpe)
+    lowercase = _LOWERCASE[args.tokenizer_type]
+    option = "--tokenizer-model"
     try:
+        if args.train_wordpiece is not None:
+            option = "--train-wordpiece"
+            return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase)
         if args.tokenizer_model:
             return Tokenizer.from_file(args.tokenizer_model)
-        return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)
+        if args.merge_file:
+            option = "--vocab-file, --merge-file"
+            return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)
+        option = "--vocab-file"
+        return Tokenizer.from_vocab(args.vocab_file, lowercase=lowercase)
+    except TextFileError:  # about the input
+        raise
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}: {error}") from error
 
@@ -166,11 +207,12 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _encode(pieces: Iterator[TextPiece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter) -> int:
-    """Write every document that has a token. Return the bytes of text."""
-    size = 0
+def _encode(
+    pieces: Iterator[TextPiece], tokenizer: Tokenizer, eod: int | None, writer: IndexedDatasetWriter, *, items: bool
+) -> tuple[int, int]:
+    """Write every document that has a token; each piece is an item of it if ``items``. Return items, bytes of text."""
+    size = sequences = 0
     document: list[np.ndarray[Any, np.dtype[Any]]] = []
-    end = [] if eod is None else [np.array([eod], writer.dtype)]
     for batch in _batches(pieces):
         encoded = tokenizer.iter_encode_batch([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
@@ -178,10 +220,14 @@ def _encode(pieces: Iterator[TextPiece], tokenizer: Tokenizer, eod: int | None, 
             if ids:
                 document.append(np.array(ids, writer.dtype))
             if piece.last and document:
-                writer.add_document(np.concatenate(document + end))
+                if eod is not None:
+                    document[-1] = np.append(document[-1], np.array(eod, writer.dtype))
+                lengths = [len(part) for part in document] if items else None
+                writer.add_document(np.concatenate(document), lengths)
+                sequences += len(document) if items else 1
             if piece.last:
                 document = []
-    return size
+    return sequences, size
 
 
 def preprocess(args: Namespace) -> str:
@@ -195,24 +241,30 @@ def preprocess(args: Namespace) -> str:
         raise ValueError(f"--input: no text in {', '.join(args.input)}")
     tokenizer = _tokenizer(args, source)
     eod = None
-    if args.append_eod:
+    if not args.split_sentences if args.append_eod is None else args.append_eod:
         try:
             eod = tokenizer.eod
         except ValueError as error:
             raise ValueError(f"--append-eod: {error}; use --no-append-eod") from error
 
     start = time.perf_counter()
-    pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
-    _, index, tokenizer_file = _outputs(args.output_prefix)
-    with IndexedDatasetWriter(args.output_prefix, best_dtype(tokenizer.vocab_size)) as writer:
-        size = _encode(source.progress(pieces, "tokenise"), tokenizer, eod, writer)
+    if args.split_sentences:
+        pieces = text_files.sentences(text_files.whole(source.pieces()), args.lang)
+    else:
+        pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
+    prefix = _prefix(args)
+    _, index, tokenizer_file = _outputs(prefix)
+    with IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
+        progress = source.progress(pieces, "tokenise")
+        items, size = _encode(progress, tokenizer, eod, writer, items=args.split_sentences)
         if not writer.num_tokens:
             raise ValueError("--input: the tokenizer found no token in it")
         index.unlink(missing_ok=True)  # an older data set must never stand beside the new tokenizer
         tokenizer.save(tokenizer_file)
     seconds = time.perf_counter() - start
+    sentences = f"{items} sentences, " if args.split_sentences else ""
     return (
-        f"{args.output_prefix}: {len(writer)} documents, {writer.num_tokens} tokens ({writer.dtype.name}), "
+        f"{prefix}: {len(writer)} documents, {sentences}{writer.num_tokens} tokens ({writer.dtype.name}), "
         f"{size} bytes of text, {writer.num_tokens / seconds:.0f} tokens per second"
     )
 

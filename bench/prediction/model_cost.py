@@ -1,4 +1,4 @@
-"""Predict the time and memory of a GPT's training step on a cluster, part by part.
+"""Predict the time and memory of a GPT's or BERT's training step on a cluster, part by part.
 
 The layer is Megatron-LM's. Its kernels are counted one by one: those of the eager code of 2019 (``unfused``:
 mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd), or those of today (``fused``: one kernel each for
@@ -96,6 +96,13 @@ _FUSED = (
     _Kernel("split", 4, 6, width=4),  # bias + GELU
     _Kernel("split", 0, 4, width=3),  # gradients of q, k, v joined
 )
+# Attention in single operations beside fused kernels: 2019's, and the mask's hash in int32 (tplayers/rng.py).
+_POSITION_MASK = (
+    *(kernel for kernel in _UNFUSED if kernel.over == "scores"),
+    _Kernel("scores", 97, 0),
+    _Kernel("split", 4, 4, width=3),  # heads made contiguous
+    _Kernel("split", 4, 4),  # context made contiguous
+)
 # Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
 # 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
 # for Adam 4, master weight and moments read and written 24, weight 2.
@@ -168,21 +175,28 @@ def _predict(shape: TransformerShape, layout: Layout, cluster: Cluster, parts: P
         exposed, hidden = data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
     seconds["data_communication"] = exposed
 
-    activations = cost.activation_bytes(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        fused_attention=device.kernels == "fused",
-    )
-    memory = {
-        "parameters and optimizer": cost.parameter_bytes(owned, zero1_ranks=layout.data if layout.zero1 else 1),
-        "activations": activations,
-    }
+    memory = cost.training_bytes(shape, layout.micro_batch, layout.tensor, layout.data, kept_tensors(layout, cluster))
     # A part that is switched off takes no time, but its FLOPs still count.
     flops = cost.model_flops(shape, layout.batch, layout.recompute)
     return PredictedStep(seconds, hidden, memory, flops, layout.ranks)
+
+
+def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
+    """The settings that decide which tensors a device keeps in such a step."""
+    half = cluster.device.element_bytes == 2
+    scores = "none"
+    if _eager_attention(layout, cluster.device):
+        scores = "dropped" if layout.attention_dropout else "softmax"
+    return cost.KeptTensors(
+        element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel, hidden_dropout=layout.hidden_dropout, scores=scores,
+        zero1=layout.zero1, sends_together=cluster.overlap, sent_bytes=2 if half else 0,
+    )  # fmt: skip
+
+
+def _eager_attention(layout: Layout, device: Device) -> bool:
+    """Whether attention runs in single operations, so that its scores are in memory."""
+    return device.kernels == "unfused" or (layout.attention_dropout and layout.position_mask)
 
 
 def _layer(
@@ -200,15 +214,19 @@ def _layer(
         forward.add("gemm", 1, multiply=gemm(tokens, n, k))
         backward.add("gemm", 2, multiply=gemm(tokens, k, n) + gemm(k, n, tokens))
 
-    if device.kernels == "unfused":
+    if _eager_attention(layout, device):
         attention.add("attention", 2, multiply=gemm(s, s, head, batch) + gemm(s, head, s, batch))
         backward.add("attention", 4, multiply=gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch))
     else:
         flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
+        flops *= 2 if shape.model == "bert" else 1  # a BERT attends to all positions
         attention.add("attention", 1, multiply=flops / (device.peak_flops * FUSED_ATTENTION[0]))
         backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]))
 
-    for kernel in _UNFUSED if device.kernels == "unfused" else _FUSED:
+    kernels: tuple[_Kernel, ...] = _UNFUSED
+    if device.kernels == "fused":
+        kernels = (*_FUSED, *_POSITION_MASK) if _eager_attention(layout, device) else _FUSED
+    for kernel in kernels:
         scores = kernel.over == "scores"
         if not (parts.attention_traffic if scores else parts.elementwise):
             continue
@@ -241,7 +259,10 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
     """The embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
     work = KernelTimes()
     tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
-    for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
+    products = [(tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)]
+    if shape.model == "bert":  # the dense layer of masked tokens; what the pooler computes is b rows
+        products += [(tokens, h, h), (tokens, h, h), (h, h, tokens)]
+    for m, n, k in products:
         work.add("logits", 1, multiply=gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape))
     if parts.elementwise:
         size = device.element_bytes / 2

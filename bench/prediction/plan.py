@@ -36,8 +36,8 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def layouts(shape: TransformerShape, gpus: int, batch: int) -> Iterator[Layout]:
-    """Yield every layout whose sizes divide what they split.
+def layouts(shape: TransformerShape, gpus: int, batch: int, like: Layout) -> Iterator[Layout]:
+    """Yield every layout whose sizes divide what they split, with the dropout of ``like``.
 
     Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
     nothing.
@@ -50,8 +50,11 @@ def layouts(shape: TransformerShape, gpus: int, batch: int) -> Iterator[Layout]:
             for recompute in ("none", "selective", "full"):
                 for sequence in (False, True) if tensor > 1 and shape.seq % tensor == 0 else (False,):
                     for zero1 in (False, True) if data > 1 else (False,):
-                        times = batch // data // micro_batch
-                        yield Layout(tensor, data, micro_batch, times, recompute, sequence, zero1)
+                        yield replace(
+                            like, tensor=tensor, data=data, micro_batch=micro_batch,
+                            micro_batches=batch // data // micro_batch, recompute=recompute,
+                            sequence_parallel=sequence, zero1=zero1,
+                        )  # fmt: skip
 
 
 def plan(
@@ -62,14 +65,16 @@ def plan(
     *,
     fixed: Mapping[str, Any] | None = None,
     reserve: float = 2e9,
+    like: Layout | None = None,
 ) -> list[Candidate]:
     """All candidates: first those that fit, fastest first; then the others, least memory first.
 
     fixed: values that are not searched, by the keys of SEARCHED. reserve: bytes that a device keeps for CUDA's
-    context, NCCL's buffers and workspaces. Raises ValueError if nothing divides, or if ``fixed`` leaves no layout.
+    context, NCCL's buffers and workspaces. like: a layout with the dropout of the step. Raises ValueError if nothing
+    divides, or if ``fixed`` leaves no layout.
     """
     room = cluster.device.memory_bytes - reserve
-    chosen = list(layouts(shape, gpus, batch))
+    chosen = list(layouts(shape, gpus, batch, like or Layout()))
     if not chosen:
         raise ValueError(
             f"no way to split {shape.heads} heads, hidden size {shape.hidden}, vocabulary {shape.vocab} and a batch of "

@@ -24,6 +24,13 @@ from .collectives import (
 )
 from .fitted import FittedModel, Segment
 from .hierarchy import Machine, Phase, hierarchical_all_reduce
+from .memory import (
+    KeptTensors,
+    activation_bytes,
+    layer_activation_bytes,
+    parameter_bytes,
+    training_bytes,
+)
 from .step import (
     Collective,
     data_parallel_collectives,
@@ -34,24 +41,20 @@ from .step import (
     total_bytes_sent,
 )
 from .transformer import (
-    ADAM_BYTES_PER_PARAMETER,
     TransformerShape,
-    activation_bytes,
-    layer_activation_bytes,
     layer_parameters,
     model_flops,
-    parameter_bytes,
     parameter_sizes,
     parameters,
 )
 
 __all__ = [
-    "ADAM_BYTES_PER_PARAMETER",
     "ALGORITHMS",
     "OPERATIONS",
     "Collective",
     "Cost",
     "FittedModel",
+    "KeptTensors",
     "Link",
     "Machine",
     "Phase",
@@ -77,4 +80,5 @@ __all__ = [
     "sequence_parallel_collectives",
     "tensor_parallel_collectives",
     "total_bytes_sent",
+    "training_bytes",
 ]

@@ -1,6 +1,5 @@
-"""Parameters, FLOPs and memory of a GPT's training step, by formula. `step.py` has its collectives.
+"""Parameters and FLOPs of a GPT or BERT, by formula. `memory.py` has the bytes of a step, `step.py` its collectives.
 
-    [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1 (16 bytes a parameter)
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
     [A] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021: appendix (FLOPs)
 
@@ -12,16 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# fp16 weight and gradient, fp32 master weight, two fp32 moments of Adam [Z].
-ADAM_BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
 RECOMPUTE = ("none", "selective", "full")
+MODELS = ("gpt", "bert")
 
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The shape of a GPT whose MLP has the width 4 h and whose output layer is tied to the embedding.
+    """The shape of a GPT or BERT whose MLP has the width 4 h and whose output layer is tied to the embedding.
 
-    vocab: after padding. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
+    vocab: after padding. model: "gpt" or "bert". A BERT has two token types, the head of masked tokens (dense, GELU,
+    norm, a bias of the output layer) and the pooler with the sentence-order head; every rank holds these whole, but
+    for the output layer's bias. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
     """
 
     layers: int
@@ -29,6 +29,7 @@ class TransformerShape:
     heads: int
     seq: int
     vocab: int
+    model: str = "gpt"
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
@@ -36,6 +37,8 @@ class TransformerShape:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}")
+        if self.model not in MODELS:
+            raise ValueError(f"model={self.model!r}: one of {', '.join(MODELS)}")
 
     def require_tensor_parallel(self, tensor: int) -> None:
         """Raise ValueError unless ``tensor`` ranks can split the heads, the hidden size and the vocabulary evenly."""
@@ -61,6 +64,9 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
     h = shape.hidden
     split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
     whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
+    if shape.model == "bert":
+        split += shape.vocab  # the bias of the output layer
+        whole += 2 * h + (h * h + h + 2 * h) + (h * h + h + 2 * h + 2)  # token types; masked tokens; pooler and order
     return split / tensor + whole
 
 
@@ -93,7 +99,8 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
 
     The forward takes 24 b s h^2 (1 + s / 6h) for each layer and 2 b s h v for the logits; the backward takes twice
     that. recompute "full" adds one more forward of every layer, 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all.
-    "selective" adds one more of the two matrix products of attention [K].
+    "selective" adds one more of the two matrix products of attention [K]. A BERT has the dense layers of its heads,
+    too.
     """
     require_recompute(recompute)
     tokens = batch * shape.seq
@@ -101,77 +108,10 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
     layer = 24 * tokens * h * h
     attention = 4 * tokens * shape.seq * h
     logits = 2 * tokens * h * shape.vocab
+    if shape.model == "bert":
+        logits += 2 * h * h * (tokens + batch)
     again = {"none": 0, "selective": attention, "full": layer + attention}[recompute]
     return shape.layers * (3 * (layer + attention) + again) + 3 * logits
-
-
-def parameter_bytes(count: float, *, zero1_ranks: int = 1) -> float:
-    """Return the bytes of weights, gradients and Adam's state of ``count`` parameters.
-
-    They are 16 bytes for each parameter, of which ZeRO-1 splits 12 over ``zero1_ranks`` ranks [Z].
-    """
-    return count * (4 + 12 / zero1_ranks)
-
-
-def layer_activation_bytes(
-    shape: TransformerShape,
-    batch: int,
-    tensor: int = 1,
-    *,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    fused_attention: bool = False,
-) -> float:
-    """Return the bytes that a layer saves for the backward [K, Table 2].
-
-    An activation has 2 bytes and an element of a dropout mask 1. By ``recompute``:
-
-    - "none": s b h (34 + 5 a s / h). Without sequence parallelism, 10 s b h of it is whole on every rank of the tensor
-      group.
-    - "selective": the same without 5 a s / h, the scores of attention. ``fused_attention`` never stores these.
-    - "full": the layer's input, 2 s b h. The paper's table keeps it on every rank.
-    """
-    require_recompute(recompute)
-    shape.require_tensor_parallel(tensor)
-    sbh = shape.seq * batch * shape.hidden
-    if recompute == "full":
-        return 2.0 * sbh
-    stored = recompute == "none" and not fused_attention
-    scores = 5 * shape.heads * shape.seq / shape.hidden if stored else 0.0
-    whole = 10 / tensor if sequence_parallel else 10.0
-    return sbh * (whole + (24 + scores) / tensor)
-
-
-def activation_bytes(
-    shape: TransformerShape,
-    batch: int,
-    tensor: int = 1,
-    *,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    fused_attention: bool = False,
-) -> float:
-    """Return the bytes saved at the peak of a step: all layers, the model's ends, and the layer being recomputed.
-
-    The ends are the dropout of the embedding (s b h), the final LayerNorm and the input of the output layer (2 s b h
-    each), and the logits in fp32 (4 s b v / t) [K, section 4.3]. Of the layer being recomputed, "full" adds everything
-    that it saves, and "selective" the scores of its attention.
-    """
-    layer, everything = (
-        layer_activation_bytes(
-            shape,
-            batch,
-            tensor,
-            recompute=how,
-            sequence_parallel=sequence_parallel,
-            fused_attention=fused_attention,
-        )
-        for how in (recompute, "none")
-    )
-    tokens = shape.seq * batch
-    ends = 5 * tokens * shape.hidden / (tensor if sequence_parallel else 1) + 4 * tokens * shape.vocab / tensor
-    working = {"none": 0.0, "selective": everything - layer, "full": everything}[recompute]
-    return shape.layers * layer + ends + working
 
 
 def require_recompute(recompute: str) -> None:

@@ -15,6 +15,8 @@ from bench.prediction import group_cost, kernels, model_cost, paper, plan
 from bench.prediction.layout import MODELS, Layout
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
+from trainers import presets
+from trainers.presets import PRESETS
 
 DGX_2H = cluster.load("dgx-2h")
 LAYOUT_FIELDS = [field.name for field in fields(Layout)]
@@ -124,7 +126,7 @@ def test_options_move_the_step_the_right_way():
     sequence = model_cost.predict(shape, replace(base, sequence_parallel=True), DGX_2H)
     assert sequence.seconds["elementwise"] < step.seconds["elementwise"]
     zero = model_cost.predict(shape, replace(base, zero1=True), DGX_2H)
-    assert zero.memory["parameters and optimizer"] == pytest.approx(cost.parameters(shape, 8) * (4 + 12 / 8))
+    assert zero.memory["parameters and optimizer"] == pytest.approx(cost.parameters(shape, 8) * (6 + 12 / 8))
     overlapped = model_cost.predict(shape, base, replace(DGX_2H, overlap=True))
     assert overlapped.hidden > 0 and overlapped.total < step.total
     twice = model_cost.predict(shape, replace(base, micro_batches=2), DGX_2H)
@@ -150,8 +152,9 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
             count += 1
             layout = Layout(tensor, data, micro, times, recompute, sequence, zero1)
             step = model_cost.predict(SMALL, layout, machine)
-            parameters = (4 + 12 / data if zero1 else 16) * cost.parameters(SMALL, tensor)
-            activations = cost.activation_bytes(SMALL, micro, tensor, recompute=recompute, sequence_parallel=sequence)
+            parameters = (6 + 12 / data if zero1 else 18) * cost.parameters(SMALL, tensor)
+            kept = cost.KeptTensors(recompute=recompute, sequence_parallel=sequence)
+            activations = cost.activation_bytes(SMALL, micro, tensor, kept)
             if parameters + activations + 2e9 <= gigabytes * 1e9:
                 best = min(best, (step.total, layout), key=lambda pair: pair[0])
     assert len(found) == count
@@ -162,7 +165,7 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
 
 
 def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
-    """16 bytes x 8.3e9 / 4 are 33 GB: on 32 GB cards only 8-way splits are left, and the others are told apart."""
+    """18 bytes x 8.3e9 / 4 are 37 GB: on 32 GB cards only 8-way splits are left, and the others are told apart."""
     argv = ("--plan", "--model", "8.3b", "--gpus", 16, "--global-batch-size", 16, "--json", tmp_path / "plan.json")
     assert call(*argv, "--no-use-distributed-optimizer") == 0
     rows = json.loads((tmp_path / "plan.json").read_text())["candidates"]
@@ -176,7 +179,7 @@ def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
 def test_plan_searches_zero1_and_keeps_to_what_is_given(tmp_path, capsys):
     """64 A100: 8.3B whole on each with ZeRO-1 beats any split without it. Each given option holds for all rows."""
     argv = ("--plan", "--model", "8.3b", "--cluster", "dgx-a100", "--gpus", 64, "--global-batch-size", 512)
-    argv = (*argv, "--json", tmp_path / "plan.json")
+    argv = (*argv, "--attention-dropout-mask", "fused", "--json", tmp_path / "plan.json")
 
     def rows(*given):
         assert call(*argv, *given) == 0
@@ -202,6 +205,40 @@ def test_plan_searches_zero1_and_keeps_to_what_is_given(tmp_path, capsys):
     assert "| ZeRO-1 |" in capsys.readouterr().out
 
 
+def test_dropout_decides_what_attention_keeps_and_takes():
+    """On fused kernels the trainer's own mask brings the scores back: 5 a s / h of a layer, and the time to draw it."""
+    a100, shape = cluster.load("dgx-a100"), MODELS["8.3b"]
+    fused = Layout(tensor=8, data=8)
+    scores = 5 * 32 * 1024**2 * 8 * 72 / 8  # micro-batch 8, 72 layers, 8 ranks
+    found = {}
+    for name, layout in {
+        "fused": fused,
+        "position": replace(fused, position_mask=True),
+        "off": replace(fused, position_mask=True, attention_dropout=False),
+        "no dropout": replace(fused, hidden_dropout=False, attention_dropout=False),
+    }.items():
+        found[name] = model_cost.predict(shape, layout, a100)
+    base = found["fused"].memory["activations"]
+    assert found["position"].memory["activations"] - base == pytest.approx(scores)
+    assert found["off"].memory == found["fused"].memory and found["off"].total == found["fused"].total
+    assert base - found["no dropout"].memory["activations"] == (2 * 72 + 1) * 1024 * 8 * 3072
+    assert found["position"].total > found["fused"].total
+    assert found["position"].seconds["gemm"] == found["fused"].seconds["gemm"]
+    # On unfused kernels the scores are there in any case; without dropout the softmax alone.
+    eager = [model_cost.predict(shape, replace(fused, attention_dropout=on), DGX_2H).memory for on in (True, False)]
+    assert eager[0]["activations"] - eager[1]["activations"] == pytest.approx(3 / 5 * scores)
+
+
+def test_gradients_that_are_sent_count_where_they_outlive_the_activations():
+    """Overlapped, the half copies of all gradients exist when the backward ends."""
+    a100, shape = cluster.load("dgx-a100"), MODELS["8.3b"]
+    step = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1, recompute="full"), a100)
+    beyond = 2 * cost.parameters(shape, 8) - step.memory["activations"]
+    assert step.memory["gradients being sent"] == pytest.approx(beyond) and beyond > 0
+    later = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1), replace(a100, overlap=False))
+    assert later.memory["gradients being sent"] == 0
+
+
 def test_plan_says_when_nothing_fits(capsys):
     assert call("--plan", "--model", "175b", "--gpus", 2, "--global-batch-size", 2) == 1
     printed = capsys.readouterr()
@@ -215,6 +252,43 @@ def test_json_says_what_was_predicted(tmp_path):
     assert found["model"]["name"] == "8.3b" and found["model"]["layers"] == 72 and found["cluster"]["name"] == "DGX-2H"
     step = model_cost.predict(MODELS["8.3b"], Layout(**{name: found["layout"][name] for name in LAYOUT_FIELDS}), DGX_2H)
     assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
+
+
+@pytest.mark.parametrize("name", ["gpt-8.3b", "bert-3.9b"])
+def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
+    preset, cluster_name = PRESETS[name], "dgx-a100"
+    argv = ("--preset", name, "--cluster", cluster_name, "--gpus", 64, "--micro-batch-size", 1)
+    assert call(*argv, "--json", tmp_path / "step.json") == 0
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["model"]["name"] == name and found["model"]["heads"] == preset.heads
+    assert found["model"]["parameters"] == cost.parameters(preset.shape())
+    batch = preset.recipe["global_batch_size"]
+    assert (found["layout"]["tensor"], found["layout"]["global_batch_size"]) == (preset.tensor, batch)
+    # The table of presets has the same bytes.
+    assert sum(found["memory_bytes"].values()) == pytest.approx(preset.rank_bytes(preset.tensor))
+    assert call("--preset", name, "--gpus", 64, "--num-layers", 3, "--json", tmp_path / "step.json") == 0
+    assert json.loads((tmp_path / "step.json").read_text())["model"]["layers"] == 3
+    plan_argv = ("--plan", "--preset", name, "--cluster", cluster_name, "--gpus", 8, "--top", 1)
+    assert call(*plan_argv, "--json", tmp_path / "plan.json") == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["global_batch_size"] == batch and {row["tensor"] for row in found["candidates"]} == {1, 2, 4, 8}
+
+
+def test_the_list_of_presets(capsys):
+    assert call("--preset", "list") == 0
+    assert capsys.readouterr().out.split() == "\n".join(presets.table()).split()
+
+
+def test_a_bert_attends_both_ways_and_has_more_heads():
+    """Fused attention takes twice a causal one's time; its heads add a dense layer to the ends."""
+    a100 = cluster.load("dgx-a100")
+    gpt, bert = (
+        model_cost.predict(replace(PRESETS["bert-336m"].shape(), model=model), Layout(), a100)
+        for model in ("gpt", "bert")
+    )
+    assert bert.seconds["attention"] == pytest.approx(2 * gpt.seconds["attention"])
+    assert bert.seconds["ends"] > gpt.seconds["ends"] and bert.flops > gpt.flops
+    assert bert.memory["activations"] - gpt.memory["activations"] == 3 * 2 * 512 * 8 * 1024
 
 
 # ---- machines
@@ -286,13 +360,20 @@ def test_machine_file_of_ones_own(tmp_path):
     [
         (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of dgx-2h, dgx-a100"),
         (["--model", "9b"], "invalid choice: '9b'"),
-        ([], "give --model, or also --num-layers"),
+        ([], "give --preset or --model, or also --num-layers"),
         (["--model", "1.2b", "--num-attention-heads", "7"], "heads=7 does not divide hidden=1536"),
         (["--model", "1.2b", "--tensor-model-parallel-size", "3", "--gpus", "4"], "size 3 does not divide --gpus 4"),
         (["--model", "1.2b", "--tensor-model-parallel-size", "3"], "size 3 does not divide heads=16"),
         (["--model", "1.2b", "--gpus", "4", "--global-batch-size", "12"], "no multiple of --micro-batch-size 8 x 4"),
         (["--plan", "--model", "1.2b"], "--plan needs --gpus and --global-batch-size"),
         (["--plan", "--model", "1.2b", "--gpus", "7", "--global-batch-size", "5"], "no way to split 16 heads"),
+        (["--model", "1.2b", "--hidden-dropout", "1"], "--hidden-dropout 1.0: must be at least 0 and below 1"),
+        (["--model", "1.2b", "--attention-dropout-mask", "none"], "invalid choice: 'none'"),
+        (["--paper", "--attention-dropout", "0"], "--paper takes no --attention-dropout"),
+        (["--preset", "gpt-9b"], "--preset gpt-9b: valid here: gpt-355m"),
+        (["--preset", "gpt-1.2b", "--model", "1.2b"], "--preset or --model, not both"),
+        (["--preset", "gpt-8.3b", "--gpus", "12"], "--tensor-model-parallel-size 8 does not divide --gpus 12"),
+        (["--paper", "--preset", "gpt-1.2b"], "--paper takes no --preset"),
         (["--ablation", "--model", "1.2b"], "--ablation goes with --paper"),
         (["--paper", "--plan"], "not both"),
         (["--paper", "--model", "8.3b"], "--paper takes no --model"),

@@ -2,7 +2,7 @@
 
     SAVE/iter_0000100/model.safetensors        global parameters under global names
                       optimizer.safetensors    AdamW's moments, and fp32 masters of half parameters, likewise
-                      state.json               iteration, updates, loss scaler, settings, placements
+                      state.json               iteration, updates, loss scaler, data read, settings, placements
     SAVE/latest                                the name of the newest folder, written last
 
 Everything else that a run needs (order of samples, dropout, learning rate) is a function of the iteration, so a
@@ -28,15 +28,17 @@ from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import Placement, placements
 from trainers.config import TrainConfig
+from trainers.data.stream import MOCK, record_of_one
 from trainers.training.optimizer import Optimizer
 from trainers.training.parameters import MOMENTS
 
 from . import parallel_safetensors
 
-FORMAT = 2
+FORMAT = 3
 
-#: Format 1 is older than half precision: it has no masters, no loss scaler and no skipped steps.
-READABLE = (1, 2)
+#: Format 1 is older than half precision: it has no masters, no loss scaler and no skipped steps. Format 2 is older than
+#: blends of data sets: it has no record of the data.
+READABLE = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,15 @@ class Progress:
     """The progress of a run.
 
     iteration: steps done. updates: those that were not skipped. loss_scaler: its state, in an fp16 run.
-    masters: whether the optimizer's state has masters.
+    masters: whether the optimizer's state has masters. data: what was read of each data set (`SampleStream.record`);
+    None if the batches are a function of their number alone.
     """
 
     iteration: int
     updates: int
     loss_scaler: dict[str, Any] | None = None
     masters: bool = False
+    data: dict[str, Any] | None = None
 
 
 def save(
@@ -128,8 +132,9 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
         state = json.loads((found / "state.json").read_text())
         iteration, saved = int(state["iteration"]), state["settings"]
         progress = Progress(
-            iteration, int(state.get("updates", iteration)), state.get("loss_scaler"), bool(state.get("masters"))
-        )
+            iteration, int(state.get("updates", iteration)), state.get("loss_scaler"), bool(state.get("masters")),
+            state.get("data") or _data_of_one(saved, iteration),
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--load: {found / 'state.json'} is damaged: {error!r}") from error
     if state.get("format") not in READABLE:
@@ -138,6 +143,12 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
         if item.metadata["fixed"]:
             _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
     return progress
+
+
+def _data_of_one(saved: Mapping[str, Any], iteration: int) -> dict[str, Any] | None:
+    """The record of data that a version without blends left out: it read ``data_path`` alone."""
+    batch = saved.get("global_batch_size")
+    return None if batch is None else record_of_one(saved.get("data_path") or MOCK, iteration * int(batch))
 
 
 def _require_same(

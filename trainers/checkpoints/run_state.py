@@ -6,8 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from commengine import UsageError
 from commengine.rank_zero import on_rank_zero
 from trainers.config import TrainConfig
+from trainers.training.interfaces import ResumableBatchSource
 from trainers.training.trainer import Trainer
 
 from . import checkpoint, run_folder
@@ -18,19 +20,21 @@ def save(trainer: Trainer) -> None:
     assert trainer.config.save is not None
     scaler = None if trainer.scaler is None else trainer.scaler.to_json()
     optimizer = trainer.optimizer
-    progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters)
+    batches = trainer.batches
+    data = batches.record(trainer.iteration) if isinstance(batches, ResumableBatchSource) else None
+    progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters, data)
     settings = _settings(trainer).to_json()
     checkpoint.save(Path(trainer.config.save), progress, trainer.model, optimizer, settings, trainer.grid)
 
 
-def resume(trainer: Trainer) -> bool:
-    """Load the checkpoint that ``--load`` names. False if there is none to load (`run_folder.checkpoint_to_load`).
+def resume(trainer: Trainer) -> list[str] | None:
+    """Load the checkpoint that ``--load`` names. None if there is none to load (`run_folder.checkpoint_to_load`).
 
-    Collective over the trainer's world. Raises UsageError, on all ranks, where the checkpoint is of another run or
-    cannot be read.
+    Returns lines for the user: where the run goes on, and what changed in its data. Collective over the trainer's
+    world. Raises UsageError, on all ranks, where the checkpoint is of another run or cannot be read.
     """
     if trainer.config.load is None:
-        return False
+        return None
     settings = _settings(trainer)
 
     def find() -> list[Any]:
@@ -39,11 +43,17 @@ def resume(trainer: Trainer) -> bool:
 
     found, state = on_rank_zero(trainer.grid.world, find)
     if found is None:
-        return False
+        return None
     progress = checkpoint.Progress(**state)
     checkpoint.load(Path(found), progress, trainer.model, trainer.optimizer, trainer.grid)
     trainer.continue_from(progress.iteration, progress.loss_scaler)
-    return True
+    lines = [f"starting from iteration {progress.iteration} of {trainer.config.load}"]
+    if progress.data is not None and isinstance(trainer.batches, ResumableBatchSource):
+        try:
+            lines += trainer.batches.continue_from(progress.iteration, progress.data)
+        except ValueError as error:  # on all ranks, because all have the same record
+            raise UsageError(f"--load: {Path(found) / 'state.json'}: {error}") from error
+    return lines
 
 
 def _settings(trainer: Trainer) -> TrainConfig:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from .samples import EpochPermutation
+from .samples import Samples
+from .stream import SampleStream, SourceRecord
 
 Batch = TypeVar("Batch")
-
-
-class Samples(Protocol):
-    """A corpus cut into samples; for a language model each is an array of seq_length + 1 tokens."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, n: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]: ...
 
 
 class DataGroup(Protocol):
@@ -37,22 +28,21 @@ class GlobalBatches(ABC, Generic[Batch]):
     A subclass makes a microbatch of type ``Batch`` from samples (`microbatch`) and says what a sample that the model
     cannot take means (``unusable``); it is then a `trainers.training.interfaces.FiniteBatchSource`.
 
-    samples: what to draw from. order: maps sample number to index. If it is None, samples are read once, in order, and
-    the last batch is padded with samples that count nothing, so that no sample counts twice.
+    samples: a stream, which has no end, or the samples of an evaluation. These are read once, in order, and the last
+    batch is padded with samples that count nothing, so that no sample counts twice.
     size: samples of a global batch, a multiple of ``micro * data.size``. micro: samples of a microbatch.
     data: the data group.
     """
 
-    def __init__(
-        self, samples: Samples, order: EpochPermutation | None, *, size: int, micro: int, data: DataGroup
-    ) -> None:
-        self.samples, self.order = samples, order
+    def __init__(self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup) -> None:
+        self.samples = samples
         self.size, self.micro = size, micro
         self._mine = size // data.size
         self._offset = data.rank * self._mine
 
     def __len__(self) -> int:
-        """Global batches that one pass over the samples takes."""
+        """Global batches that one pass over the samples of an evaluation takes."""
+        assert isinstance(self.samples, Samples)
         return -(-len(self.samples) // self.size)
 
     def __call__(self, k: int) -> Iterator[Batch]:
@@ -62,10 +52,25 @@ class GlobalBatches(ABC, Generic[Batch]):
             yield self._microbatch(range(start, start + self.micro))
 
     def _microbatch(self, numbers: range) -> Batch:
-        past_end = [self.order is None and number >= len(self.samples) for number in numbers]
-        indices = [number if self.order is None else self.order[number] for number in numbers]
-        rows = [self.samples[0 if past else index] for past, index in zip(past_end, indices, strict=True)]
+        end = len(self.samples) if isinstance(self.samples, Samples) else None
+        past_end = [end is not None and number >= end for number in numbers]
+        rows = [self.samples[0 if past else number] for past, number in zip(past_end, numbers, strict=True)]
         return self.microbatch(rows, numbers, past_end)
+
+    def sources(self, k: int) -> list[SourceRecord]:
+        """What the first k global batches of a stream read of each source; see `SampleStream.read`."""
+        assert isinstance(self.samples, SampleStream)
+        return self.samples.read(k * self.size)
+
+    def record(self, k: int) -> dict[str, Any]:
+        """What `continue_from` needs to go on after k global batches of a stream, as JSON types."""
+        assert isinstance(self.samples, SampleStream)
+        return self.samples.record(k * self.size)
+
+    def continue_from(self, k: int, record: Mapping[str, Any]) -> list[str]:
+        """Go on after k global batches of a stream; see `SampleStream.continue_from`."""
+        assert isinstance(self.samples, SampleStream)
+        return self.samples.continue_from(k * self.size, record)
 
     @abstractmethod
     def microbatch(self, rows: Sequence[Any], numbers: range, past_end: Sequence[bool]) -> Batch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
@@ -12,10 +15,23 @@ from commengine import UsageError
 from trainers.config import TrainConfig
 from trainers.options import AT_LEAST_ONE, given, option, require
 
-from .batches import Samples
+from .blend import WeightedPrefix, read_blend, require_files
 from .indexed import IndexedDataset
-from .samples import TokenSamples, ZipfSamples, split_documents, unigram_cross_entropy
+from .samples import (
+    NoSamplesError,
+    Samples,
+    TextSamples,
+    TokenSamples,
+    ZipfSamples,
+    mixed_counts,
+    split_documents,
+    unigram_cross_entropy,
+)
+from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
+
+Cut = Callable[[IndexedDataset, range], Samples]
+Mock = Callable[[int, int], Samples]
 
 #: samples of mock data: of an epoch, and of the held-out split
 MOCK_SAMPLES, MOCK_HELD_OUT = 1_000_000, 1_000
@@ -26,7 +42,13 @@ class TextConfig(TrainConfig):
     """A training run on text: the shared settings, and those of the corpus."""
 
     seq_length: int = option(1024, "tokens of a sample", valid=AT_LEAST_ONE, fixed=True)
-    data_path: str | None = option(None, "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them")
+    data_path: str | Sequence[str] | None = option(
+        None,
+        "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them; or a blend, WEIGHT PREFIX WEIGHT PREFIX "
+        "..., in which a sample comes from a data set with the probability of its weight (of any scale). The held-out "
+        "loss of a blend is the mean over the held-out parts of its data sets by the same weights",
+        words=True,
+    )
     split: str = option("969,30,1", "weights of the training, validation and test documents", fixed=True)
     mock_data: bool = option(False, "train on tokens drawn from a Zipf distribution, without files", fixed=True)
     vocab_size: int | None = option(
@@ -47,75 +69,162 @@ class TextConfig(TrainConfig):
             require(self.vocab_size is not None, "--mock-data: needs --vocab-size V")
             return
         require(self.data_path is not None, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
-        prefix = Path(self.data_path or "")
-        for suffix in (".bin", ".idx"):
-            path = Path(f"{self.data_path}{suffix}")
-            hint = f"; give the prefix alone: {prefix.with_suffix('')}" if prefix.suffix in (".bin", ".idx") else ""
-            require(path.is_file(), f"--data-path {prefix}: {path} does not exist{hint}")
+        require_files(self.blend())
+
+    def blend(self) -> list[WeightedPrefix]:
+        """The data sets that ``--data-path`` names; none for mock data. Raises UsageError as `read_blend` does."""
+        return [] if self.data_path is None else read_blend(self.data_path)
 
     def completed(self, ranks: int) -> Self:
         """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""
         config = super().completed(ranks)
-        path = config.tokenizer_model
-        if path is None and config.data_path is not None:
-            beside = Path(f"{config.data_path}-tokenizer.json")
-            path = str(beside) if beside.exists() else None
+        path = shared_tokenizer(config.blend(), config.tokenizer_model)
         if path is None:
             if config.vocab_size is None:
                 raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
             return config
-        try:
-            size = Tokenizer.from_file(path).vocab_size
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--tokenizer-model: {error}") from error
+        size = _tokenizer(path).vocab_size
         if config.vocab_size is not None and config.vocab_size < size:
             raise UsageError(f"--vocab-size {config.vocab_size}: the tokenizer {path} has {size} tokens")
         return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
 
 
+def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
+    """The tokenizer of all data sets: ``asked``, or the one beside them; None if there is none.
+
+    Raises UsageError if the ids of a data set mean other tokens, as far as the tokenizers beside the data sets tell.
+    """
+    beside = {prefix: path for _, prefix in blend if (path := Path(f"{prefix}-tokenizer.json")).exists()}
+    if asked is None and not beside:
+        return None
+    without = [prefix for _, prefix in blend if prefix not in beside]
+    if asked is None and without:
+        raise UsageError(
+            f"--data-path: {next(iter(beside))} has a tokenizer beside it, {without[0]} has none; if both were made "
+            "with the same tokenizer, name it with --tokenizer-model"
+        )
+    vocabularies = {prefix: _tokenizer(path).vocabulary() for prefix, path in beside.items()}
+    shared = asked or str(beside[max(vocabularies, key=lambda prefix: len(vocabularies[prefix]))])
+    ids = _tokenizer(shared).vocabulary()
+    for prefix, vocabulary in vocabularies.items():
+        if not vocabulary.items() <= ids.items():
+            raise UsageError(
+                f"--data-path: {prefix} was not made with the tokenizer {shared}, as {beside[prefix]} shows; all data "
+                "sets of a run must share one tokenizer"
+            )
+    return shared
+
+
+def _tokenizer(path: str | Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokenizer-model: {error}") from error
+
+
+@dataclass(frozen=True)
+class HeldOutPart:
+    """The part of one source in an evaluation.
+
+    weight: its probability; those of all parts sum to 1. iterations: its first global batches that are read.
+    samples: how many samples these have, at most all of ``held_out``.
+    """
+
+    name: str
+    weight: float
+    held_out: Samples
+    iterations: int
+    samples: int
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """The training samples, the held-out samples (None if their split has too few tokens), and the tokenizer."""
+    """The sources of a run, at least one, and the tokenizer that they share (None if there is none)."""
 
-    training: Samples
-    held_out: Samples | None
-    tokenizer: Tokenizer | None
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer | None = None
 
-    def unigram_entropy(self, vocab_size: int, samples: int) -> float:
-        """The loss of a unigram model of the training split on the first held-out samples, in nats per token."""
-        assert self.held_out is not None
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for n in range(min(samples, len(self.held_out))):
-            counts += np.bincount(self.held_out[n][1:], minlength=vocab_size)
-        assert isinstance(self.training, TokenSamples | ZipfSamples)
-        return unigram_cross_entropy(self.training.token_counts(vocab_size), counts)
+    def stream(self, seed: int) -> SampleStream:
+        """The training samples, by their global number."""
+        return SampleStream(self.sources, seed)
+
+    def held_out(self, iterations: int, size: int) -> list[HeldOutPart]:
+        """What an evaluation of ``iterations`` global batches of ``size`` samples reads of each source.
+
+        Each source that the run draws from and that has held-out samples gets the share of its weight, in whole batches
+        and at least one, but no sample twice. Empty if ``iterations`` is 0 or there are no held-out samples.
+        """
+        found = [(source, source.held_out) for source in self.sources if source.weight and source.held_out is not None]
+        total = sum(source.weight for source, _ in found)
+        parts = []
+        for source, samples in found if iterations else ():
+            mine = min(math.ceil(iterations * source.weight / total), -(-len(samples) // size))
+            weight = float(source.weight / total)
+            parts.append(HeldOutPart(source.name, weight, samples, mine, min(mine * size, len(samples))))
+        return parts
+
+    def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart]) -> float:
+        """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
+
+        Both are mixtures of the sources by their weights.
+        """
+        drawn = [source for source in self.sources if source.weight]
+        known = []
+        for source in drawn:
+            assert isinstance(source.training, TextSamples)
+            known.append(source.training.token_counts(vocab_size))
+        asked = np.zeros((len(parts), vocab_size), dtype=np.int64)
+        for counts, part in zip(asked, parts, strict=True):
+            assert isinstance(part.held_out, TextSamples)
+            for n in range(part.samples):
+                counts += np.bincount(part.held_out.targets(n), minlength=vocab_size)
+        return unigram_cross_entropy(
+            mixed_counts(known, [float(source.weight) for source in drawn]),
+            mixed_counts(list(asked), [part.weight for part in parts]),
+        )
 
     def decode(self, tokens: list[int]) -> str:
         """The tokens as text, or as numbers if there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
 
-def open_corpus(config: TextConfig) -> Corpus:
-    """The corpus of ``config``, whose vocabulary is known. Raises ValueError, naming what does not fit."""
+def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = None) -> Corpus:
+    """The corpus of ``config``, whose vocabulary is known. Raises ValueError, naming what does not fit.
+
+    cut: makes the samples of a range of documents, and raises NoSamplesError if there are none. mock: makes a number of
+    samples of mock data, for part 0 (training) or 1 (held out). The defaults are `TokenSamples` and `ZipfSamples` of
+    ``config.seq_length``.
+    """
     assert config.vocab_size is not None
+    vocab_size, length = config.vocab_size, config.seq_length
     if config.mock_data:
-        zipf = [
-            ZipfSamples(config.vocab_size, config.seq_length, config.seed, count, split=part)
-            for part, count in enumerate((MOCK_SAMPLES, MOCK_HELD_OUT))
-        ]
-        return Corpus(zipf[0], zipf[1], None)
-    assert config.data_path is not None
-    dataset = IndexedDataset(config.data_path)
-    training, held_out, _ = split_documents(len(dataset), config.split)
-    tokens = dataset.document_offsets[held_out.stop] - dataset.document_offsets[held_out.start]
-    enough = int(tokens) > config.seq_length
-    if not enough and config.eval_iters > 0:
+        new = mock or (lambda count, part: ZipfSamples(vocab_size, length, config.seed, count, split=part))
+        return Corpus((Source(MOCK, MOCK, Fraction(1), new(MOCK_SAMPLES, 0), new(MOCK_HELD_OUT, 1)),))
+    cut = cut or (lambda dataset, documents: TokenSamples(dataset, documents, length))
+    sources, short = [], []
+    for weight, prefix in config.blend():
+        dataset = IndexedDataset(prefix)
+        training, validation, _ = split_documents(len(dataset), config.split)
+        held_out = None
+        try:
+            held_out = cut(dataset, validation)
+        except NoSamplesError as error:
+            short.append(str(error))
+        sources.append(Source(prefix, dataset.identity(), weight, cut(dataset, training), held_out))
+    _require_different(sources)
+    tokenizer = Tokenizer.from_file(config.tokenizer_model) if config.tokenizer_model else None
+    corpus = Corpus(tuple(sources), tokenizer)
+    if config.eval_iters > 0 and not corpus.held_out(config.eval_iters, 1):
         raise UsageError(
-            f"--split {config.split}: the validation documents have {int(tokens)} tokens, too few for --seq-length "
-            f"{config.seq_length}; give them more, or turn evaluation off with --eval-iters 0"
+            f"--split {config.split}: no validation documents to evaluate on ({short[0]}); give them more, or turn "
+            "evaluation off with --eval-iters 0"
         )
-    return Corpus(
-        TokenSamples(dataset, training, config.seq_length),
-        TokenSamples(dataset, held_out, config.seq_length) if enough else None,
-        Tokenizer.from_file(config.tokenizer_model) if config.tokenizer_model else None,
-    )
+    return corpus
+
+
+def _require_different(sources: Sequence[Source]) -> None:
+    """Raise UsageError if two sources are the same data, because their samples would repeat within an epoch."""
+    names: dict[str, str] = {}
+    for source in sources:
+        if (other := names.setdefault(source.identity, source.name)) != source.name:
+            raise UsageError(f"--data-path: {other} and {source.name} hold the same data; give one, with both weights")

@@ -8,6 +8,7 @@ document is one sequence, or several (sentences).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from array import array
@@ -33,6 +34,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _HEADER = struct.Struct("<9sQBQQ")
+_ENDS = 1 << 16  # bytes at either end of a file that its identity is made of
 _MAX_SEQUENCE = np.iinfo(np.int32).max
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -199,6 +201,21 @@ class IndexedDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
         return self.sequence_lengths[self.document_sequences[i] : self.document_sequences[i + 1]]
+
+    def identity(self) -> str:
+        """A digest that tells this data set from others, wherever its files lie: hexadecimal, 32 digits.
+
+        It is made of the sizes of both files and of the first and last 64 KB of each.
+        """
+        digest = hashlib.sha256()
+        for path in (self._idx, self._bin):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                digest.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                digest.update(file.read(_ENDS))
+        return digest.hexdigest()[:32]
 
     def _read_index(self) -> None:
         raw = np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from . import wordpiece
+from .wordpiece import WordPieces
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The byte alphabet and the end-of-document token.
@@ -30,7 +33,12 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a ``tokenizer.json``. Raises FileNotFoundError, or ValueError if the file is not one."""
+        """Read a ``tokenizer.json``, or BERT's vocab.txt (`from_vocab`) if the name ends in ``.txt``.
+
+        Raises FileNotFoundError, or ValueError if the file is not one.
+        """
+        if os.fspath(path).endswith(".txt"):
+            return cls.from_vocab(path)
         try:
             return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
         except OSError:
@@ -54,6 +62,28 @@ class Tokenizer:
         if backend.token_to_id(END_OF_DOCUMENT) is not None:
             backend.add_special_tokens([END_OF_DOCUMENT])  # marks the entry; the vocabulary does not grow
         return cls(backend)
+
+    @classmethod
+    def from_vocab(cls, vocab_txt: str | os.PathLike[str], *, lowercase: bool = True) -> Self:
+        """BERT's WordPiece tokenizer from a vocab.txt, a token a line; the number of a line, from 0, is the id.
+
+        lowercase: as for BERT's "uncased" vocabularies. Raises FileNotFoundError, or ValueError if it is not one.
+        """
+        path = _existing(vocab_txt)
+        try:
+            with path.open(encoding="utf-8") as file:
+                vocabulary = wordpiece.read(list(file))
+            return cls(wordpiece.backend(vocabulary, lowercase=lowercase))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a tokenizer.json, nor a vocab.txt: not UTF-8: {error.reason}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: not a tokenizer.json, nor BERT's vocab.txt: {error}") from error
+
+    @classmethod
+    def train_wordpiece(cls, texts: Callable[[], Iterable[str]], vocab_size: int, *, lowercase: bool = True) -> Self:
+        """Train a WordPiece vocabulary, as `trainers.data.wordpiece.train` does, and raise what it raises."""
+        vocabulary = wordpiece.train(texts, vocab_size, lowercase=lowercase)
+        return cls(wordpiece.backend(vocabulary, lowercase=lowercase))
 
     @classmethod
     def train_bpe(cls, iterator: Iterable[str], vocab_size: int) -> Self:
@@ -80,7 +110,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The size of an embedding that holds every id: the largest id plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special and added ones included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def eod(self) -> int:
@@ -89,6 +123,10 @@ class Tokenizer:
         if token is None:
             raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token")
         return int(token)
+
+    def wordpieces(self) -> WordPieces:
+        """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""
+        return WordPieces.of(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def can_cut_text(self) -> bool:
@@ -116,6 +154,10 @@ class Tokenizer:
         """The same as `encode_batch`, with the list of ids of one text alive at a time."""
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The token of each id, as the vocabulary spells it."""
+        return [str(self._backend.id_to_token(token)) for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, with special tokens spelt out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +13,58 @@ from commengine import Communicator, UsageError
 from trainers.training.interfaces import FiniteBatchSource, Objective
 
 
+class HeldOut(NamedTuple):
+    """The held-out samples of one source.
+
+    name: of the source. weight: of its mean in the mean of all sources, as a probability. batches: its samples.
+    iterations: the global batches that an evaluation reads.
+    """
+
+    name: str
+    weight: float
+    batches: FiniteBatchSource[Any]
+    iterations: int
+
+
 class Mean(NamedTuple):
     """A mean loss, and the number of items (for GPT: tokens) that it is the mean of."""
 
     loss: float
     items: int
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation: the mean of each term over all sources, and over each of them by name."""
+
+    means: dict[str, Mean]
+    by_source: dict[str, dict[str, Mean]]
+
+
+def total(means: Mapping[str, Mean]) -> float:
+    """The loss: the sum of the terms that have items; NaN if none has."""
+    losses = [mean.loss for mean in means.values() if mean.items]
+    return sum(losses) if losses else math.nan
+
+
+def evaluate_sources(
+    model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], data: Communicator
+) -> Evaluation:
+    """The objective's terms, by name, over at least one source. Collective and with errors as `evaluate`.
+
+    A source counts by its weight, however many items it has; one without any item of a term does not count there.
+    """
+    found = {
+        source.name: evaluate(model, objective, source.batches, data, iterations=source.iterations)
+        for source in sources
+    }
+    means = {}
+    for term in objective.names:
+        terms = [(source.weight, found[source.name][term]) for source in sources]
+        counted = [(weight, mean) for weight, mean in terms if mean.items]
+        weights = sum(weight for weight, _ in counted)
+        loss = sum(weight * mean.loss for weight, mean in counted) / weights if counted else math.nan
+        means[term] = Mean(loss, sum(mean.items for _, mean in counted))
+    return Evaluation(means, found)
 
 
 def evaluate(

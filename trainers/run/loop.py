@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,12 +13,12 @@ from commengine import Communicator, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_folder, run_state
 from trainers.config import TrainConfig
+from trainers.data.batches import GlobalBatches
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
-from trainers.training.interfaces import FiniteBatchSource
 from trainers.training.trainer import Step, Trainer
 
-from .evaluation import Mean, evaluate
+from .evaluation import Evaluation, HeldOut, Mean, evaluate_sources, total
 from .metrics import Metrics
 from .report import Remarks, Report, communication_rows
 
@@ -34,8 +34,8 @@ class TrainingTask(Protocol):
         """A trainer with a new model. `train` resumes it if there is a checkpoint, and closes it."""
 
     @property
-    def held_out(self) -> FiniteBatchSource[Any] | None:
-        """The samples of the evaluation; None for no evaluation."""
+    def held_out(self) -> Sequence[HeldOut]:
+        """The sources of the evaluation; empty for no evaluation."""
 
     @property
     def tokens_per_sample(self) -> int:
@@ -44,7 +44,7 @@ class TrainingTask(Protocol):
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The task's own part of the report, after training. Collective over the trainer's world.
 
-        evaluated: the last evaluation's result (`evaluate`), or None without evaluation.
+        evaluated: the terms of the last evaluation (`Evaluation`), or None without evaluation.
         """
 
 
@@ -87,8 +87,8 @@ def train(
     board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
     metrics = Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=first)
     if config.load is not None:
-        where = f"iteration {trainer.iteration} of" if resumed else "a new run: no checkpoint in"
-        metrics.say(f"starting from {where} {config.load}")
+        for line in resumed or [f"starting from a new run: no checkpoint in {config.load}"]:
+            metrics.say(line)
     try:
         report = _train(task, metrics, folder)
     finally:
@@ -104,7 +104,7 @@ def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
     step_times: list[float] = []
     traced_times: list[float] = []
     step: Step | None = None
-    evaluated: dict[str, Mean] | None = None
+    evaluated: Evaluation | None = None
     saved = evaluated_at = trainer.iteration if trainer.iteration else -1
     with trace(grid.tensor, grid.data) as log:
         for iteration in _iterations(trainer):
@@ -145,29 +145,25 @@ def _iterations(trainer: Trainer) -> Iterator[int]:
             return
 
 
-def _evaluate(task: TrainingTask, metrics: Metrics) -> dict[str, Mean] | None:
-    """Each term's mean on the held-out samples, logged; None if evaluation is off."""
+def _evaluate(task: TrainingTask, metrics: Metrics) -> Evaluation | None:
+    """Each term's mean on the held-out samples, logged; None if there is no evaluation."""
     trainer = task.trainer
-    if trainer.config.eval_iters == 0 or task.held_out is None:
+    if not task.held_out:
         return None
     trainer.optimizer.wait_for_parameters()
-    means = evaluate(
-        trainer.model, trainer.objective, task.held_out, trainer.grid.data, iterations=trainer.config.eval_iters
-    )
-    loss, iteration = _total(means), trainer.iteration
-    terms = {f"validation_{name}": mean.loss for name, mean in means.items()} if len(means) > 1 else {}
+    found = evaluate_sources(trainer.model, trainer.objective, task.held_out, trainer.grid.data)
+    loss, iteration = total(found.means), trainer.iteration
+    terms = {f"validation_{name}": mean.loss for name, mean in found.means.items()} if len(found.means) > 1 else {}
+    if len(found.by_source) > 1:
+        terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
     metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
     metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}")
-    return means
-
-
-def _total(means: Mapping[str, Mean]) -> float:
-    return sum(mean.loss for mean in means.values())
+    return found
 
 
 def _report(
     task: TrainingTask, metrics: Metrics, folder: Path | None, step: Step | None,
-    evaluated: dict[str, Mean] | None, step_times: list[float], traced_times: list[float],
+    evaluated: Evaluation | None, step_times: list[float], traced_times: list[float],
     communication: list[dict[str, Any]],
 ) -> Report:  # fmt: skip
     """The report, printed and written by rank 0."""
@@ -175,16 +171,17 @@ def _report(
     config = trainer.config
     batch_tokens = trainer.batches.size * task.tokens_per_sample
     trainer.optimizer.wait_for_parameters()
-    remarks = task.remarks(evaluated)
+    means = None if evaluated is None else evaluated.means
+    remarks = task.remarks(means)
     report = Report(
         iteration=trainer.iteration,
         parameters=trainer.parameters(),
         tensor_model_parallel_size=trainer.grid.tensor.size,
         data_parallel_size=trainer.grid.data.size,
         train_loss=None if step is None else step.loss,
-        validation_loss=None if evaluated is None else _total(evaluated),
+        validation_loss=None if means is None else total(means),
         unigram_entropy=remarks.unigram_entropy,
-        validation_tokens=0 if evaluated is None else next(iter(evaluated.values())).items,
+        validation_tokens=0 if means is None else next(iter(means.values())).items,
         tokens_per_second=batch_tokens / statistics.median(step_times) if step_times else 0.0,
         sample_prompt=remarks.sample_prompt,
         sample=remarks.sample,
@@ -194,6 +191,10 @@ def _report(
         traced_seconds=sum(traced_times),
         loss_scale=trainer.loss_scale if config.fp16 else None,
         skipped_steps=trainer.skipped,
+        sources=_sources(trainer, evaluated),
+        token_loss=None if means is None else next(iter(means.values())).loss,
+        measures=remarks.measures,
+        completes=remarks.completes,
     )
     if trainer.grid.world.rank == 0:
         metrics.close()
@@ -202,3 +203,15 @@ def _report(
             report.save(folder, metrics.rows, trainer.objective.names, trainer.objective.unit)
             print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
     return report
+
+
+def _sources(trainer: Trainer, evaluated: Evaluation | None) -> list[dict[str, Any]]:
+    """What the run read of each of its sources, and the held-out loss there; empty if it has read one source only."""
+    if not isinstance(trainer.batches, GlobalBatches) or len(read := trainer.batches.sources(trainer.iteration)) == 1:
+        return []
+    held_out = {} if evaluated is None else {name: total(means) for name, means in evaluated.by_source.items()}
+    return [
+        {"name": source.name, "weight": float(source.probability), "samples": source.consumed,
+         "epochs": source.epochs, "validation_loss": held_out.get(source.name) if source.probability else None}
+        for source in read
+    ]  # fmt: skip

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, ProcessGrid
+from commengine import Communicator
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, DropoutMask, GPTConfig, Randomness, Recompute, initialize
-from tplayers.attention import DROPOUT_MASKS
+from tplayers import GPT, GPTConfig, Randomness
 from tplayers.host_copy import to_device
-from trainers.config import overlapped
-from trainers.data.batches import DataGroup, GlobalBatches, Samples
-from trainers.data.corpus import Corpus, TextConfig, open_corpus
-from trainers.data.samples import EpochPermutation
-from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
-from trainers.run.evaluation import Mean
+from trainers.data.batches import DataGroup, GlobalBatches
+from trainers.data.corpus import Corpus, HeldOutPart, open_corpus
+from trainers.data.samples import Samples
+from trainers.data.stream import SampleStream
+from trainers.options import NOT_NEGATIVE, given, option
+from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.generation import generate
 from trainers.run.report import Remarks
-from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+
+from .transformer import TransformerTrainConfig, transformer_trainer
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
@@ -35,72 +34,16 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class GPTTrainConfig(TextConfig):
+class GPTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_gpt`. A field is the flag of the same name, with dashes."""
 
-    num_layers: int = option(12, "transformer layers", valid=AT_LEAST_ONE, fixed=True)
-    hidden_size: int = option(768, "width of the residual stream", valid=AT_LEAST_ONE, fixed=True)
-    num_attention_heads: int = option(12, "attention heads", valid=AT_LEAST_ONE, fixed=True)
-    ffn_hidden_size: int | None = option(
-        None, "width of the feed-forward block (default 4 * hidden size)", valid=AT_LEAST_ONE, fixed=True
-    )
-    max_position_embeddings: int | None = option(
-        None, "positions that the model knows (default seq-length)", valid=AT_LEAST_ONE, fixed=True,
-        default_of="seq_length",
-    )  # fmt: skip
-    hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch", valid=FRACTION)
-    attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
-    attention_dropout_mask: str = option(
-        "position",
-        "how attention dropout draws its mask: by position, the same at every parallel size, or in the fused kernel, "
-        "which is faster on devices",
-        choices=DROPOUT_MASKS,
-    )
-    init_method_std: float = option(0.02, "standard deviation of the initial weights", valid=NOT_NEGATIVE)
-    make_vocab_size_divisible_by: int = option(
-        1024, "pad the vocabulary to a multiple of this, at every TP size", valid=AT_LEAST_ONE, fixed=True
-    )
-    recompute_granularity: str | None = option(
-        None,
-        "compute again in the backward instead of keeping in memory: each whole layer, or the inside of attention",
-        choices=("full", "selective"),
-    )
+    task = "gpt"
+
     sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=NOT_NEGATIVE)
-
-    @property
-    def positions(self) -> int:
-        """The number of positions that the model knows."""
-        return self.max_position_embeddings or self.seq_length
-
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        longest = given(self, "max_position_embeddings")
-        require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
-        compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
-        require(
-            compiles,
-            f"{given(self, 'attention_dropout_mask')}: excludes --compile, because a compiled graph cannot seed the "
-            "mask of each layer; leave one of them out",
-        )
-
-    def completed(self, ranks: int) -> Self:
-        """The settings with the vocabulary's size. Raises ValueError if the model does not split over the ranks."""
-        config = super().completed(ranks)
-        config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
-        return config
 
     def model(self) -> GPTConfig:
         """The model's shape. ``vocab_size`` must be known."""
-        assert self.vocab_size is not None
-        return GPTConfig(
-            self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size, self.positions,
-            self.ffn_hidden_size, self.hidden_dropout, self.attention_dropout, self.init_method_std,
-            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
-            sequence_parallel=self.sequence_parallel,
-            recompute=typing.cast(Recompute, self.recompute_granularity),
-            attention_dropout_mask=typing.cast(DropoutMask, self.attention_dropout_mask),
-        )  # fmt: skip
+        return GPTConfig(**self.shape())
 
 
 @dataclass(frozen=True)
@@ -138,10 +81,9 @@ class TokenBatches(GlobalBatches[TokenMicrobatch]):
     """
 
     def __init__(
-        self, samples: Samples, order: EpochPermutation | None, *, size: int, micro: int, data: DataGroup,
-        vocab_size: int, unusable: str,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, order, size=size, micro=micro, data=data)
+        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, vocab_size: int, unusable: str
+    ) -> None:
+        super().__init__(samples, size=size, micro=micro, data=data)
         self.vocab_size, self.unusable = vocab_size, unusable
 
     def microbatch(
@@ -168,28 +110,24 @@ def gpt_trainer(config: GPTTrainConfig, world: Communicator, corpus: Corpus) -> 
 
     config: valid for ``world``, with its vocabulary known (`GPTTrainConfig.validate`, `GPTTrainConfig.completed`).
     """
-    grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-    stream = None
-    if overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1:
-        stream = grid.tensor.new_stream()
-    dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-    model = GPT(config.model(), grid.tensor, dtype=dtype, overlap_stream=stream)
-    initialize(model, config.seed)
-    batches = _batches(
-        config, corpus.training, EpochPermutation(len(corpus.training), config.seed), grid.data,
-        f"a token lies outside the vocabulary of {config.vocab_size}: was --data-path {config.data_path} made with "
-        "another tokenizer, or is --vocab-size too small?",
+    stream = corpus.stream(config.seed)
+    unusable = (
+        f"a token lies outside the vocabulary of {config.vocab_size}: was {given(config, 'data_path')} made with "
+        "another tokenizer, or is --vocab-size too small?"
+    )
+    return transformer_trainer(
+        config, world,
+        lambda tensor, dtype, overlap: GPT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
+        NextToken(), lambda data: _batches(config, stream, data, unusable),
     )  # fmt: skip
-    return Trainer(config, grid, model, NextToken(), batches)
 
 
 def _batches(
-    config: GPTTrainConfig, samples: Samples, order: EpochPermutation | None, data: Communicator, unusable: str
+    config: GPTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
 ) -> TokenBatches:
-    size = config.global_batch_size or config.micro_batch_size * data.size
     return TokenBatches(
-        samples, order, size=size, micro=config.micro_batch_size, data=data, vocab_size=config.model().vocab_size,
-        unusable=unusable,
+        samples, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
+        vocab_size=config.model().vocab_size, unusable=unusable,
     )  # fmt: skip
 
 
@@ -204,25 +142,28 @@ class GPTTask:
         self.config = config
         self.trainer = gpt_trainer(config, world, self.corpus)
         self.tokens_per_sample = config.seq_length
-        self.held_out = None
-        if self.corpus.held_out is not None:
-            self.held_out = _batches(
-                config, self.corpus.held_out, None, self.trainer.grid.data,
-                f"a held-out token lies outside the vocabulary of {config.vocab_size}: was --data-path made with "
-                "another tokenizer, or is --vocab-size too small?",
-            )  # fmt: skip
+        self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
+        self.held_out = [
+            HeldOut(part.name, part.weight, self._batches_of(part), part.iterations) for part in self._evaluated
+        ]
+
+    def _batches_of(self, part: HeldOutPart) -> TokenBatches:
+        unusable = (
+            f"a held-out token lies outside the vocabulary of {self.config.vocab_size}: was --data-path {part.name} "
+            "made with another tokenizer, or is --vocab-size too small?"
+        )
+        return _batches(self.config, part.held_out, self.trainer.grid.data, unusable)
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """A text that the model continues, and the loss of a unigram model on the held-out samples."""
         config, corpus, model = self.config, self.corpus, self.trainer.model
         assert isinstance(model, GPT)
-        source = corpus.training if corpus.held_out is None else corpus.held_out
+        source = self._evaluated[0].held_out if self._evaluated else corpus.sources[0].training
         prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
         sample = generate(model, prompt, config.sample_tokens, seed=config.seed)
         unigram = None
         if evaluated is not None:
-            samples = evaluated["lm_loss"].items // config.seq_length
             unigram = on_rank_zero(
-                self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, samples)
+                self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, self._evaluated)
             )
         return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample))

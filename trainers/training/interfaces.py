@@ -8,8 +8,8 @@ on every rank. Everything else that the trainer needs to know stands in the two 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,23 @@ class BatchSource(Protocol[SourceMicrobatch]):
 
     def __call__(self, k: int) -> Iterable[SourceMicrobatch]:
         """This rank's microbatches of global batch ``k``, from 0: the same whenever they are asked for."""
+
+
+@runtime_checkable
+class ResumableBatchSource(Protocol):
+    """A batch source whose batches depend on more than their number, such as on how much was read of each data set.
+
+    Checkpoints keep what it records. A `BatchSource` may leave these methods out.
+    """
+
+    def record(self, k: int) -> dict[str, Any]:
+        """What `continue_from` needs to go on after ``k`` global batches, as JSON types."""
+
+    def continue_from(self, k: int, record: Mapping[str, Any]) -> list[str]:
+        """Go on after ``k`` global batches. Every rank calls it with the same arguments.
+
+        Returns lines for the user. Raises ValueError if the record is damaged.
+        """
 
 
 class FiniteBatchSource(BatchSource[SourceMicrobatch], Protocol[SourceMicrobatch]):

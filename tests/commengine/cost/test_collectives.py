@@ -186,7 +186,7 @@ def test_bandwidths_are_those_of_nccl_tests():
         (lambda: cost.collective("all_reduce", "ring", 1, 0), "at least one rank, not 0"),
         (lambda: cost.bus_bandwidth("reduce", 1, 0.0, 2), "time above 0"),
         (lambda: Link(-1, 0), "0 or more"),
-        (lambda: cost.activation_bytes(GPT3, 1, recompute="some"), "one of none, selective, full"),
+        (lambda: cost.activation_bytes(GPT3, 1, 1, cost.KeptTensors(recompute="some")), "one of none, selective, full"),
         (lambda: TransformerShape(1, 10, 3, 1, 1), "heads=3 does not divide hidden=10"),
     ],
 )

@@ -5,32 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from tplayers import GPT, GPTConfig
+from trainers.weights.hugging_face import from_hugging_face
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 VOCAB, S, B, H, HEADS, LAYERS = 21, 7, 2, 16, 4, 2
-PADDED = 24
-
-
-def by_our_names(tensors):
-    """GPT-2's parameters (or their gradients) by our names; its Conv1D holds the transpose of a Linear's weight."""
-    ours = {
-        "embedding.weight": F.pad(tensors["transformer.wte.weight"], (0, 0, 0, PADDED - VOCAB)),
-        "position_embedding": tensors["transformer.wpe.weight"],
-        "final_norm.weight": tensors["transformer.ln_f.weight"],
-        "final_norm.bias": tensors["transformer.ln_f.bias"],
-    }
-    names = {
-        "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.projection": "attn.c_proj",
-        "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-    }  # fmt: skip
-    for layer in range(LAYERS):
-        for mine, theirs in names.items():
-            for kind in ("weight", "bias"):
-                tensor = tensors[f"transformer.h.{layer}.{theirs}.{kind}"]
-                transposed = kind == "weight" and "norm" not in mine
-                ours[f"layers.{layer}.{mine}.{kind}"] = tensor.t() if transposed else tensor
-    return ours
+SHAPE = GPTConfig(LAYERS, H, HEADS, VOCAB, 8, hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=8)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +29,8 @@ def peer():
 
 
 def test_logits_loss_and_gradients(peer, group, close):
-    shape = GPTConfig(
-        LAYERS, H, HEADS, VOCAB, 8, hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=8
-    )
-    model = GPT(shape, group.comm, dtype=torch.float64)
-    theirs = by_our_names(dict(peer.named_parameters()))
+    model = GPT(SHAPE, group.comm, dtype=torch.float64)
+    theirs = from_hugging_face(dict(peer.named_parameters()), SHAPE)
     assert set(theirs) == {name for name, _ in model.named_parameters()}
     group.load(model, theirs)
 
@@ -66,4 +43,4 @@ def test_logits_loss_and_gradients(peer, group, close):
     losses = model(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(losses.detach().mean(), output.loss.detach().double(), rtol=1e-6, atol=1e-6)
     losses.mean().backward()
-    close(group.gradients(model), by_our_names({name: p.grad for name, p in peer.named_parameters()}))
+    close(group.gradients(model), from_hugging_face({name: p.grad for name, p in peer.named_parameters()}, SHAPE))

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from commengine import ProcessGrid, trace
 from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
+from trainers.data.samples import EpochPermutation, Samples
+from trainers.data.stream import Source
 from trainers.tasks.gpt import IGNORED, TokenBatches
 from trainers.training.clipping import clip, gradient_norm
 from trainers.training.layout import Treatment
@@ -337,7 +340,7 @@ def test_a_rank_that_counts_no_token_leaves_the_mean_a_mean_over_tokens(world, a
         gradients.remove()
 
 
-class Holed:
+class Holed(Samples):
     """Samples of which the trainer's own batches ignore some labels."""
 
     def __len__(self):
@@ -366,10 +369,11 @@ def test_the_trainers_step_divides_by_the_global_count(world):
         num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, hidden_dropout=0.0,
         attention_dropout=0.0, make_vocab_size_divisible_by=64, global_batch_size=4, mock_data=True,
     )  # fmt: skip
-    trainer = gpt_trainer(config, world, Corpus(Holed(), None, None))
+    corpus = Corpus((Source("holed", "holed", Fraction(1), Holed()),))
+    trainer = gpt_trainer(config, world, corpus)
     words = {"vocab_size": 50, "unusable": ""}
-    trainer.batches = HoledBatches(Holed(), trainer.batches.order, size=4, micro=1, data=trainer.grid.data, **words)
-    last = torch.from_numpy(Holed()[trainer.batches.order[3]])[None]
+    trainer.batches = HoledBatches(corpus.stream(config.seed), size=4, micro=1, data=trainer.grid.data, **words)
+    last = torch.from_numpy(Holed()[EpochPermutation(64, config.seed)[3]])[None]
     with torch.no_grad():
         losses = trainer.model(last[:, :-1], last[:, 1:].contiguous(), Randomness(0, 0, (0,)))
     assert trainer.step().loss == pytest.approx(losses[0, 1::2].mean().item(), rel=1e-6)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch
 from commengine import UsageError
 from commengine.rank_zero import on_every_rank
 from trainers.data.corpus import Corpus
+from trainers.data.samples import Samples
+from trainers.data.stream import Source
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.compiler import require_compiler
 
 
-class Counting:
+class Counting(Samples):
     """Samples of the numbers from n on."""
 
     def __len__(self):
@@ -23,6 +26,7 @@ class Counting:
         return (torch.arange(9) * 7 + n).remainder(50).numpy()
 
 
+CORPUS = Corpus((Source("counting", "counting", Fraction(1), Counting()),))
 CONFIG = GPTTrainConfig(
     num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, lr=1e-2,
     make_vocab_size_divisible_by=64, mock_data=True,
@@ -39,7 +43,7 @@ def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     config = dataclasses.replace(CONFIG, tensor_model_parallel_size=tensor, global_batch_size=2 * world.size // tensor)
     steps, parameters = [], []
     for compiled in (False, True):
-        trainer = gpt_trainer(dataclasses.replace(config, compile=compiled), world, Corpus(Counting(), None, None))
+        trainer = gpt_trainer(dataclasses.replace(config, compile=compiled), world, CORPUS)
         first = trainer.step()
         with torch._dynamo.config.patch(error_on_recompile=True):
             steps.append([first, trainer.step(), trainer.step()])
@@ -80,7 +84,7 @@ def test_fused_dropout_trains_with_masks_of_its_own(world):
     losses = []
     for mask in ("position", "fused", "fused"):
         config = dataclasses.replace(config, attention_dropout_mask=mask)
-        trainer = gpt_trainer(config, world, Corpus(Counting(), None, None))
+        trainer = gpt_trainer(config, world, CORPUS)
         losses.append([trainer.step().loss for _ in range(3)])
         trainer.close()
     assert losses[1] == losses[2] and losses[0] != losses[1]

@@ -1,0 +1,153 @@
+"""The bytes of a rank in a training step, by formula: parameters, optimizer, activations, gradients being sent.
+
+    [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: section 3.1
+    [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
+
+s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t:
+tensor-parallel size, e: bytes of an element (2 in half precision, 4 in fp32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .transformer import TransformerShape, parameters, require_recompute
+
+SCORES = ("dropped", "softmax", "none")
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """Settings of a training step that decide which tensors a rank keeps.
+
+    element_bytes: of a parameter and of an activation, 2 or 4.
+    recompute: what the backward computes again: "none", "selective" (the inside of attention), "full" (each layer).
+    sequence_parallel: norms, dropout and residuals are split over the tensor group by sequence.
+    hidden_dropout: there is dropout on the embedding and after each branch. It keeps its masks.
+    scores: what attention keeps of its scores. "dropped": softmax, mask, and their product, as with attention dropout
+        that no fused kernel draws. "softmax": attention in single operations, without dropout. "none": a fused kernel.
+    gradient_bytes: of an element in the sum of the gradients: 4 in this project's trainer, 2 in [Z].
+    zero1: the optimizer's state is split over the data group.
+    sends_together: copies of all gradients exist when the backward ends, because each bucket is sent as soon as it is
+        complete and waited for at the end (``--overlap-grad-reduce``). Otherwise one bucket's copy exists at a time; it
+        is not counted.
+    sent_bytes: of an element of such a copy. 0: the sums themselves are sent, without a copy.
+
+    Raises ValueError for values that are not among those.
+    """
+
+    element_bytes: int = 2
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    hidden_dropout: bool = True
+    scores: str = "dropped"
+    gradient_bytes: int = 4
+    zero1: bool = False
+    sends_together: bool = False
+    sent_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        require_recompute(self.recompute)
+        if self.scores not in SCORES:
+            raise ValueError(f"scores={self.scores!r}: one of {', '.join(SCORES)}")
+        for name, valid in (("element_bytes", (2, 4)), ("gradient_bytes", (2, 4)), ("sent_bytes", (0, 2, 4))):
+            if getattr(self, name) not in valid:
+                raise ValueError(f"{name}={getattr(self, name)}: one of {valid}")
+
+
+def parameter_bytes(count: float, *, element_bytes: int = 2, gradient_bytes: int = 4, zero1_ranks: int = 1) -> float:
+    """Return the bytes of ``count`` parameters, the sums of their gradients, and Adam's state.
+
+    Adam's state is two fp32 moments, and for parameters of 2 bytes an fp32 master. ZeRO-1 splits it over
+    ``zero1_ranks`` ranks. So a parameter in half precision takes 18 bytes, or 6 + 12 / d with ZeRO-1, and one in fp32
+    takes 16, or 8 + 8 / d. With gradients of 2 bytes these are the 16 and the 4 + 12 / d of [Z].
+    """
+    masters = 4 if element_bytes < 4 else 0
+    return count * (element_bytes + gradient_bytes + (masters + 8) / zero1_ranks)
+
+
+def layer_activation_bytes(
+    shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None
+) -> float:
+    """Return the bytes that a layer keeps for the backward [K, Table 2].
+
+    An element of a dropout mask has 1 byte. In half precision, by ``recompute``:
+
+    - "none": s b h (34 + 5 a s / h). Without sequence parallelism, 10 s b h of it is whole on every rank of the tensor
+      group. Without dropout, masks and dropped scores are missing (`KeptTensors`).
+    - "selective": the same without 5 a s / h, the scores of attention. A fused kernel never keeps these.
+    - "full": the layer's input, 2 s b h, of which a rank keeps its shard with sequence parallelism.
+    """
+    kept = kept or KeptTensors()
+    shape.require_tensor_parallel(tensor)
+    e, sbh = kept.element_bytes, shape.seq * batch * shape.hidden
+    shards = tensor if kept.sequence_parallel else 1
+    if kept.recompute == "full":
+        return e * sbh / shards
+    scores = 0.0
+    if kept.recompute == "none":
+        of_score = {"dropped": 2 * e + 1, "softmax": e, "none": 0}[kept.scores]
+        scores = of_score * shape.heads * shape.seq / shape.hidden
+    masks = 2 if kept.hidden_dropout else 0
+    return sbh * ((4 * e + masks) / shards + (12 * e + scores) / tensor)
+
+
+def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None) -> float:
+    """Return the bytes of activations when they are most: those kept, and those that the moment needs beside them.
+
+    Two moments are compared:
+
+    - The loss. All layers and the model's ends are kept. The ends are the mask of the embedding's dropout (s b h), the
+      input of the final norm and that of the output layer (e s b h each; a BERT's head of masked tokens keeps three
+      more), and the softmax of the logits, in fp32 (4 s b v / t) [K, section 4.3]. Beside it the loss makes the
+      gradient of the logits, in fp32 (4 s b v / t), and in half precision again in that (2 s b v / t). A rank of an
+      fp32 model without padding in its part of the vocabulary works in place, and needs less.
+    - The recomputation of the first layer that the backward reaches. Of the ends only the embedding's mask is left.
+      "full" adds everything that a layer keeps, "selective" its scores. A gradient of e s b h arrives, and the output
+      layer's gradient of the tied embedding (e h v / t) waits for the other use of the table.
+    """
+    kept = kept or KeptTensors()
+    layer = layer_activation_bytes(shape, batch, tensor, kept)
+    everything = layer_activation_bytes(shape, batch, tensor, replace(kept, recompute="none"))
+    e, tokens = kept.element_bytes, shape.seq * batch
+    stream = tokens * shape.hidden / (tensor if kept.sequence_parallel else 1)
+    mask = stream if kept.hidden_dropout else 0.0
+    of_logit = 4 + 4 + (2 if e == 2 else 0)
+    inputs = 5 if shape.model == "bert" else 2
+    at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor
+    waiting = e * (stream + shape.hidden * shape.vocab / tensor)
+    at_layer = waiting + everything - layer if kept.recompute != "none" else 0.0
+    return shape.layers * layer + mask + max(at_loss, at_layer)
+
+
+def training_bytes(
+    shape: TransformerShape, batch: int, tensor: int = 1, data: int = 1, kept: KeptTensors | None = None
+) -> dict[str, float]:
+    """Return the bytes of one rank at the peak of a training step, by use; their sum is what the rank needs.
+
+    batch: of a micro-batch. tensor, data: the sizes of the tensor and data groups.
+
+    - "parameters and optimizer": `parameter_bytes`.
+    - "activations": `activation_bytes`.
+    - "gradients being sent": the copies of the gradients at the end of the backward (``kept.sends_together``). The
+      activations are free by then, so only the bytes beyond theirs count.
+
+    Not counted: the temporary tensors of single operations other than the loss, what a device's runtime and its
+    libraries keep, and unused memory between tensors.
+    """
+    kept = kept or KeptTensors()
+    owned = parameters(shape, tensor)
+    ranks = data if kept.zero1 else 1
+    activations = activation_bytes(shape, batch, tensor, kept)
+    sent = 0.0
+    if data > 1 and kept.sends_together:
+        received = kept.sent_bytes or kept.gradient_bytes
+        sent = owned * (kept.sent_bytes + (received / data if kept.zero1 else 0))
+    state = parameter_bytes(
+        owned, element_bytes=kept.element_bytes, gradient_bytes=kept.gradient_bytes, zero1_ranks=ranks
+    )
+    return {
+        "parameters and optimizer": state,
+        "activations": activations,
+        "gradients being sent": max(0.0, sent - activations),
+    }

@@ -1,0 +1,70 @@
+"""The words of --data-path: a prefix, or weights and prefixes."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from commengine import UsageError
+from trainers.data.blend import WeightedPrefix, read_blend, require_files
+
+AB = [WeightedPrefix(Fraction(7, 10), "A"), WeightedPrefix(Fraction(3, 10), "B")]
+
+
+@pytest.mark.parametrize(
+    ("data_path", "expected"),
+    [
+        ("A", [WeightedPrefix(Fraction(1), "A")]),
+        (["A"], [WeightedPrefix(Fraction(1), "A")]),
+        ("0.7 A 0.3 B", AB),
+        (["0.7 A 0.3 B"], AB),
+        (["0.7", "A", "0.3", "B"], AB),
+        ([0.7, "A", 0.3, "B"], AB),
+        ("7e-1 A\n 3e-1   B", AB),
+        ("1 'a b' 0 c", [WeightedPrefix(Fraction(1), "a b"), WeightedPrefix(Fraction(0), "c")]),
+        ("2 2", [WeightedPrefix(Fraction(2), "2")]),
+        ("1e-999999999 A 1 B", [WeightedPrefix(Fraction(0), "A"), WeightedPrefix(Fraction(1), "B")]),
+    ],
+)
+def test_what_it_names(data_path: str | list[str], expected: list[WeightedPrefix]) -> None:
+    assert read_blend(data_path) == expected
+
+
+def test_a_prefix_with_spaces_needs_no_quotes_if_it_is_there(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "1 A")
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").touch()
+    assert read_blend(prefix) == [WeightedPrefix(Fraction(1), prefix)]
+    require_files(read_blend(["1", prefix]))
+
+
+@pytest.mark.parametrize(
+    ("data_path", "says"),
+    [
+        ("-0.7 A 0.3 B", r"--data-path -0.7 A 0.3 B: '-0.7' is not a weight, .* at least 0; valid: PREFIX, or WEIGHT"),
+        ("nan A 0.3 B", "'nan' is not a weight"),
+        ("0.3 A inf B", "'inf' is not a weight"),
+        ("A B", "'A' is not a weight.* such as 0.7 A 0.3 B"),
+        ("A 0.7 B 0.3", "'A' is not a weight"),
+        ("1e999999999 A 1 B", "'1e999999999' is not a weight"),
+        ("0 A 0 B", "--data-path 0 A 0 B: all weights are 0; at least one must be positive"),
+        ("0.7 A 0.3", "--data-path 0.7 A 0.3: a weight has no prefix, or a prefix no weight; valid: "),
+        ("0.7 A B", "a weight has no prefix, or a prefix no weight"),
+        ("0.5 A 0.5 A", "A is named twice; add up its weights"),
+        ("0.5 x/../A 0.5 ./A", "./A is named twice"),
+        ("0.5 'A", "--data-path 0.5 'A: No closing quotation; valid: "),
+    ],
+)
+def test_what_it_refuses(data_path: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read_blend(data_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for name in ("a.bin", "a.idx", "b.bin"):
+        (tmp_path / name).touch()
+    require_files(read_blend(str(tmp_path / "a")))
+    with pytest.raises(UsageError, match=r"--data-path .*/b: .*/b.idx does not exist$"):
+        require_files(read_blend(f"1 {tmp_path}/a 1 {tmp_path}/b"))
+    with pytest.raises(UsageError, match=r"a.idx.bin does not exist; give the prefix alone: .*/a$"):
+        require_files(read_blend(str(tmp_path / "a.idx")))

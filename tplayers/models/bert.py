@@ -1,0 +1,200 @@
+"""BERT: a tensor-parallel encoder with the heads of masked tokens and of sentence order (paper, section 5.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commengine import Communicator, Stream
+from tplayers.block import NormPlacement
+from tplayers.checks import require_within
+from tplayers.cross_entropy import vocab_parallel_cross_entropy
+from tplayers.linear import ReplicatedLinear
+from tplayers.mlp import GELUS, Gelu
+from tplayers.norm import LayerNorm
+from tplayers.placement import Normal, Placement, add_parameter
+from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
+from tplayers.rng import Randomness
+
+from .transformer import Transformer, TransformerConfig
+
+#: a label that does not count
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class BERTConfig(TransformerConfig):
+    """The shape of a BERT; the defaults are the paper's. The fields that GPT has, too, are in `TransformerConfig`.
+
+    num_tokentypes: token types, of which the model has an embedding each; 0 for none.
+    norm_placement: as in `TransformerBlock`. "pre" is the paper's (Figure 7 b). "post" (Figure 7 a) is that of the
+        first BERT and of Hugging Face's ``BertModel``.
+    gelu: of the layers and of the head of masked tokens, as in `MLP`.
+    binary_head: whether the model has the pooler and the sentence-order head.
+    """
+
+    num_tokentypes: int = 2
+    norm_placement: NormPlacement = "pre"
+    gelu: Gelu = "erf"
+    binary_head: bool = True
+
+
+class BERT(Transformer):
+    """An encoder over ``comm``, the tensor group. Call `tplayers.initialize(model, seed)`, or load a checkpoint.
+
+    forward without labels -> (this rank's logits of masked tokens [b, s, padded vocabulary / comm.size], the logits of
+    sentence order [b, 2], equal on all ranks, or None without ``binary_head``);
+    forward with labels -> (per-token losses float32 [b, s], per-sample losses float32 [b] or None), in nats, equal on
+    all ranks, 0 where a label is -100.
+
+    tokens: int64 [b, s], equal on all ranks of ``comm`` as all arguments are, s at most ``max_position_embeddings``.
+    token_types: int64 [b, s], 0 to num_tokentypes - 1; None for type 0 everywhere.
+    padding: the number of real tokens of each sample, int64 [b], which come first; or bool [b, s], True where a token
+        is real. No token attends to the others. None: all are real.
+    labels: int64 [b, s], the tokens that were masked; -100: not counted.
+    order_labels: int64 [b], 1 for swapped sentences; -100: the sample has no such label. None: no sample has one.
+    positions: int64 [b, K]: the head of masked tokens runs at these positions only, and has K for s in the shapes of
+        labels, logits and losses. For samples of fewer positions, any position with the label -100 fills the rest.
+    randomness: needed in a training pass with dropout. Every rank must run forward and backward, of the sum of both
+        losses: each parameter then gets a gradient, also if nothing counts.
+    overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
+        (`column_parallel_linear`).
+
+    Raises ValueError for a shape that does not fit and, on the host if not compiled, for a number outside its range.
+
+    With sequence_parallel, ``comm.size`` must divide s (else ValueError), and after a backward the gradients of some
+    parameters are partial: call `sum_partial_gradients(model, comm)`.
+    """
+
+    def __init__(
+        self,
+        config: BERTConfig,
+        comm: Communicator,
+        *,
+        overlap_stream: Stream | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            config, comm, causal=False, gelu=config.gelu, norm_placement=config.norm_placement,
+            num_tokentypes=config.num_tokentypes, overlap_stream=overlap_stream, dtype=dtype,
+        )  # fmt: skip
+        self.config = config
+        self.mlm_head = MaskedTokenHead(config, comm, dtype=dtype)
+        if config.binary_head:
+            init = Normal(config.init_method_std)
+            self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, init=init, dtype=dtype)
+            self.order_head = ReplicatedLinear(config.hidden_size, 2, init=init, dtype=dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        padding: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        order_labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        randomness: Randomness | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._require_labels(tokens, labels, order_labels, positions)
+        hidden = self.hidden_states(tokens, randomness, token_types, padding)
+        rows, asked = hidden, tokens.shape[1]
+        if positions is not None:
+            rows, asked = self._at_positions(hidden, positions), positions.shape[1]
+        logits = self.embedding.logits(self.mlm_head(rows), self.mlm_head.bias)  # [s, b, v / p], or K and more for s
+        order = self.order_head(self.pooled(hidden)) if self.config.binary_head else None
+        if labels is None:
+            return logits[:asked].transpose(0, 1), order
+        wanted = F.pad(labels.t(), (0, 0, 0, logits.shape[0] - asked), value=IGNORED)
+        losses = vocab_parallel_cross_entropy(
+            logits, wanted, self.comm, vocab_size=self.config.vocab_size, overwrite=True
+        )
+        return losses[:asked].t(), None if order is None else _order_losses(order, order_labels)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """tanh(W h + b) of each sample's first token [b, h], equal on all ranks. hidden: from `hidden_states`."""
+        first = self._rows(hidden, torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device))
+        if self.config.sequence_parallel:
+            first = reduce_own_from_tensor_parallel_region(first, self.comm)
+        return torch.tanh(self.pooler(first[0]))
+
+    def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The rows [K, b, h] of ``hidden`` at ``positions`` [b, K].
+
+        With sequence_parallel this rank's shard of them, after K is filled up to a multiple of the group.
+        """
+        if not self.config.sequence_parallel:
+            return self._rows(hidden, positions.t())
+        missing = -positions.shape[1] % self.comm.size
+        return reduce_scatter_to_sequence_parallel_region(
+            self._rows(hidden, F.pad(positions.t(), (0, 0, 0, missing))), self.comm
+        )
+
+    def _rows(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The rows [K, b, h] at ``positions`` [K, b]; with sequence_parallel 0 for those of other ranks' shards."""
+        s, b, h = hidden.shape
+        elsewhere = None
+        if self.config.sequence_parallel:
+            positions = positions - self.comm.rank * s
+            elsewhere = (positions < 0) | (positions >= s)
+            positions = positions.masked_fill(elsewhere, 0)
+        numbers = (positions * b + torch.arange(b, device=hidden.device)).reshape(-1)
+        rows = hidden.reshape(s * b, h).index_select(0, numbers).view(*positions.shape, h)
+        return rows if elsewhere is None else rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    def _require_labels(
+        self, tokens: Tensor, labels: Tensor | None, order_labels: Tensor | None, positions: Tensor | None
+    ) -> None:
+        b, s = tokens.shape
+        if positions is not None:
+            if positions.dim() != 2 or positions.shape[0] != b:
+                raise ValueError(f"positions {list(positions.shape)} must be [{b}, K]")
+            require_within(positions, s, "a position")
+        expected = list(tokens.shape if positions is None else positions.shape)
+        if labels is not None and list(labels.shape) != expected:
+            raise ValueError(f"labels {list(labels.shape)} must be {expected}")
+        if order_labels is None:
+            return
+        if labels is None or not self.config.binary_head:
+            raise ValueError("order_labels need labels, and a model with binary_head=True")
+        if list(order_labels.shape) != [b]:
+            raise ValueError(f"order_labels {list(order_labels.shape)} must be [{b}]")
+        require_within(order_labels.masked_fill(order_labels == IGNORED, 0), 2, "a label of sentence order")
+
+
+class MaskedTokenHead(nn.Module):
+    """The dense layer, GELU and norm before the output layer of masked tokens, and this rank's part of its bias.
+
+    The output layer is the tied embedding (`VocabParallelEmbedding.logits`); its bias is split by vocabulary.
+
+    forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: this rank's shard -> the same.
+    """
+
+    bias: nn.Parameter
+
+    def __init__(self, config: BERTConfig, comm: Communicator, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
+        self.gelu = config.gelu
+        self.dense = ReplicatedLinear(
+            config.hidden_size, config.hidden_size, init=Normal(config.init_method_std), **split
+        )
+        self.norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, **split)
+        columns = Placement((config.padded_vocab_size,), dim=0, index=comm.rank, count=comm.size)
+        add_parameter(self, "bias", columns, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(F.gelu(self.dense(x), approximate=GELUS[self.gelu]))
+        return normed
+
+
+def _order_losses(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Cross-entropy [b] of logits [b, 2], in float32 (float64 for float64 logits)."""
+    if labels is None:
+        labels = torch.full(logits.shape[:1], IGNORED, device=logits.device)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)

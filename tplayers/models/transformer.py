@@ -1,0 +1,186 @@
+"""Transformer: the embedding and the layers that GPT and BERT share (paper, section 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commengine import Communicator, Stream
+from tplayers.attention import DropoutMask, needed, real_tokens
+from tplayers.block import NormPlacement, TransformerBlock
+from tplayers.checks import require_within
+from tplayers.embedding import VocabParallelEmbedding, looked_up
+from tplayers.mlp import Gelu
+from tplayers.norm import LayerNorm
+from tplayers.placement import Normal, Placement, add_parameter, require_divisible
+from tplayers.recompute import Recompute
+from tplayers.rng import Randomness, dropout
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes and options that `GPTConfig` and `BERTConfig` share; the defaults are the paper's.
+
+    ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple of
+    this at every TP size, so that the model is the same at every TP size.
+    sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
+    attention_dropout_mask: as in `SelfAttention`.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+    layernorm_epsilon: float = 1e-5
+    make_vocab_size_divisible_by: int = 1024
+    sequence_parallel: bool = False
+    recompute: Recompute = None
+    attention_dropout_mask: DropoutMask = "position"
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
+        return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+
+    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
+        """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
+
+        ranks: the ranks of the whole job, if known; ``tensor`` must divide this number, too.
+        """
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
+            )
+        require_divisible(
+            tensor, num_attention_heads=self.num_attention_heads, hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_size, padded_vocab_size=self.padded_vocab_size,
+            **({} if ranks is None else {"ranks": ranks}),
+        )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """The embedding and the layers over ``comm``, the tensor group. `GPT` and `BERT` add what they compute from it.
+
+    causal, gelu, norm_placement: of every layer (`TransformerBlock`). After pre-LN layers a final norm follows; before
+        post-LN layers the sum of the embeddings is normalised instead.
+    num_tokentypes: rows of the table of token types; 0 for no table.
+    overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
+        (`column_parallel_linear`).
+
+    Inside, activations are [s, b, h], so that a sequence shard is contiguous.
+    """
+
+    position_embedding: nn.Parameter
+    token_type_embedding: nn.Parameter  # if there are token types
+    embedding_norm: LayerNorm  # in a post-LN model
+    final_norm: LayerNorm  # in a pre-LN model
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        comm: Communicator,
+        *,
+        causal: bool,
+        gelu: Gelu = "tanh",
+        norm_placement: NormPlacement = "pre",
+        num_tokentypes: int = 0,
+        overlap_stream: Stream | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config.require_parallel(comm.size)
+        self.comm = comm
+        self._sizes = config
+        self._num_tokentypes = num_tokentypes
+        self._norm_placement = norm_placement
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        init = Normal(config.init_method_std)
+        # The branches add up along the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
+        output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
+        split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocab_size, hidden, comm, overlap_stream=overlap_stream, init=init, dtype=dtype, **split
+        )
+        positions = Placement((config.max_position_embeddings, hidden), init, partial=config.sequence_parallel)
+        add_parameter(self, "position_embedding", positions, dtype)
+        if num_tokentypes:
+            types = Placement((num_tokentypes, hidden), init, partial=config.sequence_parallel)
+            add_parameter(self, "token_type_embedding", types, dtype)
+        if norm_placement == "post":
+            self.embedding_norm = LayerNorm(hidden, eps, dtype=dtype, **split)
+        self.layers = nn.ModuleList(
+            TransformerBlock(
+                hidden, config.num_attention_heads, config.ffn_size, comm, causal=causal, gelu=gelu,
+                norm_placement=norm_placement, hidden_dropout=config.hidden_dropout,
+                attention_dropout=config.attention_dropout, dropout_mask=config.attention_dropout_mask, eps=eps,
+                recompute=config.recompute, overlap_stream=overlap_stream,
+                init=init, output_init=output_init, site=f"layers.{number}", dtype=dtype, **split,
+            )
+            for number in range(config.num_layers)
+        )  # fmt: skip
+        if norm_placement == "pre":
+            self.final_norm = LayerNorm(hidden, eps, dtype=dtype, **split)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        randomness: Randomness | None = None,
+        token_types: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """The last layer's output [s, b, h], normalised, for tokens [b, s].
+
+        It is equal on all ranks, or with sequence_parallel this rank's shard [s / comm.size, b, h].
+
+        tokens: int64 [b, s], equal on all ranks, s at most ``max_position_embeddings``.
+        token_types: int64 [b, s]; None for type 0 everywhere. padding: as in `SelfAttention`.
+        """
+        s = tokens.shape[1]
+        config = self._sizes
+        if s > config.max_position_embeddings:
+            raise ValueError(
+                f"a sequence of {s} tokens exceeds max_position_embeddings={config.max_position_embeddings}"
+            )
+        first, end = 0, s
+        if config.sequence_parallel:
+            require_divisible(self.comm.size, sequence_length=s)
+            first, end = self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size
+        x: Tensor = self.embedding(tokens.t()) + self.position_embedding[first:end].unsqueeze(1)
+        if self._num_tokentypes:
+            x = x + self._of_types(tokens, token_types, first, end)
+        elif token_types is not None:
+            raise ValueError("token_types need a model with num_tokentypes above 0")
+        if self._norm_placement == "post":
+            x = self.embedding_norm(x)
+        if self.training and config.hidden_dropout > 0:
+            x = dropout(x, config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
+        if padding is not None:
+            padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
+        for layer in self.layers:
+            x = layer(x, randomness, padding)
+        if self._norm_placement == "pre":
+            normed: Tensor = self.final_norm(x)
+            return normed
+        return x
+
+    def _of_types(self, tokens: Tensor, token_types: Tensor | None, first: int, end: int) -> Tensor:
+        """The embedding of the token types at positions ``first`` to ``end``: [end - first, b, h]."""
+        if token_types is None:
+            token_types = torch.zeros_like(tokens)
+        elif token_types.shape != tokens.shape:
+            raise ValueError(f"token_types {list(token_types.shape)} must be {list(tokens.shape)}, as the tokens are")
+        require_within(token_types, self._num_tokentypes, "a token type")
+        return looked_up(token_types.t()[first:end], self.token_type_embedding)

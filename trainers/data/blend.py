@@ -1,0 +1,80 @@
+"""Which data sets a run reads, and in which proportion: the words of ``--data-path``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from commengine import UsageError
+
+from .indexed import bin_path, idx_path
+
+VALID = "valid: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... such as 0.7 A 0.3 B"
+
+
+class WeightedPrefix(NamedTuple):
+    """A data set by its prefix, and its weight: of any scale, not negative."""
+
+    weight: Fraction
+    prefix: str
+
+
+def read_blend(data_path: str | Sequence[str]) -> list[WeightedPrefix]:
+    """The data sets that ``--data-path`` names.
+
+    data_path: a prefix, or weights and prefixes in turn; either the words of a command line, or a string of them (as in
+    a YAML file), in which quotes keep a prefix with spaces together. Weights are probabilities of any scale.
+
+    Raises UsageError for weights that are negative, all 0, not finite or not numbers, and for a prefix that is missing
+    or named twice. It does not read the data sets.
+    """
+    words = [data_path] if isinstance(data_path, str) else [str(word) for word in data_path]
+    if len(words) == 1 and not idx_path(words[0]).exists():  # a prefix may have spaces
+        words = _split(words[0])
+    if len(words) == 1:
+        return [WeightedPrefix(Fraction(1), words[0])]
+    given = f"--data-path {shlex.join(words)}"
+    if len(words) % 2:
+        raise UsageError(f"{given}: a weight has no prefix, or a prefix no weight; {VALID}")
+    found = [
+        WeightedPrefix(_weight(weight, given), prefix) for weight, prefix in zip(words[::2], words[1::2], strict=True)
+    ]
+    if all(weight == 0 for weight, _ in found):
+        raise UsageError(f"{given}: all weights are 0; at least one must be positive")
+    places: dict[Path, str] = {}
+    for _, prefix in found:
+        if (place := Path(prefix).resolve()) in places:
+            raise UsageError(f"{given}: {prefix} is named twice; add up its weights")
+        places[place] = prefix
+    return found
+
+
+def require_files(blend: Sequence[WeightedPrefix]) -> None:
+    """Raise UsageError that names the first file which does not exist."""
+    for _, given in blend:
+        prefix = Path(given)
+        hint = f"; give the prefix alone: {prefix.with_suffix('')}" if prefix.suffix in (".bin", ".idx") else ""
+        for path in (bin_path(given), idx_path(given)):
+            if not path.is_file():
+                raise UsageError(f"--data-path {given}: {path} does not exist{hint}")
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text) or [text]
+    except ValueError as error:
+        raise UsageError(f"--data-path {text}: {error}; {VALID}") from error
+
+
+def _weight(word: str, given: str) -> Fraction:
+    try:
+        value = float(word)  # first, because Fraction("1e999999999") would take hours and all memory
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{given}: {word!r} is not a weight, which is a finite number of at least 0; {VALID}")
+    return Fraction(word) if value else Fraction(0)

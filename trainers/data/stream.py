@@ -1,0 +1,175 @@
+"""The training samples of a run by their global number: one source, or a blend of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from .apportionment import Apportionment, normalized
+from .samples import EpochPermutation, Samples
+
+#: name and identity of mock data
+MOCK = "mock data"
+
+#: the recorded weight of a source that the run does not draw from
+ZERO = "0"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set of a run.
+
+    name: for people, such as its prefix. identity: tells its data from all others, wherever they lie. weight: of any
+    scale; see `Apportionment`. training: its samples. held_out: those of its validation split; None if there are none.
+    """
+
+    name: str
+    identity: str
+    weight: Fraction
+    training: Samples
+    held_out: Samples | None = None
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """What a checkpoint knows of a source, in the run or only in an earlier part of it.
+
+    name, identity: as in `Source`. samples: of an epoch; 0 if that is not known. weight: its probability, as a
+    fraction; "0" if the run does not draw from it. before: samples that the run had read from it when it began to draw
+    by these weights. consumed: samples that it has read from it in all.
+    """
+
+    name: str
+    identity: str
+    samples: int
+    weight: str
+    before: int
+    consumed: int
+
+    @property
+    def probability(self) -> Fraction:
+        """The probability of its samples; 0 if the run does not draw from it."""
+        return Fraction(self.weight)
+
+    @property
+    def epochs(self) -> float | None:
+        """How often each of its samples was read, on average; None if their number is not known."""
+        return self.consumed / self.samples if self.samples else None
+
+
+class SampleStream:
+    """The samples that a run trains on: sample n for every n >= 0, a pure function of n.
+
+    Which source a sample comes from follows from the weights (`Apportionment`). Each source is read in the order of
+    `EpochPermutation`: every sample once in an epoch, each epoch in an order of its own. A run that is resumed with the
+    same weights goes on with the same stream. With others, or with other sources, it starts a new apportionment at that
+    sample, and each source goes on where it was: so no sample is read twice before all samples of its source are.
+
+    sources: at least one, with different identities, in any order. seed: of the permutations.
+    """
+
+    def __init__(self, sources: Sequence[Source], seed: int) -> None:
+        # The order of the sources on a command line must not change the stream.
+        self.sources = tuple(sorted(sources, key=lambda source: source.identity))
+        self._orders = [EpochPermutation(len(source.training), seed) for source in self.sources]
+        weights = [source.weight for source in self.sources]
+        self._apportionment, self._probabilities = Apportionment(weights), normalized(weights)
+        self._start, self._before = 0, [0] * len(self.sources)
+        self._absent: list[SourceRecord] = []
+
+    def __getitem__(self, n: int) -> Any:
+        """Sample n of the run. Raises IndexError if n is negative, or before the weights changed."""
+        number, k = self.place(n)
+        order = self._orders[number]
+        return self.sources[number].training.draw(k // order.size, order[k])
+
+    def place(self, n: int) -> tuple[int, int]:
+        """(source, k): sample n is the k-th sample, from 0, that the run reads of ``sources[source]``.
+
+        Raises IndexError as ``[n]`` does.
+        """
+        number, k = self._apportionment.draw(self._since_start(n))
+        return number, self._before[number] + k
+
+    def consumed(self, n: int) -> list[int]:
+        """How many of the run's first n samples are of each of ``sources``. Raises IndexError as ``[n]`` does."""
+        drawn = self._apportionment.counts(self._since_start(n))
+        return [before + count for before, count in zip(self._before, drawn, strict=True)]
+
+    def read(self, n: int) -> list[SourceRecord]:
+        """What the run's first n samples read of each source, those that it no longer draws from included."""
+        described = zip(self.sources, self._probabilities, self._before, self.consumed(n), strict=True)
+        return [
+            SourceRecord(source.name, source.identity, len(source.training), str(probability), before, consumed)
+            for source, probability, before, consumed in described
+        ] + self._absent
+
+    def record(self, n: int) -> dict[str, Any]:
+        """What `continue_from` needs to go on after n samples, as JSON types."""
+        return {"start": self._start, "sources": [asdict(source) for source in self.read(n)]}
+
+    def continue_from(self, n: int, record: Mapping[str, Any]) -> list[str]:
+        """Go on after the n samples that ``record`` (`record`, `record_of_one`) tells of.
+
+        Returns sentences for the user: what changed, if anything did. Raises ValueError if the record is damaged.
+        """
+        start, saved = _read(record, n)
+        known = {(old.identity, old.samples): old for old in self._identified(saved)}
+        ours = [known.pop((source.identity, len(source.training)), None) for source in self.sources]
+        gone = list(known.values())
+        consumed = [0 if old is None else old.consumed for old in ours]
+        self._absent = [replace(old, weight=ZERO, before=old.consumed) for old in gone if old.consumed]
+        weights = [ZERO if old is None else old.weight for old in ours]
+        if weights == [str(p) for p in self._probabilities]:  # both sum to 1, so no source that is gone had a weight
+            self._start, self._before = start, [0 if old is None else old.before for old in ours]
+            return []
+        self._start, self._before = n, consumed
+        return self._changes(n, ours, gone)
+
+    def _changes(self, n: int, ours: Sequence[SourceRecord | None], gone: Sequence[SourceRecord]) -> list[str]:
+        lines = []
+        for source, old, probability in zip(self.sources, ours, self._probabilities, strict=True):
+            if old is not None:
+                was = f"{float(Fraction(old.weight)):.4g} before, {old.consumed:,} samples read"
+            elif any(source.name == other.name for other in gone):
+                was = "not the data of that name that the checkpoint knows, so read from its first sample"
+            else:
+                was = "new in this run"
+            lines.append(f"{source.name} {float(probability):.4g} ({was})")
+        lines += [f"{old.name} no longer ({old.consumed:,} samples read)" for old in gone if old.weight != ZERO]
+        return [f"other data from sample {n:,} on: {'; '.join(lines)}"]
+
+    def _identified(self, saved: Sequence[SourceRecord]) -> Iterator[SourceRecord]:
+        """``saved``, with the identity that a checkpoint of an older version left out, if its source is in this run."""
+        only = len(saved) == len(self.sources) == 1  # such a checkpoint did not compare --data-path
+        for old in saved:
+            same = [source for source in self.sources if only or source.name == old.name]
+            unknown = not old.identity and same
+            yield replace(old, identity=same[0].identity, samples=len(same[0].training)) if unknown else old
+
+    def _since_start(self, n: int) -> int:
+        if n < self._start:
+            raise IndexError(f"sample {n}: the run's data changed at sample {self._start}; earlier ones are not known")
+        return n - self._start
+
+
+def record_of_one(name: str, n: int) -> dict[str, Any]:
+    """The record (`SampleStream.record`) of n samples of one source, of which only the name is known."""
+    return {"start": 0, "sources": [asdict(SourceRecord(name, "", 0, "1", 0, n))]}
+
+
+def _read(record: Mapping[str, Any], n: int) -> tuple[int, list[SourceRecord]]:
+    """The record's first sample and its sources. Raises ValueError if they are not those of n samples."""
+    try:
+        start, sources = int(record["start"]), [SourceRecord(**source) for source in record["sources"]]
+        counts = [count for old in sources for count in (old.samples, old.before, old.consumed - old.before)]
+        total = sum(Fraction(old.weight) for old in sources)
+        fits = min(counts) >= 0 and total == 1 and 0 <= start <= n
+        fits = fits and sum(old.before for old in sources) == start and sum(old.consumed for old in sources) == n
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"the record of its data is damaged: {error!r}") from error
+    if not fits:
+        raise ValueError(f"the record of its data is damaged: it is not one of {n} samples")
+    return start, sources

@@ -1,0 +1,144 @@
+"""What the training of any transformer shares: the settings of its layers, and how its trainer is made."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import nn
+
+from commengine import Communicator, ProcessGrid, Stream, UsageError
+from tplayers import initialize
+from tplayers.attention import DROPOUT_MASKS
+from trainers import presets
+from trainers.config import overlapped
+from trainers.data.corpus import TextConfig
+from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
+from trainers.training.interfaces import BatchSource, Objective
+from trainers.training.precision import parameter_dtype
+from trainers.training.trainer import Trainer
+
+
+class ModelShape(Protocol):
+    """The part of a model's configuration, such as `tplayers.GPTConfig`, that its settings need."""
+
+    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class TransformerTrainConfig(TextConfig, ABC):
+    """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
+
+    task: the kind of model whose presets the run may name (`trainers.presets`).
+    """
+
+    task: ClassVar[str]
+
+    preset: str | None = option(
+        None, "a model of the paper with its recipe, such as gpt-355m; other flags and --config win. list prints them",
+        sets=lambda settings, name: presets.settings(name, settings.task),
+    )  # fmt: skip
+    num_layers: int = option(12, "transformer layers", valid=AT_LEAST_ONE, fixed=True)
+    hidden_size: int = option(768, "width of the residual stream", valid=AT_LEAST_ONE, fixed=True)
+    num_attention_heads: int = option(12, "attention heads", valid=AT_LEAST_ONE, fixed=True)
+    ffn_hidden_size: int | None = option(
+        None, "width of the feed-forward block (default 4 * hidden size)", valid=AT_LEAST_ONE, fixed=True
+    )
+    max_position_embeddings: int | None = option(
+        None, "positions that the model knows (default seq-length)", valid=AT_LEAST_ONE, fixed=True,
+        default_of="seq_length",
+    )  # fmt: skip
+    hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch", valid=FRACTION)
+    attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
+    attention_dropout_mask: str = option(
+        "position",
+        "how attention dropout draws its mask: by position, the same at every parallel size, or in the fused kernel, "
+        "which is faster on devices",
+        choices=DROPOUT_MASKS,
+    )
+    init_method_std: float = option(0.02, "standard deviation of the initial weights", valid=NOT_NEGATIVE)
+    make_vocab_size_divisible_by: int = option(
+        1024, "pad the vocabulary to a multiple of this, at every TP size", valid=AT_LEAST_ONE, fixed=True
+    )
+    recompute_granularity: str | None = option(
+        None,
+        "compute again in the backward instead of keeping in memory: each whole layer, the inside of attention, or "
+        "nothing (default none)",
+        choices=("full", "selective", "none"),
+    )
+
+    @property
+    def positions(self) -> int:
+        """The number of positions that the model knows."""
+        return self.max_position_embeddings or self.seq_length
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
+        if self.preset is not None:
+            presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
+        try:
+            super().validate(ranks)
+        except UsageError as error:
+            raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
+        longest = given(self, "max_position_embeddings")
+        require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
+        compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
+        require(
+            compiles,
+            f"{given(self, 'attention_dropout_mask')}: excludes --compile, because a compiled graph cannot seed the "
+            "mask of each layer; leave one of them out",
+        )
+
+    def completed(self, ranks: int) -> Self:
+        """The settings with the vocabulary's size. Raises ValueError if the model does not split over the ranks."""
+        config = super().completed(ranks)
+        config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
+        return config
+
+    @abstractmethod
+    def model(self) -> ModelShape:
+        """The model's shape. ``vocab_size`` must be known."""
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of the model's configuration that all transformers have, by name. ``vocab_size`` must be known."""
+        assert self.vocab_size is not None
+        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
+        return {
+            "num_layers": self.num_layers, "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.positions, "ffn_hidden_size": self.ffn_hidden_size,
+            "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
+            "init_method_std": self.init_method_std,
+            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
+            "sequence_parallel": self.sequence_parallel, "recompute": recompute,
+            "attention_dropout_mask": self.attention_dropout_mask,
+        }  # fmt: skip
+
+    def batch_size(self, replicas: int) -> int:
+        """The samples of a global batch on ``replicas`` data-parallel ranks."""
+        return self.global_batch_size or self.micro_batch_size * replicas
+
+
+def transformer_trainer(
+    config: TransformerTrainConfig,
+    world: Communicator,
+    new_model: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
+    objective: Objective[Any],
+    new_batches: Callable[[Communicator], BatchSource[Any]],
+) -> Trainer:
+    """A trainer of a new model with its initial values. Collective over ``world``.
+
+    config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
+    new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
+    new_batches: called with the data group.
+    """
+    grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+    stream = None
+    if overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1:
+        stream = grid.tensor.new_stream()
+    model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), stream)
+    initialize(model, config.seed)
+    return Trainer(config, grid, model, objective, new_batches(grid.data))

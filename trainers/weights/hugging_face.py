@@ -1,0 +1,140 @@
+"""The parameters of our models by the names and in the layouts of Hugging Face's, both ways.
+
+======================================  ======================================
+our model                               Hugging Face's
+======================================  ======================================
+`tplayers.GPT`                          ``GPT2LMHeadModel``
+`tplayers.BERT`, pre-LN                 ``MegatronBertForPreTraining``
+`tplayers.BERT`, post-LN                ``BertForPreTraining``
+======================================  ======================================
+
+The differences in layout: GPT-2's ``Conv1D`` holds weights as [in, out]. BERT has queries, keys and values apart; here
+they are one tensor [queries; keys; values]. Our vocabulary is padded. A tied parameter stands once: the output layer is
+the token embedding, and its bias is ``cls.predictions.bias``. The conversions are linear, so they also convert
+gradients.
+
+Give Hugging Face's model the same ``layer_norm_eps``: 1e-5 here, 1e-12 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tplayers import BERTConfig, TransformerConfig
+
+
+@dataclass(frozen=True)
+class HuggingFaceTensor:
+    """One of our global tensors, and Hugging Face's tensors with the same numbers.
+
+    ours: our name. theirs: their names; several hold equal blocks of the rows of ours.
+    transposed: theirs is ours transposed. vocabulary: the rows of ours are the padded vocabulary.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    transposed: bool = False
+    vocabulary: bool = False
+
+
+def hugging_face_tensors(config: TransformerConfig) -> list[HuggingFaceTensor]:
+    """Every tensor of the model with this shape. config: a `GPTConfig` or a `BERTConfig`."""
+    if isinstance(config, BERTConfig):
+        return list(_bert(config))
+    return list(_gpt2(config))
+
+
+def from_hugging_face(theirs: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
+    """Our global tensors from Hugging Face's; rows of vocabulary padding are 0.
+
+    Tensors of other names are ignored: buffers, and the second names of tied parameters. Raises ValueError, with the
+    names, if tensors are missing, or if the vocabulary has another size.
+    """
+    tensors = hugging_face_tensors(config)
+    missing = [name for tensor in tensors for name in tensor.theirs if name not in theirs]
+    if missing:
+        raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")
+    found = {}
+    for tensor in tensors:
+        whole = torch.cat([theirs[name] for name in tensor.theirs])
+        if tensor.vocabulary:
+            if whole.shape[0] != config.vocab_size:
+                raise ValueError(f"{tensor.theirs[0]} has {whole.shape[0]} rows; vocab_size={config.vocab_size}")
+            padding = config.padded_vocab_size - config.vocab_size
+            whole = F.pad(whole, (*(0, 0) * (whole.dim() - 1), 0, padding))
+        found[tensor.ours] = whole.t() if tensor.transposed else whole
+    return found
+
+
+def to_hugging_face(ours: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
+    """Hugging Face's tensors from our global tensors, without vocabulary padding, contiguous, each tied one once.
+
+    Raises ValueError, with the names, if tensors are missing.
+    """
+    tensors = hugging_face_tensors(config)
+    missing = [tensor.ours for tensor in tensors if tensor.ours not in ours]
+    if missing:
+        raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")
+    found = {}
+    for tensor in tensors:
+        whole = ours[tensor.ours]
+        if tensor.vocabulary:
+            whole = whole[: config.vocab_size]
+        whole = whole.t() if tensor.transposed else whole
+        for name, part in zip(tensor.theirs, whole.chunk(len(tensor.theirs)), strict=True):
+            found[name] = part.contiguous()
+    return found
+
+
+def _both(ours: str, *theirs: str, transposed: bool = False) -> Iterator[HuggingFaceTensor]:
+    """Weight and bias of a layer; a vector has no transpose."""
+    for kind in ("weight", "bias"):
+        names = tuple(f"{name}.{kind}" for name in theirs)
+        yield HuggingFaceTensor(f"{ours}.{kind}", names, transposed and kind == "weight")
+
+
+def _gpt2(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
+    yield HuggingFaceTensor("embedding.weight", ("transformer.wte.weight",), vocabulary=True)
+    yield HuggingFaceTensor("position_embedding", ("transformer.wpe.weight",))
+    for number in range(config.num_layers):
+        ours, theirs = f"layers.{number}", f"transformer.h.{number}"
+        yield from _both(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        yield from _both(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", transposed=True)
+        yield from _both(f"{ours}.attention.projection", f"{theirs}.attn.c_proj", transposed=True)
+        yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        yield from _both(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", transposed=True)
+        yield from _both(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
+    yield from _both("final_norm", "transformer.ln_f")
+
+
+def _bert(config: BERTConfig) -> Iterator[HuggingFaceTensor]:
+    pre = config.norm_placement == "pre"
+    embeddings = "bert.embeddings"
+    yield HuggingFaceTensor("embedding.weight", (f"{embeddings}.word_embeddings.weight",), vocabulary=True)
+    yield HuggingFaceTensor("position_embedding", (f"{embeddings}.position_embeddings.weight",))
+    if config.num_tokentypes:
+        yield HuggingFaceTensor("token_type_embedding", (f"{embeddings}.token_type_embeddings.weight",))
+    if not pre:
+        yield from _both("embedding_norm", f"{embeddings}.LayerNorm")
+    for number in range(config.num_layers):
+        ours, theirs = f"layers.{number}", f"bert.encoder.layer.{number}"
+        attention = f"{theirs}.attention"
+        yield from _both(f"{ours}.attention_norm", f"{attention}.ln" if pre else f"{attention}.output.LayerNorm")
+        yield from _both(f"{ours}.attention.qkv", *(f"{attention}.self.{part}" for part in ("query", "key", "value")))
+        yield from _both(f"{ours}.attention.projection", f"{attention}.output.dense")
+        yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln" if pre else f"{theirs}.output.LayerNorm")
+        yield from _both(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
+        yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
+    if pre:
+        yield from _both("final_norm", "bert.encoder.ln")
+    yield from _both("mlm_head.dense", "cls.predictions.transform.dense")
+    yield from _both("mlm_head.norm", "cls.predictions.transform.LayerNorm")
+    yield HuggingFaceTensor("mlm_head.bias", ("cls.predictions.bias",), vocabulary=True)
+    if config.binary_head:
+        yield from _both("pooler", "bert.pooler.dense")
+        yield from _both("order_head", "cls.seq_relationship")
