@@ -2,8 +2,8 @@
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt]. OUTCOMES: for each run, the exit code, standard output and standard error
-of each of its ranks.
+whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt]. OUTCOMES: for each run, the exit code,
+standard output and standard error of each of its ranks.
 """
 
 import io
