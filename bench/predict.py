@@ -1,6 +1,7 @@
 """Predict a training step on a machine that a YAML file describes: time, efficiency, memory, communication.
 
     python -m bench.predict --paper --ablation                 # the paper's 13 scaling figures, published and predicted
+    python -m bench.predict --preset bert-3.9b --cluster dgx-a100 --gpus 64
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --global-batch-size 512
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
 
@@ -32,6 +33,7 @@ from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine.cost import TransformerShape, parameters
 from tplayers.attention import DROPOUT_MASKS
+from trainers import presets
 
 COMMAND = "bench.predict"
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
@@ -40,7 +42,7 @@ LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values()
 DROPOUT = ("hidden_dropout", "attention_dropout")
 DROPOUT_DEFAULT = 0.1
 COUNTS = (*SHAPE, "gpus", "tensor_model_parallel_size", "micro_batch_size", "global_batch_size", "top")
-RESERVE_GB, TOP = 2.0, 12
+RESERVE_GB, TOP = presets.RESERVE_GB, 12
 
 
 def parser() -> CommandParser:
@@ -53,18 +55,29 @@ def parser() -> CommandParser:
         metavar="NAME|FILE",
         help=f"one of {', '.join(names())}, or a YAML file (default: dgx-2h)",
     )
-    add("--model", choices=sorted(MODELS), help="a model of the literature; the sizes below replace its own")
+    add(
+        "--preset",
+        metavar="NAME",
+        help=f"a model of the paper with its tensor-parallel size, batch and dropout; the options below replace its "
+        f"own. {presets.LIST} prints all of them, with the memory that they need",
+    )
+    add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
     for name in SHAPE:
-        add(flag(name), type=int, metavar="N", help="default: the size of --model")
+        add(flag(name), type=int, metavar="N", help="default: the size of --preset or --model")
     add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size; --plan needs it)")
     add(
         "--global-batch-size",
         type=int,
         metavar="N",
-        help="sequences a step (default: one micro-batch a replica; --plan needs it)",
+        help="sequences a step (default: the preset's, or one micro-batch a replica; --plan needs it)",
     )
     # The options that --plan searches have no default here: None means that the option was not given.
-    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: 1; --plan: searched unless given")
+    add(
+        "--tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="default: the preset's, or 1; --plan: searched unless given",
+    )
     add(
         "--micro-batch-size",
         type=int,
@@ -129,7 +142,9 @@ def check(arguments: Any) -> None:
     for name in ("reserve_gb", "top"):
         if getattr(arguments, name) is not None and not arguments.plan:
             raise ValueError(f"{flag(name)} goes with --plan")
-    for name in ("model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
+    if arguments.preset and arguments.model:
+        raise ValueError("--preset or --model, not both")
+    for name in ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
         if getattr(arguments, name) is not None and arguments.paper:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
     for name in COUNTS:
@@ -143,16 +158,28 @@ def check(arguments: Any) -> None:
 
 
 def shape_of(arguments: Any) -> TransformerShape:
-    """The model that --model and the sizes name. Raises ValueError if a size is missing or wrong."""
+    """The model that --preset or --model and the sizes name. Raises ValueError if a size is missing or wrong."""
     given = [getattr(arguments, name) for name in SHAPE]
-    if arguments.model:
-        known = MODELS[arguments.model]
+    model = "gpt"
+    if arguments.preset or arguments.model:
+        known = presets.find(arguments.preset).shape() if arguments.preset else MODELS[arguments.model]
+        model = known.model
         defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
         given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
     missing = [flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
     if missing:
-        raise ValueError(f"give --model, or also {', '.join(missing)}")
-    return TransformerShape(*given)
+        raise ValueError(f"give --preset or --model, or also {', '.join(missing)}")
+    layers, hidden, heads, seq, vocab = given
+    return TransformerShape(layers, hidden, heads, seq, vocab, model)
+
+
+def batch_of(arguments: Any) -> int | None:
+    """The global batch that is asked for, or else the preset's; None if there is neither."""
+    if arguments.global_batch_size is None and arguments.preset:
+        batch: int = presets.find(arguments.preset).recipe["global_batch_size"]
+        return batch
+    asked: int | None = arguments.global_batch_size
+    return asked
 
 
 def dropout_of(arguments: Any) -> Layout:
@@ -167,13 +194,15 @@ def dropout_of(arguments: Any) -> Layout:
 
 def layout_of(arguments: Any) -> Layout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
-    tensor = 1 if arguments.tensor_model_parallel_size is None else arguments.tensor_model_parallel_size
+    tensor = presets.find(arguments.preset).tensor if arguments.preset else 1
+    if arguments.tensor_model_parallel_size is not None:
+        tensor = arguments.tensor_model_parallel_size
     micro = 8 if arguments.micro_batch_size is None else arguments.micro_batch_size
     gpus = tensor if arguments.gpus is None else arguments.gpus
     if gpus % tensor:
         raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
     data = gpus // tensor
-    batch = data * micro if arguments.global_batch_size is None else arguments.global_batch_size
+    batch = batch_of(arguments) or data * micro
     if batch % (data * micro):
         raise ValueError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x {data} data-parallel replicas"
@@ -254,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict and report. Returns the exit status."""
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
+        if arguments.preset == presets.LIST:
+            print("\n".join(presets.table()))
+            return 0
         check(arguments)
         check_writable(output=arguments.output, json=arguments.json)
         cluster = load(arguments.cluster)
@@ -286,7 +318,7 @@ def _surroundings() -> dict[str, Any]:
 def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[str, Any]:
     """The subject of a prediction, for --json."""
     device = cluster.device
-    model = {"name": arguments.model} | asdict(shape) | {"parameters": parameters(shape)}
+    model = {"name": arguments.preset or arguments.model} | asdict(shape) | {"parameters": parameters(shape)}
     machine = {
         "name": cluster.name, "file": arguments.cluster, "device": device.name, "peak_flops": device.peak_flops,
         "memory_bytes": device.memory_bytes, "overlap_grad_reduce": cluster.overlap,
@@ -299,7 +331,7 @@ def _layout(layout: Layout) -> dict[str, Any]:
 
 
 def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
-    gpus, batch = arguments.gpus, arguments.global_batch_size
+    gpus, batch = arguments.gpus, batch_of(arguments)
     if gpus is None or batch is None:
         raise ValueError("--plan needs --gpus and --global-batch-size")
     shape, room = shape_of(arguments), cluster.device.memory_bytes

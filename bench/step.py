@@ -145,7 +145,7 @@ def describe(config: GPTTrainConfig, ranks: int) -> str:
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
     options = {
         "sequence-parallel": config.sequence_parallel,
-        f"recompute {recompute}": recompute,
+        f"recompute {recompute}": recompute not in (None, "none"),
         "distributed optimizer": config.use_distributed_optimizer,
     }
     return ", ".join([

@@ -8,7 +8,7 @@ import shlex
 import types
 import typing
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -49,17 +49,20 @@ def option(
     fixed: bool = False,
     default_of: str | None = None,
     words: bool = False,
+    sets: Callable[[Any, str], Mapping[str, Any]] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
     text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
     valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
     value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
-    field is then a string or a list of strings.
+    field is then a string or a list of strings. sets: called with the settings' class and the option's word, gives the
+    values of other fields that the word stands for; flags and files win over these.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {
         "help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of, "words": words,
+        "sets": sets,
     }  # fmt: skip
     return field(default=default, metadata=about)
 
@@ -90,12 +93,20 @@ class Parser(configargparse.ArgumentParser):
 def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settings:
     """The settings of dataclass ``kind`` from the flags in ``argv`` and from ``--config FILE``; flags win.
 
-    argv: None for the arguments of this process. Raises OptionError, and SystemExit for --help.
+    argv: None for the arguments of this process. Raises OptionError, UsageError for a word that sets nothing (`option`,
+    sets), and SystemExit for --help.
     """
     parser = Parser(prog=prog)
     hints = typing.get_type_hints(kind)
     for item in fields(kind):
         _add(parser, item, hints[item.name])
+    for item in fields(kind):
+        if item.metadata["sets"] is not None:
+            first = Parser(prog=prog, add_help=False)
+            _add(first, item, hints[item.name])
+            word = getattr(first.parse_known_args(argv)[0], item.name)
+            if word is not None:
+                parser.set_defaults(**item.metadata["sets"](kind, word))
     values = vars(parser.parse_args(argv))
     values.pop("config")
     for item in fields(kind):

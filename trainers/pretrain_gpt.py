@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from commengine import Communicator, launch
-from commengine.rank_zero import on_rank_zero
 
-from .run.loop import train
-from .run.startup import read_config, watched
+from .run.startup import run_command
 from .tasks.gpt import GPTTask, GPTTrainConfig
 
 #: the settings of a run; each field is a flag
@@ -14,11 +12,8 @@ CONFIG = GPTTrainConfig
 
 
 def main(world: Communicator) -> None:
-    """One rank of the run. Rank 0 reads the flags and the files; an error in them is raised on every rank."""
-    read = on_rank_zero(world, lambda: read_config(CONFIG, None, "pretrain_gpt", world.size).to_json())
-    config = CONFIG(**read)
-    with watched(config, world) as comm:
-        train(config, comm, GPTTask)
+    """One rank of the run, collective over ``world``."""
+    run_command(world, "pretrain_gpt", CONFIG, GPTTask)
 
 
 if __name__ == "__main__":

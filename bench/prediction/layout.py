@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commengine.cost import TransformerShape
+from trainers.presets import PRESETS
 
+#: models by the short names of --model: the GPTs of Shoeybi et al. 2019 (8.3b is Table 1's, with 32 heads), and GPT-3
 MODELS = {
-    "355m": TransformerShape(24, 1024, 16, 1024, 51200),  # Shoeybi et al. 2019, Table 2
-    "1.2b": TransformerShape(40, 1536, 16, 1024, 51200),  # Table 1
-    "2.5b": TransformerShape(54, 1920, 20, 1024, 51200),
-    "4.2b": TransformerShape(64, 2304, 24, 1024, 51200),
-    "8.3b": TransformerShape(72, 3072, 32, 1024, 51200),
-    "175b": TransformerShape(96, 12288, 96, 2048, 51200),  # GPT-3
+    "355m": PRESETS["gpt-355m"].shape(),
+    "1.2b": PRESETS["gpt-1.2b"].shape(),
+    "2.5b": PRESETS["gpt-2.5b"].shape(),
+    "4.2b": PRESETS["gpt-4.2b"].shape(),
+    "8.3b": PRESETS["gpt-8.3b-32-heads"].shape(),
+    "175b": TransformerShape(96, 12288, 96, 2048, 51200),
 }
 
 

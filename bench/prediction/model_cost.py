@@ -1,4 +1,4 @@
-"""Predict the time and memory of a GPT's training step on a cluster, part by part.
+"""Predict the time and memory of a GPT's or BERT's training step on a cluster, part by part.
 
 The layer is Megatron-LM's. Its kernels are counted one by one: those of the eager code of 2019 (``unfused``:
 mpu/transformer.py of NVIDIA/Megatron-LM at commit a0368dd), or those of today (``fused``: one kernel each for
@@ -219,6 +219,7 @@ def _layer(
         backward.add("attention", 4, multiply=gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch))
     else:
         flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
+        flops *= 2 if shape.model == "bert" else 1  # a BERT attends to all positions
         attention.add("attention", 1, multiply=flops / (device.peak_flops * FUSED_ATTENTION[0]))
         backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]))
 
@@ -258,7 +259,10 @@ def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts)
     """The embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
     work = KernelTimes()
     tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
-    for m, n, k in ((tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)):
+    products = [(tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)]
+    if shape.model == "bert":  # the dense layer of masked tokens; what the pooler computes is b rows
+        products += [(tokens, h, h), (tokens, h, h), (h, h, tokens)]
+    for m, n, k in products:
         work.add("logits", 1, multiply=gemm_seconds(device, m, n, k, by_shape=parts.gemm_shape))
     if parts.elementwise:
         size = device.element_bytes / 2

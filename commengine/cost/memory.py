@@ -98,10 +98,10 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
     Two moments are compared:
 
     - The loss. All layers and the model's ends are kept. The ends are the mask of the embedding's dropout (s b h), the
-      input of the final norm and that of the output layer (e s b h each), and the softmax of the logits, in fp32
-      (4 s b v / t) [K, section 4.3]. Beside it the loss makes the gradient of the logits, in fp32 (4 s b v / t), and
-      in half precision again in that (2 s b v / t). A rank of an fp32 model without padding in its part of the
-      vocabulary works in place, and needs less.
+      input of the final norm and that of the output layer (e s b h each; a BERT's head of masked tokens keeps three
+      more), and the softmax of the logits, in fp32 (4 s b v / t) [K, section 4.3]. Beside it the loss makes the
+      gradient of the logits, in fp32 (4 s b v / t), and in half precision again in that (2 s b v / t). A rank of an
+      fp32 model without padding in its part of the vocabulary works in place, and needs less.
     - The recomputation of the first layer that the backward reaches. Of the ends only the embedding's mask is left.
       "full" adds everything that a layer keeps, "selective" its scores. A gradient of e s b h arrives, and the output
       layer's gradient of the tied embedding (e h v / t) waits for the other use of the table.
@@ -113,7 +113,8 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
     stream = tokens * shape.hidden / (tensor if kept.sequence_parallel else 1)
     mask = stream if kept.hidden_dropout else 0.0
     of_logit = 4 + 4 + (2 if e == 2 else 0)
-    at_loss = 2 * e * stream + of_logit * tokens * shape.vocab / tensor
+    inputs = 5 if shape.model == "bert" else 2
+    at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor
     waiting = e * (stream + shape.hidden * shape.vocab / tensor)
     at_layer = waiting + everything - layer if kept.recompute != "none" else 0.0
     return shape.layers * layer + mask + max(at_loss, at_layer)

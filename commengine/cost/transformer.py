@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a GPT's training step, by formula. `memory.py` has its bytes, `step.py` its collectives.
+"""Parameters and FLOPs of a GPT or BERT, by formula. `memory.py` has the bytes of a step, `step.py` its collectives.
 
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
     [A] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021: appendix (FLOPs)
@@ -12,13 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
+MODELS = ("gpt", "bert")
 
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The shape of a GPT whose MLP has the width 4 h and whose output layer is tied to the embedding.
+    """The shape of a GPT or BERT whose MLP has the width 4 h and whose output layer is tied to the embedding.
 
-    vocab: after padding. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
+    vocab: after padding. model: "gpt" or "bert". A BERT has two token types, the head of masked tokens (dense, GELU,
+    norm, a bias of the output layer) and the pooler with the sentence-order head; every rank holds these whole, but
+    for the output layer's bias. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
     """
 
     layers: int
@@ -26,6 +29,7 @@ class TransformerShape:
     heads: int
     seq: int
     vocab: int
+    model: str = "gpt"
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
@@ -33,6 +37,8 @@ class TransformerShape:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}")
+        if self.model not in MODELS:
+            raise ValueError(f"model={self.model!r}: one of {', '.join(MODELS)}")
 
     def require_tensor_parallel(self, tensor: int) -> None:
         """Raise ValueError unless ``tensor`` ranks can split the heads, the hidden size and the vocabulary evenly."""
@@ -58,6 +64,9 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
     h = shape.hidden
     split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
     whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
+    if shape.model == "bert":
+        split += shape.vocab  # the bias of the output layer
+        whole += 2 * h + (h * h + h + 2 * h) + (h * h + h + 2 * h + 2)  # token types; masked tokens; pooler and order
     return split / tensor + whole
 
 
@@ -90,7 +99,8 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
 
     The forward takes 24 b s h^2 (1 + s / 6h) for each layer and 2 b s h v for the logits; the backward takes twice
     that. recompute "full" adds one more forward of every layer, 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all.
-    "selective" adds one more of the two matrix products of attention [K].
+    "selective" adds one more of the two matrix products of attention [K]. A BERT has the dense layers of its heads,
+    too.
     """
     require_recompute(recompute)
     tokens = batch * shape.seq
@@ -98,6 +108,8 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
     layer = 24 * tokens * h * h
     attention = 4 * tokens * shape.seq * h
     logits = 2 * tokens * h * shape.vocab
+    if shape.model == "bert":
+        logits += 2 * h * h * (tokens + batch)
     again = {"none": 0, "selective": attention, "full": layer + attention}[recompute]
     return shape.layers * (3 * (layer + attention) + again) + 3 * logits
 

@@ -15,6 +15,8 @@ from bench.prediction import group_cost, kernels, model_cost, paper, plan
 from bench.prediction.layout import MODELS, Layout
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
+from trainers import presets
+from trainers.presets import PRESETS
 
 DGX_2H = cluster.load("dgx-2h")
 LAYOUT_FIELDS = [field.name for field in fields(Layout)]
@@ -252,6 +254,43 @@ def test_json_says_what_was_predicted(tmp_path):
     assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
 
 
+@pytest.mark.parametrize("name", ["gpt-8.3b", "bert-3.9b"])
+def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
+    preset, cluster_name = PRESETS[name], "dgx-a100"
+    argv = ("--preset", name, "--cluster", cluster_name, "--gpus", 64, "--micro-batch-size", 1)
+    assert call(*argv, "--json", tmp_path / "step.json") == 0
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["model"]["name"] == name and found["model"]["heads"] == preset.heads
+    assert found["model"]["parameters"] == cost.parameters(preset.shape())
+    batch = preset.recipe["global_batch_size"]
+    assert (found["layout"]["tensor"], found["layout"]["global_batch_size"]) == (preset.tensor, batch)
+    # The table of presets has the same bytes.
+    assert sum(found["memory_bytes"].values()) == pytest.approx(preset.rank_bytes(preset.tensor))
+    assert call("--preset", name, "--gpus", 64, "--num-layers", 3, "--json", tmp_path / "step.json") == 0
+    assert json.loads((tmp_path / "step.json").read_text())["model"]["layers"] == 3
+    plan_argv = ("--plan", "--preset", name, "--cluster", cluster_name, "--gpus", 8, "--top", 1)
+    assert call(*plan_argv, "--json", tmp_path / "plan.json") == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["global_batch_size"] == batch and {row["tensor"] for row in found["candidates"]} == {1, 2, 4, 8}
+
+
+def test_the_list_of_presets(capsys):
+    assert call("--preset", "list") == 0
+    assert capsys.readouterr().out.split() == "\n".join(presets.table()).split()
+
+
+def test_a_bert_attends_both_ways_and_has_more_heads():
+    """Fused attention takes twice a causal one's time; its heads add a dense layer to the ends."""
+    a100 = cluster.load("dgx-a100")
+    gpt, bert = (
+        model_cost.predict(replace(PRESETS["bert-336m"].shape(), model=model), Layout(), a100)
+        for model in ("gpt", "bert")
+    )
+    assert bert.seconds["attention"] == pytest.approx(2 * gpt.seconds["attention"])
+    assert bert.seconds["ends"] > gpt.seconds["ends"] and bert.flops > gpt.flops
+    assert bert.memory["activations"] - gpt.memory["activations"] == 3 * 2 * 512 * 8 * 1024
+
+
 # ---- machines
 
 
@@ -321,7 +360,7 @@ def test_machine_file_of_ones_own(tmp_path):
     [
         (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of dgx-2h, dgx-a100"),
         (["--model", "9b"], "invalid choice: '9b'"),
-        ([], "give --model, or also --num-layers"),
+        ([], "give --preset or --model, or also --num-layers"),
         (["--model", "1.2b", "--num-attention-heads", "7"], "heads=7 does not divide hidden=1536"),
         (["--model", "1.2b", "--tensor-model-parallel-size", "3", "--gpus", "4"], "size 3 does not divide --gpus 4"),
         (["--model", "1.2b", "--tensor-model-parallel-size", "3"], "size 3 does not divide heads=16"),
@@ -331,6 +370,10 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--model", "1.2b", "--hidden-dropout", "1"], "--hidden-dropout 1.0: must be at least 0 and below 1"),
         (["--model", "1.2b", "--attention-dropout-mask", "none"], "invalid choice: 'none'"),
         (["--paper", "--attention-dropout", "0"], "--paper takes no --attention-dropout"),
+        (["--preset", "gpt-9b"], "--preset gpt-9b: valid here: gpt-355m"),
+        (["--preset", "gpt-1.2b", "--model", "1.2b"], "--preset or --model, not both"),
+        (["--preset", "gpt-8.3b", "--gpus", "12"], "--tensor-model-parallel-size 8 does not divide --gpus 12"),
+        (["--paper", "--preset", "gpt-1.2b"], "--paper takes no --preset"),
         (["--ablation", "--model", "1.2b"], "--ablation goes with --paper"),
         (["--paper", "--plan"], "not both"),
         (["--paper", "--model", "8.3b"], "--paper takes no --model"),

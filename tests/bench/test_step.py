@@ -333,6 +333,15 @@ def test_bad_options_are_named(argv, message):
         step.read([*TINY, *argv], 4)
 
 
+def test_a_preset_is_the_papers_model_and_flags_win():
+    argv = ["--preset", "gpt-8.3b", "--mock-data", "--num-layers", "2"]
+    config = step.read(argv, 16)["config"]
+    assert (config["hidden_size"], config["num_attention_heads"], config["num_layers"]) == (3072, 24, 2)
+    assert (config["tensor_model_parallel_size"], config["global_batch_size"]) == (8, 512)
+    with pytest.raises(UsageError, match=r"--preset gpt-8.3b: its tensor-model-parallel size 8 does not divide the 4"):
+        step.read(argv, 4)
+
+
 def test_a_recording_is_replaced_only_when_asked(tmp_path):
     for rank in range(4):
         (tmp_path / f"rank-{rank}.jsonl").touch()

@@ -20,6 +20,7 @@ from .indexed import IndexedDataset
 from .samples import (
     NoSamplesError,
     Samples,
+    TextSamples,
     TokenSamples,
     ZipfSamples,
     mixed_counts,
@@ -77,7 +78,7 @@ class TextConfig(TrainConfig):
     def completed(self, ranks: int) -> Self:
         """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""
         config = super().completed(ranks)
-        path = _shared_tokenizer(config.blend(), config.tokenizer_model)
+        path = shared_tokenizer(config.blend(), config.tokenizer_model)
         if path is None:
             if config.vocab_size is None:
                 raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
@@ -88,7 +89,7 @@ class TextConfig(TrainConfig):
         return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
 
 
-def _shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
+def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
     """The tokenizer of all data sets: ``asked``, or the one beside them; None if there is none.
 
     Raises UsageError if the ids of a data set mean other tokens, as far as the tokenizers beside the data sets tell.
@@ -163,19 +164,20 @@ class Corpus:
         return parts
 
     def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart]) -> float:
-        """The loss of a unigram model of the training data on the held-out tokens of ``parts``, in nats per token.
+        """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
 
         Both are mixtures of the sources by their weights.
         """
         drawn = [source for source in self.sources if source.weight]
         known = []
         for source in drawn:
-            assert isinstance(source.training, TokenSamples | ZipfSamples)
+            assert isinstance(source.training, TextSamples)
             known.append(source.training.token_counts(vocab_size))
         asked = np.zeros((len(parts), vocab_size), dtype=np.int64)
         for counts, part in zip(asked, parts, strict=True):
+            assert isinstance(part.held_out, TextSamples)
             for n in range(part.samples):
-                counts += np.bincount(part.held_out[n][1:], minlength=vocab_size)
+                counts += np.bincount(part.held_out.targets(n), minlength=vocab_size)
         return unigram_cross_entropy(
             mixed_counts(known, [float(source.weight) for source in drawn]),
             mixed_counts(list(asked), [part.weight for part in parts]),

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from .indexed import IndexedDataset
 
 Sample = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 # The use of a stream of random numbers. It keeps streams of different uses apart that have the same seed and number.
-_ZIPF, _PERMUTATION = 1, 2
+ZIPF, PERMUTATION, SHORT, MASKS = 1, 2, 3, 4
 # Tokens that are counted at a time. bincount makes an int64 copy, so this takes 32 MB.
 _COUNT_CHUNK = 1 << 22
 
@@ -74,7 +75,22 @@ class Samples(ABC):
         return self[n]
 
 
-class TokenSamples(Samples):
+class TextSamples(Samples):
+    """Samples of text, of which a model predicts tokens: all but the first, or the masked ones."""
+
+    @abstractmethod
+    def targets(self, n: int) -> Sample:
+        """The tokens that an evaluation of sample n predicts, int64. Raises IndexError."""
+
+    @abstractmethod
+    def token_counts(self, vocab_size: int) -> Counts:
+        """How often each id occurs in the text of all samples: [vocab_size].
+
+        Raises ValueError for an id outside the vocabulary, because the data then belongs to another tokenizer.
+        """
+
+
+class TokenSamples(TextSamples):
     """A range of documents, concatenated in order and cut into samples of equal length.
 
     Sample n is ``tokens[n * seq_length : (n + 1) * seq_length + 1]``, int64 [seq_length + 1]. Its input is all tokens
@@ -111,26 +127,15 @@ class TokenSamples(Samples):
         start = n * self.seq_length
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
+    def targets(self, n: int) -> Sample:
+        return self[n][1:]
+
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """The number of times that each id occurs in the range: int64 [vocab_size]. It reads every token.
-
-        Raises ValueError for an id outside the vocabulary, because the data then belongs to another tokenizer.
-        """
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for start in range(0, len(self.tokens), _COUNT_CHUNK):
-            chunk = self.tokens[start : start + _COUNT_CHUNK].astype(np.int64)
-            low, high = int(chunk.min()), int(chunk.max())
-            if low < 0 or high >= vocab_size:
-                bad = low if low < 0 else high
-                raise ValueError(
-                    f"{self.name}: token {bad} is outside the vocabulary of {vocab_size}; "
-                    "was the data made with another tokenizer?"
-                )
-            counts += np.bincount(chunk, minlength=vocab_size)
-        return counts
+        """The number of times that each id occurs in the range: int64 [vocab_size]. It reads every token."""
+        return count_tokens(self.name, self.tokens, vocab_size)
 
 
-class ZipfSamples(Samples):
+class ZipfSamples(TextSamples):
     """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1)**exponent.
 
     Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: a number for each use of the same
@@ -164,9 +169,12 @@ class ZipfSamples(Samples):
         """Sample n, 0 <= n < len: a new int64 array [seq_length + 1]. Raises IndexError."""
         if not 0 <= n < self._count:
             raise IndexError(f"sample {n} of {self._count}")
-        raw = _philox(self._seed, _ZIPF, self._split, n).random_raw(self.seq_length + 1)
+        raw = philox(self._seed, ZIPF, self._split, n).random_raw(self.seq_length + 1)
         uniform = (raw >> np.uint64(11)) * 2.0**-53
         return np.searchsorted(self._cumulative, uniform, side="right").astype(np.int64)
+
+    def targets(self, n: int) -> Sample:
+        return self[n][1:]
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.float64]:
         """The expected counts over all samples: float64 [vocab_size], 0 for ids above the mock vocabulary.
@@ -214,13 +222,32 @@ class EpochPermutation:
         # A key has random high bits and the index in its low bits. No two keys are equal, so any sort of any version
         # gives the same order. Sorting values in place is several times as fast as argsort.
         bits = np.uint64(self.size.bit_length())
-        keys: npt.NDArray[np.uint64] = _philox(self.seed, _PERMUTATION, epoch).random_raw(self.size)
+        keys: npt.NDArray[np.uint64] = philox(self.seed, PERMUTATION, epoch).random_raw(self.size)
         keys >>= bits
         keys <<= bits
         keys |= np.arange(self.size, dtype=np.uint64)
         keys.sort()
         keys &= (np.uint64(1) << bits) - np.uint64(1)
         return keys
+
+
+def count_tokens(name: str, tokens: npt.NDArray[np.integer[Any]], vocab_size: int) -> npt.NDArray[np.int64]:
+    """The number of times that each id occurs in ``tokens`` [N]: int64 [vocab_size].
+
+    name: of the text. Raises ValueError for an id outside the vocabulary.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _COUNT_CHUNK):
+        chunk = tokens[start : start + _COUNT_CHUNK].astype(np.int64)
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(
+                f"{name}: token {bad} is outside the vocabulary of {vocab_size}; was the data made with another "
+                "tokenizer?"
+            )
+        counts += np.bincount(chunk, minlength=vocab_size)
+    return counts
 
 
 def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.ArrayLike) -> float:
@@ -245,16 +272,19 @@ def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.Array
 def mixed_counts(counts: Sequence[npt.ArrayLike], weights: Sequence[float]) -> npt.NDArray[np.float64]:
     """The counts of a text of which each source gives its weight's part: float64 [vocab_size].
 
-    counts: for each source, how often each token occurs in it: [vocab_size], not all 0. The sum is that of all counts.
+    counts: for each source, how often each token occurs in it: [vocab_size]. The sum of the result is that of all
+    counts. A source without any token is left out, as its mean loss is (`trainers.run.evaluation.evaluate_sources`).
     """
     arrays = [np.asarray(of_source, dtype=np.float64) for of_source in counts]
-    total = sum(float(array.sum()) for array in arrays) / sum(weights)
+    sums = [float(array.sum()) for array in arrays]
+    drawn = sum(weight for weight, size in zip(weights, sums, strict=True) if size)
     mixed = np.zeros(arrays[0].shape)
-    for weight, array in zip(weights, arrays, strict=True):
-        mixed += weight * total / float(array.sum()) * array
+    for weight, size, array in zip(weights, sums, arrays, strict=True):
+        if size:
+            mixed += weight / drawn * sum(sums) / size * array
     return mixed
 
 
-def _philox(seed: int, *position: int) -> np.random.Philox:
+def philox(seed: int, *position: int) -> np.random.Philox:
     """A counter-based generator for one position under ``seed``: ``random_raw(n)`` gives uint64 [n]."""
     return np.random.Philox(np.random.SeedSequence(entropy=seed, spawn_key=position))

@@ -75,9 +75,9 @@ class Tokenizer:
                 vocabulary = wordpiece.read(list(file))
             return cls(wordpiece.backend(vocabulary, lowercase=lowercase))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a vocab.txt: not UTF-8 text: {error.reason}") from error
+            raise ValueError(f"{path}: not a tokenizer.json, nor a vocab.txt: not UTF-8: {error.reason}") from error
         except ValueError as error:
-            raise ValueError(f"{path}: not BERT's vocab.txt: {error}") from error
+            raise ValueError(f"{path}: not a tokenizer.json, nor BERT's vocab.txt: {error}") from error
 
     @classmethod
     def train_wordpiece(cls, texts: Callable[[], Iterable[str]], vocab_size: int, *, lowercase: bool = True) -> Self:
@@ -154,6 +154,10 @@ class Tokenizer:
         """The same as `encode_batch`, with the list of ids of one text alive at a time."""
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The token of each id, as the vocabulary spells it."""
+        return [str(self._backend.id_to_token(token)) for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, with special tokens spelt out."""

@@ -48,6 +48,10 @@ class WordPieces:
         pad, cls_, sep, mask = (vocabulary[token] for token in (PAD, CLS, SEP, MASK))
         return cls(pad, cls_, sep, mask, continues, ordinary)
 
+    def continuing(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each token continues a word. An id outside the vocabulary, which no model takes, is no error here."""
+        return self.continues[np.clip(tokens, 0, len(self.continues) - 1)]
+
     @classmethod
     def mock(cls, vocab_size: int) -> WordPieces:
         """Those of mock data: the special tokens first, and then words of one token each.

@@ -41,8 +41,9 @@ class Evaluation(NamedTuple):
 
 
 def total(means: Mapping[str, Mean]) -> float:
-    """The loss: the sum of the terms."""
-    return sum(mean.loss for mean in means.values())
+    """The loss: the sum of the terms that have items; NaN if none has."""
+    losses = [mean.loss for mean in means.values() if mean.items]
+    return sum(losses) if losses else math.nan
 
 
 def evaluate_sources(

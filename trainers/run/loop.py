@@ -192,6 +192,9 @@ def _report(
         loss_scale=trainer.loss_scale if config.fp16 else None,
         skipped_steps=trainer.skipped,
         sources=_sources(trainer, evaluated),
+        token_loss=None if means is None else next(iter(means.values())).loss,
+        measures=remarks.measures,
+        completes=remarks.completes,
     )
     if trainer.grid.world.rank == 0:
         metrics.close()

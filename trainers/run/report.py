@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from .metrics import as_json
 class Remarks:
     """The part of a report that only the task can tell; a field that means nothing for a task keeps its default.
 
-    unigram_entropy: the loss of a unigram model on the held-out samples, in nats per token.
-    sample_prompt, sample: a text, and the model's continuation of it.
+    unigram_entropy: the loss of a unigram model on the held-out tokens of the first term, in nats per token.
+    sample_prompt, sample: a text, and the model's continuation of it, or the same text as the model completes it.
+    measures: other numbers of the last evaluation, by name; each is a key of report.json.
+    completes: the sample is the whole text, and not only what follows the prompt.
     """
 
     unigram_entropy: float | None = None
     sample_prompt: str = ""
     sample: str = ""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    completes: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,12 @@ class Report:
 
     "Held-out" means: of the validation split.
 
-    train_loss: of the last step. validation_loss, validation_tokens: of the last evaluation. unigram_entropy,
-    sample_prompt, sample: see `Remarks`. tokens_per_second: of the median step. communication: of rank 0 in the traced
-    steps (`communication_rows`; ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds:
-    of the ``traced_steps``. loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight,
-    samples and epochs read, and held-out loss; empty for one data set.
+    train_loss: of the last step. validation_loss: of the last evaluation; token_loss, validation_tokens: of its first
+    term, which for GPT is all of it. unigram_entropy, sample_prompt, sample, measures, completes: see `Remarks`.
+    tokens_per_second: of the median step. communication: of rank 0 in the traced steps (`communication_rows`;
+    ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds: of the ``traced_steps``.
+    loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight, samples and epochs read, and
+    held-out loss; empty for one data set.
     """
 
     iteration: int
@@ -57,6 +62,9 @@ class Report:
     traced_steps: int = 0
     traced_seconds: float = 0.0
     sources: list[dict[str, Any]] = field(default_factory=list)
+    token_loss: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
+    completes: bool = False
 
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
@@ -68,8 +76,9 @@ class Report:
         if self.validation_loss is not None:
             items = f"{self.validation_tokens:,} {item}s"
             lines.append(f"held-out loss             {self.validation_loss:8.4f} {unit} over {items}")
-            if self.unigram_entropy is not None:
-                gain = f"the model is {self.unigram_entropy - self.validation_loss:.4f} below"
+            lines += [f"{name.replace('_', ' '):<26}{value:8.4f}" for name, value in self.measures.items()]
+            if self.unigram_entropy is not None and self.token_loss is not None:
+                gain = f"the model is {self.unigram_entropy - self.token_loss:.4f} below"
                 lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} {unit}: {gain}")
         if self.loss_scale is not None:
             scale = f"the loss scale is {self.loss_scale:g}"
@@ -79,14 +88,15 @@ class Report:
             lines += ["", *self._sources()]
         lines += ["", self._communication_heading(), *self._communication(), ""]
         if self.sample:
-            lines += ["sample", f"  [{self.sample_prompt}]{self.sample}", ""]
+            both = [self.sample_prompt, self.sample] if self.completes else [f"[{self.sample_prompt}]{self.sample}"]
+            lines += ["sample", *(f"  {text}" for text in both), ""]
         return "\n".join(lines)
 
     def _sources(self) -> list[str]:
         width = max(len("data"), *(len(source["name"]) for source in self.sources))
         lines = [f"  {'data':<{width}}{'weight':>9}{'samples':>13}{'epochs':>9}{'held-out loss':>15}"]
         for source in self.sources:
-            epochs = "-" if source["epochs"] is None else f"{source['epochs']:.2f}"
+            epochs = "-" if source["epochs"] is None else f"{source['epochs']:.3f}"
             loss = "-" if source["validation_loss"] is None else f"{source['validation_loss']:.4f}"
             lines.append(
                 f"  {source['name']:<{width}}{source['weight']:>9.4f}{source['samples']:>13,}{epochs:>9}{loss:>15}"
@@ -116,9 +126,9 @@ class Report:
 
         rows: of metrics.jsonl. losses: their keys that are training losses. unit: of the losses, as for `text`.
         """
-        (folder / "report.json").write_text(
-            json.dumps({name: as_json(value) for name, value in asdict(self).items()}, indent=1) + "\n"
-        )
+        values = {name: as_json(value) for name, value in asdict(self).items() if name not in ("measures", "completes")}
+        values |= {name: as_json(value) for name, value in self.measures.items()}
+        (folder / "report.json").write_text(json.dumps(values, indent=1) + "\n")
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
 

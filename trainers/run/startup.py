@@ -1,15 +1,31 @@
-"""The start of a run: its settings from a command line, and a communicator with those settings."""
+"""A training command: its settings from a command line, a communicator with those settings, and the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from commengine import CollectiveError, Communicator, UsageError
+from commengine.rank_zero import on_rank_zero
 from trainers import options
 from trainers.config import TrainConfig
 
+from .loop import TrainingTask, train
+
 Config = TypeVar("Config", bound=TrainConfig)
+
+
+def run_command(
+    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask]
+) -> None:
+    """One rank of the training command ``command``, from its flags to its report. Collective over ``world``.
+
+    kind: of the settings. new_task: as for `trainers.run.loop.train`. Rank 0 reads the flags and the files; an error in
+    them is raised on every rank.
+    """
+    config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+    with watched(config, world) as comm:
+        train(config, comm, new_task)
 
 
 def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ranks: int) -> Config:

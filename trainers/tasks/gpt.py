@@ -37,6 +37,8 @@ IGNORED = -100
 class GPTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_gpt`. A field is the flag of the same name, with dashes."""
 
+    task = "gpt"
+
     sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=NOT_NEGATIVE)
 
     def model(self) -> GPTConfig:

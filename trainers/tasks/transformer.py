@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
 
-from commengine import Communicator, ProcessGrid, Stream
+from commengine import Communicator, ProcessGrid, Stream, UsageError
 from tplayers import initialize
 from tplayers.attention import DROPOUT_MASKS
+from trainers import presets
 from trainers.config import overlapped
 from trainers.data.corpus import TextConfig
 from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
@@ -29,8 +30,17 @@ class ModelShape(Protocol):
 
 @dataclass(frozen=True)
 class TransformerTrainConfig(TextConfig, ABC):
-    """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`."""
+    """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
 
+    task: the kind of model whose presets the run may name (`trainers.presets`).
+    """
+
+    task: ClassVar[str]
+
+    preset: str | None = option(
+        None, "a model of the paper with its recipe, such as gpt-355m; other flags and --config win. list prints them",
+        sets=lambda settings, name: presets.settings(name, settings.task),
+    )  # fmt: skip
     num_layers: int = option(12, "transformer layers", valid=AT_LEAST_ONE, fixed=True)
     hidden_size: int = option(768, "width of the residual stream", valid=AT_LEAST_ONE, fixed=True)
     num_attention_heads: int = option(12, "attention heads", valid=AT_LEAST_ONE, fixed=True)
@@ -55,8 +65,9 @@ class TransformerTrainConfig(TextConfig, ABC):
     )
     recompute_granularity: str | None = option(
         None,
-        "compute again in the backward instead of keeping in memory: each whole layer, or the inside of attention",
-        choices=("full", "selective"),
+        "compute again in the backward instead of keeping in memory: each whole layer, the inside of attention, or "
+        "nothing (default none)",
+        choices=("full", "selective", "none"),
     )
 
     @property
@@ -66,7 +77,12 @@ class TransformerTrainConfig(TextConfig, ABC):
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        super().validate(ranks)
+        if self.preset is not None:
+            presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
+        try:
+            super().validate(ranks)
+        except UsageError as error:
+            raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
         longest = given(self, "max_position_embeddings")
         require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
@@ -89,6 +105,7 @@ class TransformerTrainConfig(TextConfig, ABC):
     def shape(self) -> dict[str, Any]:
         """The fields of the model's configuration that all transformers have, by name. ``vocab_size`` must be known."""
         assert self.vocab_size is not None
+        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
         return {
             "num_layers": self.num_layers, "hidden_size": self.hidden_size,
             "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
@@ -96,7 +113,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
             "init_method_std": self.init_method_std,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
-            "sequence_parallel": self.sequence_parallel, "recompute": self.recompute_granularity,
+            "sequence_parallel": self.sequence_parallel, "recompute": recompute,
             "attention_dropout_mask": self.attention_dropout_mask,
         }  # fmt: skip
 

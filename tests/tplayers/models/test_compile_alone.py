@@ -4,9 +4,6 @@ import collections
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from mpi4py import MPI
-from torch._dynamo.backends.common import aot_autograd
 
 from commengine import CollectiveError, Communicator
 from tests.support.small_models import KINDS, arguments, made, total
@@ -25,6 +22,11 @@ class Recording:
     """A backend that runs eager's operations, and counts the operators of commengine in the graphs."""
 
     def __init__(self):
+        # Imported here: it takes more than a second, and most runs of the tests only skip the tests of this file.
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.boxed = make_boxed_func
         self.operators = collections.Counter()
         self.compiler = aot_autograd(fw_compiler=self.note)
 
@@ -32,7 +34,15 @@ class Recording:
         for node in graph.graph.nodes:
             for name in ("all_reduce_", "all_gather_into_", "reduce_scatter_into_"):
                 self.operators[name] += f"commengine.{name}" in f"{node.target} {node.args[:1]}"
-        return make_boxed_func(graph.forward)
+        return self.boxed(graph.forward)
+
+
+@pytest.fixture
+def itself():
+    """MPI.COMM_SELF."""
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
 
 
 def model(comm, kind="gpt", **options):
@@ -53,8 +63,8 @@ def losses_and_gradients(module, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_computes_the_same_with_its_collectives(alone, sequence_parallel, kind):
-    with Alone(MPI.COMM_SELF) as comm:
+def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel, kind):
+    with Alone(itself) as comm:
         found = losses_and_gradients(model(comm, kind, sequence_parallel=sequence_parallel), kind)
     expected = losses_and_gradients(model(alone.comm, kind, sequence_parallel=sequence_parallel), kind)
     torch.testing.assert_close(found, expected)
@@ -62,10 +72,10 @@ def test_a_group_of_one_computes_the_same_with_its_collectives(alone, sequence_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_graph_has_the_operators(sequence_parallel):
+def test_the_graph_has_the_operators(itself, sequence_parallel):
     """Each collective that eager runs, forward and backward, is one operator. The values are equal bit for bit."""
     recording = Recording()
-    with Alone(MPI.COMM_SELF) as comm:
+    with Alone(itself) as comm:
         module = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
         eager, compiled = compare(comm, module, inputs(comm.device), recording.compiler, rtol=0, atol=0)
     assert compiled == eager
@@ -87,7 +97,7 @@ def test_the_graph_has_the_operators(sequence_parallel):
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_one_device(backend, transport, sequence_parallel, kind):
     try:
-        comm = Alone(MPI.COMM_SELF, device="cuda", transport=transport)
+        comm = Alone(itself, device="cuda", transport=transport)
     except CollectiveError as error:
         pytest.skip(str(error))
     with comm:

@@ -1,0 +1,161 @@
+"""The paper's models by name: counts on the meta device, the recipe, tensor sizes, and the option --preset."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commengine import UsageError, cost
+from tplayers import BERT, GPT, BERTConfig
+from trainers import presets
+from trainers.options import OptionError, parse
+from trainers.presets import PRESETS
+from trainers.tasks.gpt import GPTTrainConfig
+
+#: Tables 1, 2 and 4: layers, hidden size, heads, parameters as published, billions of them
+TABLES = {
+    "gpt-355m": (24, 1024, 16, "355M", 0.355),
+    "gpt-1.2b": (40, 1536, 16, "1.2B", 1.2),
+    "gpt-2.5b": (54, 1920, 20, "2.5B", 2.5),
+    "gpt-4.2b": (64, 2304, 24, "4.2B", 4.2),
+    "gpt-8.3b": (72, 3072, 24, "8.3B", 8.3),
+    "gpt-8.3b-32-heads": (72, 3072, 32, "8.3B", 8.3),
+    "bert-336m": (24, 1024, 16, "336M", 0.336),
+    "bert-1.3b": (24, 2048, 32, "1.3B", 1.3),
+    "bert-3.9b": (48, 2560, 40, "3.9B", 3.9),
+}
+#: with all heads and a vocabulary of 30,522
+EXACT = {"bert-336m": 336_226_108, "bert-1.3b": 1_280_595_772, "bert-3.9b": 3_869_081_404}
+
+
+def parameters_of_a_rank(preset, tensor=1, **more):
+    """The elements of the parameters of rank 0's model, built on the meta device by the training command's settings."""
+    values = preset.settings() | more
+    group = SimpleNamespace(size=tensor, rank=0)
+    with torch.device("meta"):
+        if preset.task == "gpt":
+            model = GPT(GPTTrainConfig(**values).model(), group)
+        else:
+            sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+            padding = {"make_vocab_size_divisible_by": values["make_vocab_size_divisible_by"]}
+            model = BERT(BERTConfig(*(values[name] for name in sizes), **padding), group)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_the_papers(name):
+    preset = PRESETS[name]
+    layers, hidden, heads, published, billions = TABLES[name]
+    assert (preset.layers, preset.hidden, preset.heads, preset.published) == (layers, hidden, heads, published)
+    count = parameters_of_a_rank(preset, make_vocab_size_divisible_by=1)
+    assert count == preset.parameters
+    assert round(count / 1e9, 3 if billions < 1 else 1) == billions
+    assert count == EXACT.get(name, count)
+    # what a rank of the preset's tensor group holds, with the vocabulary padded
+    assert parameters_of_a_rank(preset, preset.tensor) == cost.parameters(preset.shape(), preset.tensor)
+
+
+def test_every_model_of_the_tables_is_there():
+    assert list(PRESETS) == list(TABLES)
+
+
+def test_the_recipes_are_those_of_sections_4_and_5():
+    gpt, bert = (PRESETS[name].settings() for name in ("gpt-2.5b", "bert-3.9b"))
+    for values in (gpt, bert):
+        assert (values["weight_decay"], values["clip_grad"]) == (0.01, 1.0)
+        assert (values["hidden_dropout"], values["attention_dropout"]) == (0.1, 0.1)
+        assert values["recompute_granularity"] == "full"  # "activation checkpointing after every transformer layer"
+    names = ("global_batch_size", "train_iters", "lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style")
+    assert [gpt[name] for name in names] == [512, 300_000, 1.5e-4, 1e-5, 3000, 300_000, "cosine"]
+    assert [bert[name] for name in names] == [1024, 2_000_000, 1e-4, 0.0, 10_000, 2_000_000, "linear"]
+    assert [(one["seq_length"], one["vocab_size"]) for one in (gpt, bert)] == [(1024, 50257), (512, 30522)]
+
+
+def test_tensor_sizes_are_the_papers_and_else_the_smallest_for_32_gb():
+    sizes = {name: preset.tensor for name, preset in PRESETS.items()}
+    assert sizes == {
+        "gpt-355m": 1, "gpt-1.2b": 1, "gpt-2.5b": 2, "gpt-4.2b": 4, "gpt-8.3b": 8, "gpt-8.3b-32-heads": 8,
+        "bert-336m": 1, "bert-1.3b": 1, "bert-3.9b": 4,
+    }  # fmt: skip
+    for preset in PRESETS.values():  # the paper's sizes, on its 32 GB cards, are the smallest of this trainer, too
+        assert preset.smallest_tensor(32) == preset.tensor
+        fits = [preset.smallest_tensor(size) for size in presets.MEMORIES]
+        assert all(a is None or a >= b for a, b in pairwise(fits))
+        for tensor, size in zip(fits, presets.MEMORIES, strict=True):
+            if tensor is not None:
+                assert preset.rank_bytes(tensor) <= (size - 2) * 1e9
+                smaller = [n for n in range(1, tensor) if preset.heads % n == preset.shape().vocab % n == 0]
+                assert all(preset.rank_bytes(n) > (size - 2) * 1e9 for n in smaller if preset.hidden % n == 0)
+    assert PRESETS["gpt-8.3b"].smallest_tensor(16) is None  # 24 heads divide by 12, and 51,200 columns do not
+    # 18 bytes a parameter, and 2 in the copies that are sent when the activations are free
+    assert PRESETS["gpt-8.3b"].rank_bytes(8) == pytest.approx(20 * cost.parameters(PRESETS["gpt-8.3b"].shape(), 8))
+
+
+def test_flags_win_over_files_and_files_over_the_preset(tmp_path):
+    (tmp_path / "mine.yaml").write_text("lr: 3.0e-4\nmin_lr: 2.0e-5\nmock-data: true\n")
+    argv = ["--preset", "gpt-1.2b", "--config", str(tmp_path / "mine.yaml"), "--min-lr", "3e-5", "--train-iters", "7"]
+    config = parse(GPTTrainConfig, argv, "pretrain_gpt")
+    assert (config.num_layers, config.hidden_size, config.lr_warmup_iters) == (40, 1536, 3000)
+    assert (config.lr, config.min_lr, config.train_iters, config.mock_data) == (3e-4, 3e-5, 7, True)
+    in_file = tmp_path / "named.yaml"
+    in_file.write_text("preset: gpt-2.5b\nhidden-dropout: 0.0\nrecompute-granularity: none\n")
+    config = parse(GPTTrainConfig, ["--config", str(in_file)], "pretrain_gpt")
+    assert (config.preset, config.num_layers, config.hidden_dropout) == ("gpt-2.5b", 54, 0.0)
+    assert config.model().recompute is None
+    assert parse(GPTTrainConfig, ["--preset", "gpt-355m"], "pretrain_gpt").model().recompute == "full"
+    assert parse(GPTTrainConfig, [], "pretrain_gpt") == GPTTrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks", "message"),
+    [
+        (["gpt-8.3b"], 4, "--preset gpt-8.3b: its tensor-model-parallel size 8 does not divide the 4 ranks; start a "),
+        (["gpt-8.3b"], 12, r"multiple of 8 ranks, or give .*, where N is one of: 1 \(166.* 2 \(.* 4 \(41.7 GB a rank"),
+        (["gpt-2.5b"], 6, "--global-batch-size 512: must be a multiple of .* size 3, such as 510 .--preset gpt-2.5b"),
+        (["gpt-2.5b", "--lr", "1e-6"], 2, r"--min-lr 1e-05: must not exceed --lr 1e-06 \(--preset gpt-2.5b set it\)"),
+        (["gpt-8.3b", "--tensor-model-parallel-size", "3"], 4, "--tensor-model-parallel-size 3: does not divide the 4"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_told_what_does(argv, ranks, message):
+    config = parse(GPTTrainConfig, ["--mock-data", "--preset", *argv], "pretrain_gpt")
+    with pytest.raises(UsageError, match=message):
+        config.validate(ranks)
+
+
+def test_flags_make_a_preset_fit_other_ranks():
+    argv = ["--mock-data", "--preset", "gpt-8.3b", "--tensor-model-parallel-size", "2", "--global-batch-size", "6"]
+    parse(GPTTrainConfig, argv, "pretrain_gpt").validate(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt-9b", "--preset gpt-9b: valid here: gpt-355m, .*, or list, which prints the table"),
+        ("bert-336m", "--preset bert-336m: is a model of pretrain_bert; valid here: gpt-355m"),
+    ],
+)
+def test_a_name_that_the_command_does_not_have(name, message):
+    with pytest.raises(UsageError, match=message):
+        parse(GPTTrainConfig, ["--preset", name], "pretrain_gpt")
+    with pytest.raises(OptionError, match="expected one argument"):
+        parse(GPTTrainConfig, ["--preset"], "pretrain_gpt")
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_list_refuses_and_trains(pretrain):
+    small = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
+    small += ["--max-position-embeddings", "16", "--vocab-size", "100", "--global-batch-size", "2", "--mock-data"]
+    short = ["--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "0", "--sample-tokens", "0"]
+    listed, refused, trained = pretrain(
+        (2, ["--preset", "list"]),
+        (2, ["--mock-data", "--preset", "gpt-4.2b"]),
+        (2, ["--preset", "gpt-2.5b", *small, *short]),
+    )
+    assert listed.codes == [0, 0] and not listed.out[1]
+    rows = {line.split("|")[1].strip(): line for line in listed.out[0].splitlines() if line.startswith("| ")}
+    for name, preset in PRESETS.items():
+        assert f"| {preset.parameters:,} | {preset.published} | {preset.tensor} |" in rows[name]
+    assert set(refused.codes) == {2} and "size 4 does not divide the 2 ranks" in "".join(refused.err)
+    assert trained.codes == [0, 0] and "tensor 2" in trained.out[0]

@@ -1,0 +1,183 @@
+"""The models of the paper by name: their sizes, and the recipe of their training (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from commengine import UsageError, cost
+from commengine.cost import KeptTensors, TransformerShape
+
+#: the word that prints the table instead of starting a run
+LIST = "list"
+#: sizes of a device's memory, in GB of 10^9 bytes, for which the table names the smallest tensor-parallel size
+MEMORIES = (16, 32, 40, 80)
+#: GB of a device that are left to CUDA's context, NCCL's buffers and workspaces
+RESERVE_GB = 2.0
+
+#: section 4.2: settings that all of the paper's runs have. The vocabulary is padded as in section 5.1.
+_COMMON: dict[str, Any] = {
+    "weight_decay": 0.01, "clip_grad": 1.0, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    "recompute_granularity": "full", "make_vocab_size_divisible_by": 1024,
+}  # fmt: skip
+#: the recipe of each kind of model: sections 4.2 (both) and 5.3 (BERT)
+RECIPES: dict[str, dict[str, Any]] = {
+    "gpt": _COMMON | {
+        "seq_length": 1024, "max_position_embeddings": 1024, "vocab_size": 50257, "global_batch_size": 512,
+        "train_iters": 300_000, "lr": 1.5e-4, "min_lr": 1e-5, "lr_warmup_iters": 3000, "lr_decay_iters": 300_000,
+        "lr_decay_style": "cosine",
+    },
+    "bert": _COMMON | {
+        "seq_length": 512, "max_position_embeddings": 512, "vocab_size": 30522, "global_batch_size": 1024,
+        "train_iters": 2_000_000, "lr": 1e-4, "min_lr": 0.0, "lr_warmup_iters": 10_000, "lr_decay_iters": 2_000_000,
+        "lr_decay_style": "linear",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model of the paper. task: of which training command it is, "gpt" or "bert".
+
+    published: the paper's number of parameters. source: the paper's table. paper_tensor: the tensor-parallel size that
+    the paper gives, or None.
+    """
+
+    name: str
+    task: str
+    layers: int
+    hidden: int
+    heads: int
+    published: str
+    source: str
+    paper_tensor: int | None = None
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The settings that all models of this kind share."""
+        return RECIPES[self.task]
+
+    def shape(self, *, padded: bool = True) -> TransformerShape:
+        """The model's shape, with the vocabulary padded or not."""
+        vocab, multiple = self.recipe["vocab_size"], self.recipe["make_vocab_size_divisible_by"]
+        if padded:
+            vocab = -(-vocab // multiple) * multiple
+        return TransformerShape(self.layers, self.hidden, self.heads, self.recipe["seq_length"], vocab, self.task)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the whole model, without padding of the vocabulary."""
+        return round(cost.parameters(self.shape(padded=False)))
+
+    @property
+    def tensor(self) -> int:
+        """The tensor-parallel size: the paper's, or if it gives none, the smallest that fits 32 GB."""
+        found = self.paper_tensor or self.smallest_tensor(32)
+        assert found is not None
+        return found
+
+    def rank_bytes(self, tensor: int) -> float:
+        """The bytes that a rank needs: bf16, micro-batch 1, full recomputation, several replicas, no ZeRO-1."""
+        kept = KeptTensors(recompute="full", sends_together=True)
+        return sum(cost.training_bytes(self.shape(), 1, tensor, 2, kept).values())
+
+    def smallest_tensor(self, gigabytes: float) -> int | None:
+        """The smallest tensor-parallel size with which a rank fits a device, beside RESERVE_GB; None if none does."""
+        shape = self.shape()
+        for tensor in range(1, shape.heads + 1):
+            divides = shape.heads % tensor == shape.hidden % tensor == shape.vocab % tensor == 0
+            if divides and self.rank_bytes(tensor) <= 1e9 * (gigabytes - RESERVE_GB):
+                return tensor
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """The values of the training command's options."""
+        return dict(self.recipe) | {
+            "num_layers": self.layers, "hidden_size": self.hidden, "num_attention_heads": self.heads,
+            "tensor_model_parallel_size": self.tensor,
+        }  # fmt: skip
+
+
+_TABLE = (
+    Preset("gpt-355m", "gpt", 24, 1024, 16, "355M", "Table 2", 1),
+    Preset("gpt-1.2b", "gpt", 40, 1536, 16, "1.2B", "Table 1", 1),
+    Preset("gpt-2.5b", "gpt", 54, 1920, 20, "2.5B", "Tables 1, 2", 2),
+    Preset("gpt-4.2b", "gpt", 64, 2304, 24, "4.2B", "Table 1", 4),
+    Preset("gpt-8.3b", "gpt", 72, 3072, 24, "8.3B", "Table 2", 8),
+    Preset("gpt-8.3b-32-heads", "gpt", 72, 3072, 32, "8.3B", "Table 1", 8),
+    Preset("bert-336m", "bert", 24, 1024, 16, "336M", "Table 4"),
+    Preset("bert-1.3b", "bert", 24, 2048, 32, "1.3B", "Table 4"),
+    Preset("bert-3.9b", "bert", 48, 2560, 40, "3.9B", "Table 4"),
+)
+#: by name
+PRESETS = {preset.name: preset for preset in _TABLE}
+
+
+def find(name: str, task: str | None = None) -> Preset:
+    """The preset of this name. Raises UsageError if there is none, or none of ``task`` where that is given."""
+    of_task = [one.name for one in _TABLE if task in (None, one.task)]
+    if name in of_task:
+        return PRESETS[name]
+    other = f"is a model of pretrain_{PRESETS[name].task}; " if name in PRESETS else ""
+    raise UsageError(f"--preset {name}: {other}valid here: {', '.join(of_task)}, or {LIST}, which prints the table")
+
+
+def settings(name: str, task: str) -> dict[str, Any]:
+    """The values of options that ``--preset name`` sets in the training command of ``task``.
+
+    ``list`` prints the table and raises SystemExit. Raises UsageError for a name that the command does not have.
+    """
+    if name == LIST:
+        print("\n".join(table()), flush=True)
+        sys.exit(0)
+    return find(name, task).settings()
+
+
+def require_ranks(name: str, ranks: int, tensor: int) -> None:
+    """Raise UsageError, naming the sizes that work, unless ``ranks`` is a multiple of the tensor-parallel size.
+
+    tensor: the size that the run has; where it is not the preset's, the run's own check of the option speaks.
+    """
+    preset = PRESETS[name]
+    if ranks % tensor == 0 or tensor != preset.tensor:
+        return
+    shape = preset.shape()
+    fits = [n for n in range(1, ranks + 1) if ranks % n == shape.heads % n == shape.hidden % n == shape.vocab % n == 0]
+    needs = ", ".join(f"{n} ({preset.rank_bytes(n) / 1e9:.1f} GB a rank)" for n in fits)
+    raise UsageError(
+        f"--preset {name}: its tensor-model-parallel size {tensor} does not divide the {ranks} ranks; start a multiple "
+        f"of {tensor} ranks, or give --tensor-model-parallel-size N, where N is one of: {needs}"
+    )
+
+
+def origin(name: str | None, message: str) -> str:
+    """The end of an error ``message`` about an option: that ``--preset name`` set its value, or nothing."""
+    values = PRESETS[name].settings() if name is not None else {}
+    options = (f"--{option.replace('_', '-')} {value}:" for option, value in values.items())
+    return f" (--preset {name} set it)" if message.startswith(tuple(options)) else ""
+
+
+def table() -> Iterator[str]:
+    """Yield markdown: a row for each preset."""
+    columns = ["preset", "of", "layers", "hidden", "heads", "sequence", "parameters", "paper", "TP", "batch", "rate"]
+    columns += ["GB a rank", *(f"TP for {size} GB" for size in MEMORIES)]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|---|---|{'---:|' * 5}---|{'---:|' * (len(columns) - 8)}"
+    for one in _TABLE:
+        cells: list[Any] = [one.name, one.source, one.layers, one.hidden, one.heads, one.recipe["seq_length"]]
+        cells += [f"{one.parameters:,}", one.published, one.tensor, one.recipe["global_batch_size"], one.recipe["lr"]]
+        cells.append(f"{one.rank_bytes(one.tensor) / 1e9:.1f}")
+        cells += [one.smallest_tensor(size) or "none" for size in MEMORIES]
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
+    yield (
+        "parameters: without padding of the vocabulary. GB a rank: in GB of 10^9 bytes, at the preset's TP, with bf16, "
+        "micro-batch 1, full recomputation, several replicas that overlap the reduction of gradients, and no ZeRO-1. "
+        f"TP for M GB: the smallest tensor-model-parallel size with which a rank leaves {RESERVE_GB:g} GB of M free."
+    )
+    yield (
+        "GPT: 300,000 steps, warm-up 3,000, cosine decay to 1e-5. BERT: 2,000,000 steps, warm-up 10,000, linear decay. "
+        "All: dropout 0.1, weight decay 0.01, gradient norm clipped at 1, --recompute-granularity full."
+    )

@@ -1,0 +1,286 @@
+"""BERT: the settings, model, objective and batches of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commengine import Communicator, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from tplayers import BERT, BERTConfig, Randomness
+from tplayers.block import NORM_PLACEMENTS
+from tplayers.host_copy import to_device
+from tplayers.mlp import GELUS
+from trainers.data.batches import DataGroup, GlobalBatches
+from trainers.data.corpus import Corpus, HeldOutPart, shared_tokenizer
+from trainers.data.masked_corpus import open_masked_corpus
+from trainers.data.samples import Samples
+from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules
+from trainers.data.stream import SampleStream
+from trainers.data.tokenizer import Tokenizer
+from trainers.data.wordpiece import SPECIAL, WordPieces
+from trainers.options import AT_LEAST_ONE, FRACTION, given, option, require
+from trainers.run.evaluation import HeldOut, Mean, evaluate_sources
+from trainers.run.masked_prediction import RightPredictions, filled, predict
+from trainers.run.report import Remarks
+from trainers.training.trainer import Trainer
+
+from .transformer import TransformerTrainConfig, transformer_trainer
+
+
+@dataclass(frozen=True)
+class BERTTrainConfig(TransformerTrainConfig):
+    """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
+
+    seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=AT_LEAST_ONE, fixed=True)
+    vocab_file: str | None = option(
+        None, "BERT's vocab.txt, for a data set without a tokenizer beside it; in place of --tokenizer-model"
+    )
+    mask_prob: float = option(0.15, "share of a sample's tokens that are masked", valid=FRACTION)
+    short_seq_prob: float = option(
+        0.1, "share of samples whose length is drawn from 2 to the full one", valid=FRACTION, fixed=True
+    )
+    bert_no_binary_head: bool = option(
+        False, "train on masked tokens alone: samples of one part, and no sentence order", fixed=True
+    )
+    one_sentence_documents: str = option(
+        "mlm", "documents of one sentence: train on their masked tokens without sentence order, or skip them",
+        choices=("mlm", "skip"), fixed=True,
+    )  # fmt: skip
+    norm_placement: str = option(
+        "pre", "layer norms inside of the branches (the paper's Figure 7 b), or after each sum (Figure 7 a)",
+        choices=NORM_PLACEMENTS, fixed=True,
+    )  # fmt: skip
+    gelu: str = option("erf", "GELU by the error function, or by its approximation", choices=tuple(GELUS), fixed=True)
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        shortest = f"must be at least {SHORTEST_SEQUENCE}: [CLS], two parts and a [SEP] after each"
+        require(self.seq_length >= SHORTEST_SEQUENCE, f"{given(self, 'seq_length')}: {shortest}")
+        require(
+            self.vocab_file is None or self.tokenizer_model is None,
+            "--vocab-file and --tokenizer-model: both name the vocabulary; leave one of them out",
+        )
+        if self.mock_data:
+            assert self.vocab_size is not None
+            smallest = len(SPECIAL) + 1
+            words = f"must be at least {smallest}: {', '.join(SPECIAL)} and a word"
+            require(self.vocab_size >= smallest, f"{given(self, 'vocab_size')}: {words}")
+
+    def completed(self, ranks: int) -> Self:
+        """The settings with the vocabulary's size and tokenizer. Raises UsageError if it is no vocabulary of BERT's."""
+        path = shared_tokenizer(self.blend(), self.vocab_file or self.tokenizer_model)
+        require(
+            self.mock_data or path is not None,
+            "--vocab-file FILE: needed, as there is no --tokenizer-model and no tokenizer beside --data-path: samples "
+            f"need the ids of {', '.join(SPECIAL)}",
+        )
+        config = replace(self, tokenizer_model=path)
+        config = super(BERTTrainConfig, config).completed(ranks)
+        config.wordpieces()
+        return config
+
+    def model(self) -> BERTConfig:
+        """The model's shape. ``vocab_size`` must be known."""
+        own = {"norm_placement": self.norm_placement, "gelu": self.gelu, "binary_head": not self.bert_no_binary_head}
+        return BERTConfig(**self.shape(), **own)  # type: ignore[arg-type]
+
+    def wordpieces(self) -> WordPieces:
+        """The tokens of the vocabulary by their use. Raises UsageError if [MASK], or one like it, is missing."""
+        if self.mock_data:
+            assert self.vocab_size is not None
+            return WordPieces.mock(self.vocab_size)
+        assert self.tokenizer_model is not None
+        try:
+            return Tokenizer.from_file(self.tokenizer_model).wordpieces()
+        except (OSError, ValueError) as error:
+            name = "--vocab-file" if self.vocab_file else "--tokenizer-model"
+            raise UsageError(f"{name} {self.tokenizer_model}: {error}") from error
+
+    def rules(self) -> SampleRules:
+        """How samples are made."""
+        return SampleRules(
+            self.seq_length, self.seed, self.mask_prob, self.short_seq_prob, not self.bert_no_binary_head,
+            self.one_sentence_documents == "mlm",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BERTMicrobatch:
+    """A micro-batch of samples of s tokens, of which at most K are masked; see `MaskedSample`.
+
+    tokens, token_types: int64 [b, s]. padding: int64 [b], the real tokens of each sample. labels: int64 [b, K].
+    order_labels: int64 [b], or None without a sentence-order head. positions: int64 [b, K], or None for all s, and then
+    K is s. numbers: the global number of each sample. vocab_size: without padding.
+    """
+
+    tokens: Tensor
+    token_types: Tensor
+    padding: Tensor
+    labels: Tensor
+    order_labels: Tensor | None
+    positions: Tensor | None
+    numbers: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The masked tokens, and the samples that have a label of order."""
+        labels = (self.labels,) if self.order_labels is None else (self.labels, self.order_labels)
+        return tuple(int((of_term != IGNORED).sum()) for of_term in labels)
+
+    @property
+    def usable(self) -> bool:
+        """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
+        real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
+        return bool(((real >= 0) & (real < self.vocab_size)).all())
+
+    def to(self, device: torch.device) -> BERTMicrobatch:
+        """The same microbatch on ``device``."""
+        moved: dict[str, Any] = {
+            item.name: to_device(value, device)
+            for item in fields(self)
+            if isinstance(value := getattr(self, item.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+class MaskedBatches(GlobalBatches[BERTMicrobatch]):
+    """Global batches of `MaskedSample`.
+
+    binary_head: whether the model learns the order of the parts. vocab_size: a microbatch with tokens outside of it is
+    not usable. unusable: the error message about such tokens. The other arguments are `GlobalBatches`'s.
+    """
+
+    def __init__(
+        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, binary_head: bool,
+        vocab_size: int, unusable: str,
+    ) -> None:  # fmt: skip
+        super().__init__(samples, size=size, micro=micro, data=data)
+        self.binary_head, self.vocab_size, self.unusable = binary_head, vocab_size, unusable
+
+    def microbatch(self, rows: Sequence[MaskedSample], numbers: range, past_end: Sequence[bool]) -> BERTMicrobatch:
+        tokens, types, positions, labels = (
+            torch.from_numpy(np.stack(column))
+            for column in zip(*((row.tokens, row.types, row.positions, row.labels) for row in rows), strict=True)
+        )
+        order = torch.tensor([row.order for row in rows])
+        padding = torch.tensor(past_end)
+        labels[padding] = IGNORED
+        order[padding] = IGNORED
+        return BERTMicrobatch(
+            tokens, types, torch.tensor([row.length for row in rows]), labels, order if self.binary_head else None,
+            positions, tuple(numbers), self.vocab_size,
+        )  # fmt: skip
+
+
+class MaskedTokens:
+    """BERT's objective: the cross-entropy of masked tokens, and that of the order of a sample's parts, unweighted.
+
+    binary_head: False for masked tokens alone.
+    """
+
+    unit = "nats/masked token"
+
+    def __init__(self, *, binary_head: bool = True) -> None:
+        self.names = ("mlm_loss", "sop_loss") if binary_head else ("mlm_loss",)
+
+    def __call__(self, model: BERT, batch: BERTMicrobatch, randomness: Randomness | None) -> tuple[Tensor, ...]:
+        masked, order = model(
+            batch.tokens, batch.token_types, batch.padding, labels=batch.labels, order_labels=batch.order_labels,
+            positions=batch.positions, randomness=randomness,
+        )  # fmt: skip
+        return (masked,) if order is None else (masked, order)
+
+
+def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -> Trainer:
+    """A trainer of a new BERT on the training samples of ``corpus``. Collective over ``world``.
+
+    config: valid for ``world``, with its vocabulary known (`BERTTrainConfig.validate`, `BERTTrainConfig.completed`).
+    """
+    stream = corpus.stream(config.seed)
+    unusable = (
+        f"a token lies outside the vocabulary of {config.vocab_size}: was {given(config, 'data_path')} made with "
+        "another tokenizer?"
+    )
+    return transformer_trainer(
+        config, world,
+        lambda tensor, dtype, overlap: BERT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
+        MaskedTokens(binary_head=not config.bert_no_binary_head),
+        lambda data: _batches(config, stream, data, unusable),
+    )  # fmt: skip
+
+
+def _batches(
+    config: BERTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
+) -> MaskedBatches:
+    return MaskedBatches(
+        samples, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
+        binary_head=not config.bert_no_binary_head, vocab_size=config.model().vocab_size, unusable=unusable,
+    )  # fmt: skip
+
+
+class BERTTask:
+    """The training of a BERT as `trainers.run.loop.train` runs it. Collective over ``world``, as are its methods.
+
+    config: as for `bert_trainer`.
+    """
+
+    def __init__(self, config: BERTTrainConfig, world: Communicator) -> None:
+        self.corpus = on_every_rank(world, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
+        self.config = config
+        self.trainer = bert_trainer(config, world, self.corpus)
+        self.tokens_per_sample = config.seq_length
+        self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
+        self.held_out = [
+            HeldOut(part.name, part.weight, self._batches_of(part), part.iterations) for part in self._evaluated
+        ]
+
+    def _batches_of(self, part: HeldOutPart) -> MaskedBatches:
+        unusable = (
+            f"a held-out token lies outside the vocabulary of {self.config.vocab_size}: was --data-path {part.name} "
+            "made with another tokenizer?"
+        )
+        return _batches(self.config, part.held_out, self.trainer.grid.data, unusable)
+
+    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
+        """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""
+        model, grid = self.trainer.model, self.trainer.grid
+        assert isinstance(model, BERT)
+        masked, completed = self._sample(model)
+        if evaluated is None:
+            return Remarks(None, masked, completed, completes=True)
+        measures = {f"validation_{name}": mean.loss for name, mean in evaluated.items()}
+        right = RightPredictions(binary_head=not self.config.bert_no_binary_head)
+        shares = evaluate_sources(model, right, self.held_out, grid.data).means
+        measures |= {name: mean.loss for name, mean in shares.items()}
+        size = model.config.vocab_size
+        unigram = on_rank_zero(grid.world, lambda: self.corpus.unigram_entropy(size, self._evaluated))
+        return Remarks(unigram, masked, completed, measures, completes=True)
+
+    def _sample(self, model: BERT) -> tuple[str, str]:
+        """The first held-out sample, or of training, with its masks, and as the model fills them in."""
+        samples = self._evaluated[0].held_out if self._evaluated else self.corpus.sources[0].training
+        row: MaskedSample = samples[0]
+        arrays = row.tokens, row.types, np.array(row.length), row.positions
+        model.eval()
+        predicted, _ = predict(
+            model, *(to_device(torch.from_numpy(array)[None], model.comm.device) for array in arrays)
+        )
+        model.train()
+        masked = row.labels != IGNORED
+        positions = row.positions[masked].tolist()
+        guesses = dict(zip(positions, self._words(predicted[0][torch.from_numpy(masked)]), strict=True))
+        truth = dict(zip(positions, self._words(row.labels[masked]), strict=True))
+        return filled(self._words(row.tokens[: row.length]), guesses, truth)
+
+    def _words(self, ids: Tensor | np.ndarray[Any, Any]) -> list[str]:
+        numbers = [int(number) for number in ids]
+        tokenizer = self.corpus.tokenizer
+        return [str(number) for number in numbers] if tokenizer is None else tokenizer.tokens(numbers)
