@@ -6,6 +6,7 @@ of such a run in step.
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="where_size_matters",
         help="with --with-mpi: leave out tests that need not run on this number of ranks (tests/support/sizes.py)",
     )
+    parser.addoption(
+        "--only-mpi-files",
+        action="store_true",
+        help="do not import test files that contain no test marked mpi, because importing takes each rank seconds",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("only_mpi_files") or not collection_path.match("test_*.py"):
+        return None
+    if not all(Path(argument).is_dir() for argument in config.args):  # pytest takes an ignored argument for an error
+        return None
+    return True if "mark.mpi" not in collection_path.read_text(encoding="utf-8") else None
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own reporter

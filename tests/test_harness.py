@@ -157,6 +157,7 @@ def test_rank_that_cannot_import_its_tests_is_shown(job):
     assert "[rank 1] E   AssertionError: no import" in done.stderr
 
 
+@pytest.mark.long
 def test_rank_that_dies_ends_the_run(job):
     done, seconds = job(
         "import os, signal\ndef test_it(mpi_world):\n"
@@ -167,7 +168,14 @@ def test_rank_that_dies_ends_the_run(job):
     assert seconds < 30
 
 
-@pytest.mark.parametrize("n, passed", [(1, "every"), (2, "every two_or_more usual"), (4, "every four two_or_more")])
+@pytest.mark.parametrize(
+    "n, passed",
+    [
+        pytest.param(1, "every", marks=pytest.mark.long),
+        (2, "every two_or_more usual"),
+        pytest.param(4, "every four two_or_more", marks=pytest.mark.long),
+    ],
+)
 def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
     text = (
         "def test_usual(mpi_world):\n    pass\n\n"

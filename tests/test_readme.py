@@ -18,7 +18,13 @@ EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, grid, calls", [(4, "tensor=2, data=1", "1"), (2, "tensor=1, data=1", None)])
+@pytest.mark.parametrize(
+    "n, grid, calls",
+    [
+        (4, "tensor=2, data=1", "1"),
+        pytest.param(2, "tensor=1, data=1", None, marks=pytest.mark.long),
+    ],
+)
 def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, calls):
     (tmp_path / "example.py").write_text(EXAMPLE)
     done = mpirun.run(n, str(tmp_path / "example.py"), timeout=60)
@@ -28,6 +34,7 @@ def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, 
     assert [row.split()[2:4] for row in rows] == ([] if calls is None else [["all_reduce", calls]])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     made = "            mlp = "

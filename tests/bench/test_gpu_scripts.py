@@ -105,7 +105,14 @@ def test_wrong_arguments_of_carry_are_named(words):
 
 
 @pytest.mark.parametrize(
-    "old", ["--only-binary=:all:", "--python-version ", "--train-bpe 300", "--input README.md", "--piece-mib "]
+    "old",
+    [
+        "--only-binary=:all:",
+        *(
+            pytest.param(old, marks=pytest.mark.long)
+            for old in ("--python-version ", "--train-bpe 300", "--input README.md", "--piece-mib ")
+        ),
+    ],
 )
 def test_misspelt_option_of_carry_fails_the_dry_run(repository, tmp_path, old):
     script = repository / "bench" / "gpu-carry.sh"

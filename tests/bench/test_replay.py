@@ -229,7 +229,7 @@ def test_report_of_a_replay(mpi_world, folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks_is_an_error_of_the_command(tmp_path, ranks):
     """With more of them cores would be shared that the step had to itself."""
     write(tmp_path, lambda rank: [event("all_reduce", rank, redop="sum")])

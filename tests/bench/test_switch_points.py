@@ -66,7 +66,11 @@ def test_rows_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "argv", "message"), [(1, [], "needs two ranks or more"), (2, ["--margin", "0"], "--margin 0.0")]
+    ("ranks", "argv", "message"),
+    [
+        (1, [], "needs two ranks or more"),
+        pytest.param(2, ["--margin", "0"], "--margin 0.0", marks=pytest.mark.long),
+    ],
 )
 def test_bad_input_ends_every_rank_with_one_line(ranks, argv, message):
     done = mpirun.run(ranks, "-m", "bench.switch_points", *argv, timeout=60)

@@ -40,6 +40,7 @@ def test_uncaught_exception_ends_every_rank(job):
     assert 'raise ValueError("rank one gives up")' in done.stderr
 
 
+@pytest.mark.long
 def test_uncaught_exception_ends_ranks_that_wait_on_a_stream(job):
     done, seconds = job(
         """
@@ -54,6 +55,7 @@ def test_uncaught_exception_ends_ranks_that_wait_on_a_stream(job):
     assert "[rank 0] Traceback" in done.stderr
 
 
+@pytest.mark.long
 def test_chained_exceptions_are_shown_whole(job):
     done, seconds = job(
         """
@@ -75,20 +77,23 @@ def test_sys_exit_with_a_number(job):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_sys_exit_with_text(job):
     done, seconds = job("if world.rank == 1: sys.exit('no such file')\nworld.barrier()")
     assert_ended(done, seconds, 1)
     assert "[rank 1] no such file" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("how", ["sys.exit()", "sys.exit(0)", "return 0"])
+@pytest.mark.parametrize(
+    "how", ["return 0", *(pytest.param(how, marks=pytest.mark.long) for how in ("sys.exit()", "sys.exit(0)"))]
+)
 def test_good_ends(job, how):
     done, _ = job(f"world.barrier()\n{how}")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("code", [256, 2**31])
+@pytest.mark.parametrize("code", [256, pytest.param(2**31, marks=pytest.mark.long)])
 def test_a_code_that_a_process_cannot_end_with_is_still_an_error(job, code):
     done, seconds = job(f"if world.rank == 1:\n    sys.exit({code})\nworld.barrier()")
     assert_ended(done, seconds, 1)
@@ -159,6 +164,7 @@ def test_failure_on_a_stream_ends_the_job(job):
     assert "[rank 0] Traceback" in done.stderr and "rank 0 of group 'world' (size 2): recv" in done.stderr
 
 
+@pytest.mark.long
 def test_standard_output_that_is_closed_does_not_keep_the_others_waiting(job):
     done, seconds = job(
         """
@@ -198,7 +204,7 @@ def test_usage_error_of_one_rank_alone_is_said_and_ends_the_job(job):
 # The launcher and MPI disagree
 
 
-@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", pytest.param("OMPI_COMM_WORLD_SIZE", marks=pytest.mark.long)])
 def test_launcher_of_four_tasks_with_a_world_of_one(tmp_path, variable):
     program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
     done = mpirun.command([sys.executable, "-c", program], timeout=40, env={variable: "4"})
@@ -339,7 +345,9 @@ def test_program_that_owns_mpi_and_lends_a_communicator(tmp_path):
     assert done.stdout.count("MPI is not running") == 2
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "busy stream"])
+@pytest.mark.parametrize(
+    "busy", [pytest.param(False, marks=pytest.mark.long), True], ids=["idle stream", "busy stream"]
+)
 def test_program_that_ends_without_close(tmp_path, busy):
     """No hang and no crash, although a worker is waiting or in the middle of something."""
     (tmp_path / "careless.py").write_text(

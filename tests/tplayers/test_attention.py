@@ -13,7 +13,16 @@ H, HEADS, D = 8, 4, 2
 S, B = 5, 2
 
 
-def plain_attention(wholes, x, causal):
+REAL = torch.tensor([[True] * 3 + [False] * 2, [True] * S])
+PADDINGS = {
+    "none": None,
+    "lengths": torch.tensor([3, 5]),
+    "mask": REAL,
+    "holes": torch.tensor([[1, 0, 1, 1, 0]] * 2) == 1,
+}
+
+
+def plain_attention(wholes, x, causal, real=None):
     """Head by head, from the global weights: rows of the fused weight are [queries; keys; values], by head."""
     wq, wk, wv = wholes["qkv.weight"].chunk(3)
     bq, bk, bv = wholes["qkv.bias"].chunk(3)
@@ -25,28 +34,64 @@ def plain_attention(wholes, x, causal):
         if causal:
             later = torch.arange(S)[None, :] > torch.arange(S)[:, None]
             scores = scores + torch.where(later, -torch.inf, 0.0)
+        if real is not None:
+            scores = scores.masked_fill(~real[:, None, :], -torch.inf)
         contexts.append(torch.einsum("bst,tbd->sbd", torch.softmax(scores, -1), v))
     return F.linear(torch.cat(contexts, -1), wholes["projection.weight"], wholes["projection.bias"])
 
 
 @pytest.mark.mpi
 @pytest.mark.every_size
+@pytest.mark.parametrize("recompute_core", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("dropout", [0.0, 1e-12])  # the fused core, and the one that could drop (nothing, here)
 @pytest.mark.parametrize("causal", [True, False])
-def test_against_plain(group, random, close, causal, dropout):
-    layer = SelfAttention(H, HEADS, group.comm, causal=causal, attention_dropout=dropout, dtype=torch.float64)
+def test_against_plain(group, random, close, causal, dropout, padding, recompute_core):
+    layer = SelfAttention(
+        H, HEADS, group.comm, causal=causal, attention_dropout=dropout, recompute_core=recompute_core,
+        dtype=torch.float64,
+    )  # fmt: skip
     wholes = group.fill(layer)
     x, gradient = random(S, B, H), random(S, B, H, seed=1)
     x_expected = x.clone().requires_grad_()
-    y = plain_attention(wholes, x_expected, causal)
+    given = PADDINGS[padding]
+    real = REAL if padding == "lengths" else given
+    y = plain_attention(wholes, x_expected, causal, real)
     y.backward(gradient)
 
     x.requires_grad_()
-    out = layer(x, Randomness(0, 0, tuple(range(B))))
+    out = layer(x, Randomness(0, 0, tuple(range(B))), given)
     close(group.same(out), y.detach())
     out.backward(gradient)
     close(group.same(x.grad), x_expected.grad)
     close(group.gradients(layer), {name: whole.grad for name, whole in wholes.items()})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dropout, mask", [(0.0, "position"), (0.5, "position"), (0.5, "fused")])
+def test_what_padding_holds_does_not_matter(ranks_of, dtype, causal, dropout, mask):
+    """Bit for bit, with scores of either sign and any size; a sample that is all padding gives no NaN."""
+    layer = SelfAttention(
+        H, HEADS, *ranks_of(1), causal=causal, attention_dropout=dropout, dropout_mask=mask, dtype=dtype
+    )
+    tplayers.initialize(layer, 3)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    for size in (0.0, 1.0, -300.0):
+        filled = x.clone()
+        filled[3:, 0] *= size
+        filled.requires_grad_()
+        y = layer(filled, Randomness(1, 2, (3, 4)), torch.tensor([3, 5]))
+        real = torch.cat((y[:3, 0], y[:, 1]))
+        found.append((real, torch.autograd.grad(real.sum(), filled)[0]))
+    for real, gradient in found:
+        assert torch.equal(real, found[0][0]) and torch.equal(gradient[:3], found[0][1][:3])
+        assert (gradient[3:, 0] == 0).all() and (gradient != 0).any()
+    x.requires_grad_()
+    y = layer(300 * x, Randomness(1, 2, (3, 4)), torch.tensor([0, 1]))
+    y.float().sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
 
 
 @pytest.mark.mpi

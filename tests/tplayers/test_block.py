@@ -14,43 +14,58 @@ H, HEADS, FFN = 8, 4, 16
 S, B = 4, 2
 
 
-def gelu(x):
+def gelu(x, form="tanh"):
+    if form == "erf":
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def plain_mlp(w, x, prefix=""):
-    up = gelu(F.linear(x, w[prefix + "up.weight"], w[prefix + "up.bias"]))
+def plain_mlp(w, x, prefix="", form="tanh"):
+    up = gelu(F.linear(x, w[prefix + "up.weight"], w[prefix + "up.bias"]), form)
     return F.linear(up, w[prefix + "down.weight"], w[prefix + "down.bias"])
 
 
-def plain_block(w, x, causal):
+def plain_block(w, x, causal, placement="pre", form="tanh", real=None):
     """The layer with torch's own multi-head attention, whose fused weight has the same order."""
-    normed = F.layer_norm(x, (H,), w["attention_norm.weight"], w["attention_norm.bias"])
-    mask = torch.ones(S, S, dtype=torch.bool).triu(1) if causal else None
-    attention, _ = F.multi_head_attention_forward(
-        normed, normed, normed, H, HEADS, w["attention.qkv.weight"], w["attention.qkv.bias"], None, None, False, 0.0,
-        w["attention.projection.weight"], w["attention.projection.bias"], attn_mask=mask, need_weights=False,
-    )  # fmt: skip
-    x = x + attention
-    return x + plain_mlp(w, F.layer_norm(x, (H,), w["mlp_norm.weight"], w["mlp_norm.bias"]), "mlp.")
+
+    def norm(x, name):
+        return F.layer_norm(x, (H,), w[f"{name}_norm.weight"], w[f"{name}_norm.bias"])
+
+    def attention(x):
+        return F.multi_head_attention_forward(
+            x, x, x, H, HEADS, w["attention.qkv.weight"], w["attention.qkv.bias"], None, None, False, 0.0,
+            w["attention.projection.weight"], w["attention.projection.bias"], need_weights=False,
+            attn_mask=torch.ones(S, S, dtype=torch.bool).triu(1) if causal else None,
+            key_padding_mask=None if real is None else ~real,
+        )[0]  # fmt: skip
+
+    if placement == "post":
+        x = norm(x + attention(x), "attention")
+        return norm(x + plain_mlp(w, x, "mlp.", form), "mlp")
+    x = x + attention(norm(x, "attention"))
+    return x + plain_mlp(w, norm(x, "mlp"), "mlp.", form)
 
 
-def compare(group, close, layer, wholes, plain, x, gradient):
+def compare(group, close, layer, wholes, plain, x, gradient, *more):
     x_expected = x.clone().requires_grad_()
     y = plain(wholes, x_expected)
     y.backward(gradient)
     x.requires_grad_()
-    out = layer(x)
+    out = layer(x, *more)
     close(group.same(out), y.detach())
     out.backward(gradient)
     close(group.same(x.grad), x_expected.grad)
     close(group.gradients(layer), {name: whole.grad for name, whole in wholes.items()})
 
 
+@pytest.mark.parametrize("form", ["tanh", "erf"])
 @pytest.mark.parametrize("shape", [(H,), (3, H), (S, B, H), (0, B, H)])
-def test_mlp(group, random, close, shape):
-    layer = MLP(H, FFN, group.comm, dtype=torch.float64)
-    compare(group, close, layer, group.fill(layer), plain_mlp, random(*shape), random(*shape, seed=1))
+def test_mlp(group, random, close, shape, form):
+    layer = MLP(H, FFN, group.comm, gelu=form, dtype=torch.float64)
+    compare(
+        group, close, layer, group.fill(layer), lambda w, x: plain_mlp(w, x, "", form), random(*shape),
+        random(*shape, seed=1),
+    )  # fmt: skip
 
 
 def test_mlp_numerically(group, random):
@@ -65,6 +80,21 @@ def test_block(group, random, close, causal):
     compare(
         group, close, layer, wholes, lambda w, x: plain_block(w, x, causal), random(S, B, H), random(S, B, H, seed=1)
     )
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_block_of_an_encoder(group, random, close, placement, recompute):
+    """With padding, and GELU by erf; whatever is recomputed."""
+    layer = TransformerBlock(
+        H, HEADS, FFN, group.comm, causal=False, gelu="erf", norm_placement=placement, recompute=recompute,
+        dtype=torch.float64,
+    )  # fmt: skip
+    real = torch.tensor([[True] * S, [True] * 3 + [False] * (S - 3)])
+    compare(
+        group, close, layer, group.fill(layer), lambda w, x: plain_block(w, x, False, placement, "erf", real),
+        random(S, B, H), random(S, B, H, seed=1), None, real,
+    )  # fmt: skip
 
 
 def test_block_numerically(group, random):

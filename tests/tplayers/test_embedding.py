@@ -39,6 +39,23 @@ def test_against_torch(group, embedding, random, close, name):
     close(group.gradients(embedding), {"weight": whole.grad})
 
 
+def test_logits_with_a_bias(group, embedding, random, close):
+    """The bias is split by vocabulary, as the table is."""
+    (whole,) = group.fill(embedding).values()
+    x, bias, gradient = random(4, WIDTH), random(ROWS, seed=1), random(4, ROWS, seed=2)
+    x.requires_grad_()
+    bias.requires_grad_()
+    expected = x @ whole.t() + bias
+    grads = torch.autograd.grad(expected, (bias, whole), gradient)
+
+    mine = group.mine(bias.detach()).requires_grad_()
+    found = embedding.logits(x, mine)
+    close(group.joined(found), expected.detach())
+    found.backward(group.mine(gradient))
+    close(group.joined(mine.grad), grads[0])
+    close(group.gradients(embedding), {"weight": grads[1]})
+
+
 def test_tied_logits_and_lookup_both_contribute(group, embedding, random, close):
     tokens = TOKENS["transposed"]
     (whole,) = group.fill(embedding).values()

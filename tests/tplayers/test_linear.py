@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import commengine
-from tplayers import ColumnParallelLinear, RowParallelLinear
+from tplayers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, placements, sum_partial_gradients
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -48,6 +48,27 @@ def test_column(group, random, close, blocks, bias, shape):
     close(mine, blockwise(group, y, blocks))
     mine.backward(blockwise(group, gradient, blocks))
     close(group.same(x.grad), x_grad)
+    close(group.gradients(layer), grads)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicated(group, random, close, sequence_parallel):
+    """Every rank holds the weight; of a sequence shard the gradients are parts of their sum. Nothing is sent."""
+    layer = ReplicatedLinear(IN, OUT, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    wholes = group.fill(layer)
+    x = random(4, 2, IN).requires_grad_()
+    gradient = random(4, 2, OUT, seed=1)
+    y, x_grad, grads = expected(wholes, x, gradient)
+    mine = group.mine if sequence_parallel else lambda whole, dim: whole.clone()
+    shard = mine(x.detach(), 0).requires_grad_()
+    with commengine.trace(group.comm) as log:
+        found = layer(shard)
+        found.backward(mine(gradient, 0))
+    assert not log.events
+    close(found.detach(), mine(y, 0))
+    close(shard.grad, mine(x_grad, 0))
+    assert [placement.partial for placement in placements(layer).values()] == [sequence_parallel] * 2
+    sum_partial_gradients(layer, group.comm)
     close(group.gradients(layer), grads)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commengine
-from tplayers import GPT, ColumnParallelLinear, GPTConfig, Randomness, initialize
+from tests.support.small_models import arguments, made, total
+from tplayers import ColumnParallelLinear, initialize
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
 
-S, B, H, HEADS = 8, 2, 16, 4
+S, B, H = 8, 2, 16
 
 
 class AtProducts(TorchDispatchMode):
@@ -107,23 +108,22 @@ def test_a_frozen_weight_gathers_nothing_and_a_leaf_input_reduces_nothing(group)
     assert operations == [["reduce_scatter"], ["all_gather"]]
 
 
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"recompute": "full"}], ids=str)
-def test_model_is_bit_equal_however_slow_the_stream_is(group, options):
+def test_model_is_bit_equal_however_slow_the_stream_is(group, options, kind):
     """Delays differ between ranks, and memory that a collective still uses must not be used again."""
-    shape = GPTConfig(2, H, HEADS, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.1, **options)
-    tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(0))
     stream, gradients = group.comm.new_stream(), []
     delays = random.Random(group.rank)
     for overlap in (None, stream):
-        model = GPT(shape, group.comm, overlap_stream=overlap)
-        initialize(model, 3)
-        losses = model(tokens[:, :-1], tokens[:, 1:], Randomness(1, 2, (3, 4)))
+        model = made(kind, group.comm, num_layers=2, overlap_stream=overlap, **options)
+        inputs, named = arguments(kind)
+        loss = total(model(*inputs, **named))
         if overlap is not None:
             run = stream.transport.__class__
             for operation in ("all_reduce", "all_gather", "reduce_scatter"):
                 setattr(stream.transport, operation, _delayed(getattr(run, operation), stream.transport, delays))
         with commengine.trace(group.comm) as log:
-            losses.sum().backward()
+            loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     # An MPI may sum more than two numbers in another order when it does not block.
     tolerance = {"rtol": 0, "atol": 0} if group.size == 2 else {"rtol": 1e-5, "atol": 1e-6}

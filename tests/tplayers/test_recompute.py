@@ -4,40 +4,31 @@ import pytest
 import torch
 
 import commengine
-from tplayers import GPT, GPTConfig, Randomness, TransformerBlock, initialize
+from tests.support.small_models import HEADS, KINDS, LAYERS, B, H, S, arguments, made, total
+from tplayers import TransformerBlock, initialize
 
 pytestmark = pytest.mark.mpi
 
-S, B, H, HEADS, LAYERS = 8, 3, 16, 4, 3
-RANDOMNESS = Randomness(5, 17, (40, 41, 2))
 
-
-def gpt(comm, **options):
-    shape = GPTConfig(
-        LAYERS, H, HEADS, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.1, **options
-    )
-    model = GPT(shape, comm)
-    initialize(model, 3)
-    return model
-
-
-def step(model):
+def step(model, kind="gpt"):
     """Losses, gradients by name, and the collectives of forward and backward."""
-    tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    inputs, named = arguments(kind)
     with commengine.trace(model.comm) as log:
-        losses = model(tokens[:, :-1], tokens[:, 1:], RANDOMNESS)
+        losses = model(*inputs, **named)
         forward = len(log.events)
-        losses.sum().backward()
+        total(losses).backward()
+    losses = losses if kind == "gpt" else torch.cat((losses[0].flatten(), losses[1]))
     operations = [(event.operation, event.elements) for event in log.events]
     return losses.detach(), {n: p.grad for n, p in model.named_parameters()}, operations[:forward], operations[forward:]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bit_equal(group, recompute, sequence_parallel):
+def test_bit_equal(group, recompute, sequence_parallel, kind):
     """Also of float32: the replay runs the same operations on the same numbers, in the same order."""
-    expected = step(gpt(group.comm, sequence_parallel=sequence_parallel))
-    found = step(gpt(group.comm, sequence_parallel=sequence_parallel, recompute=recompute))
+    expected = step(made(kind, group.comm, sequence_parallel=sequence_parallel), kind)
+    found = step(made(kind, group.comm, sequence_parallel=sequence_parallel, recompute=recompute), kind)
     assert torch.equal(found[0], expected[0])
     for name, gradient in expected[1].items():
         assert torch.equal(found[1][name], gradient), name
@@ -49,11 +40,11 @@ def test_bit_equal(group, recompute, sequence_parallel):
 @pytest.mark.mpi(min_size=2)
 def test_full_recompute_communicates_a_layers_forward_again(group):
     hidden = ("all_reduce", S * B * H)
-    _, _, _, backward = step(gpt(group.comm, recompute="full"))
+    _, _, _, backward = step(made("gpt", group.comm, recompute="full"))
     assert backward == [hidden] + LAYERS * 4 * [hidden]
 
     gather, scatter = (("all_gather", S * B * H), ("reduce_scatter", S * B * H))
-    _, _, _, backward = step(gpt(group.comm, recompute="full", sequence_parallel=True))
+    _, _, _, backward = step(made("gpt", group.comm, recompute="full", sequence_parallel=True))
     layer = 2 * [gather, scatter] + 2 * [gather, gather, scatter]
     assert backward == [gather, scatter, *(LAYERS * layer), gather]
 
@@ -72,7 +63,7 @@ def test_replay_ends_with_the_last_tensor_that_is_needed(group):
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_random_state_and_hooks(group, recompute):
     """Recomputation neither reads nor moves torch's generator, and a parameter's gradient is ready once."""
-    model = gpt(group.comm, recompute=recompute)
+    model = made("gpt", group.comm, recompute=recompute)
     ready = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
@@ -89,7 +80,7 @@ def test_random_state_and_hooks(group, recompute):
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_evaluation_keeps_nothing_and_recomputes_nothing(group, recompute):
-    model, plain = gpt(group.comm, recompute=recompute).eval(), gpt(group.comm).eval()
+    model, plain = made("gpt", group.comm, recompute=recompute).eval(), made("gpt", group.comm).eval()
     tokens = torch.zeros(B, S, dtype=torch.int64)
     with torch.no_grad():
         assert torch.equal(model(tokens, tokens), plain(tokens, tokens))
@@ -97,4 +88,4 @@ def test_evaluation_keeps_nothing_and_recomputes_nothing(group, recompute):
 
 def test_unknown_recompute_is_refused(group):
     with pytest.raises(ValueError, match="recompute='some' must be None or one of full, selective"):
-        gpt(group.comm, recompute="some")
+        made("gpt", group.comm, recompute="some")

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,25 +20,13 @@ ROOT = Path(__file__).parents[2]
 GPT2 = ["--vocab-file", str(DATA / "gpt2-bpe/encoder.json"), "--merge-file", str(DATA / "gpt2-bpe/vocab.bpe")]
 TEXTS = ["The first document.\nTwo lines.\n", "A second: naïve 漢字 🙂 <|endoftext|>", " third \n\n\t"]
 BPE = ["--train-bpe", "300"]
+Here = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainers.preprocess_data", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def run_here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """`run` in this process, which spares each wrong command line the start of another one."""
-    monkeypatch.chdir(folder)
-    code = 0
-    try:
-        preprocess_data.main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
 
 def read(prefix: Path) -> list[str]:
@@ -60,6 +50,22 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def here(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """`run` in this process, in the folder ``inputs``, which spares each command line the start of another process."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(inputs)
+        code: Any = 0
+        try:
+            preprocess_data.main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize("files", [["0.txt", "1.txt", "empty.txt", "2.txt"], ["rows.jsonl"]])
 def test_documents_come_back_in_order(inputs: Path, files: list[str]) -> None:
     done = run(inputs, "--input", *files, *BPE, "--output-prefix", "out", "--workers", "1")
@@ -72,20 +78,20 @@ def test_documents_come_back_in_order(inputs: Path, files: list[str]) -> None:
     assert done.stderr == ""  # no bar where there is no terminal
 
 
-def test_json_key_no_eod_and_a_second_run(inputs: Path) -> None:
-    assert run(inputs, "--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
+def test_json_key_no_eod_and_a_second_run(inputs: Path, here: Here) -> None:
+    assert here("--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
     tokenizer = ["--tokenizer-model", "out-tokenizer.json"]
     options = ["--json-key", "body", "--no-append-eod", "--output-prefix", "out"]  # over the first output
-    done = run(inputs, "--input", "rows.jsonl", *tokenizer, *options)
+    done = here("--input", "rows.jsonl", *tokenizer, *options)
     assert done.returncode == 0, done.stderr
     assert read(inputs / "out") == ["body 0", "body 1", "body 2"]
 
 
-def test_configuration_file(inputs: Path) -> None:
+def test_configuration_file(inputs: Path, here: Here) -> None:
     (inputs / "run.yaml").write_text(
         "input: [paragraphs.txt]\nsplit-on-blank-lines: true\ntrain-bpe: 270\nappend-eod: false\noutput-prefix: a\n"
     )
-    done = run(inputs, "--config", "run.yaml", "--output-prefix", "b")
+    done = here("--config", "run.yaml", "--output-prefix", "b")
     assert done.returncode == 0, done.stderr
     assert read(inputs / "b") == ["one\nstill one", "two", "three"]
     assert not (inputs / "a.idx").exists()
@@ -140,10 +146,7 @@ def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
         ([*BPE, "--input", "self.bin", "--output-prefix", "self"], "self.bin is an --input file"),
     ],
 )
-def test_errors(
-    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
-    message: str,
-) -> None:  # fmt: skip
+def test_errors(inputs: Path, here: Here, arguments: list[str], message: str) -> None:
     (inputs / "no-eod.yaml").write_text("no-append-eod: true\n")
     (inputs / "unknown.yaml").write_text("learning-rate: 3\n")
     (inputs / "taken.bin").mkdir()
@@ -157,25 +160,17 @@ def test_errors(
     before = sorted(path.name for path in inputs.iterdir())
     if "--output-prefix" not in arguments:
         arguments = [*arguments, "--output-prefix", "out"]
-    done = run_here(inputs, monkeypatch, capsys, *arguments)
+    done = here(*arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert sorted(path.name for path in inputs.iterdir()) == before
 
 
-def test_an_error_late_in_the_input_leaves_the_old_output(inputs: Path) -> None:
-    assert run(inputs, "--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
+def test_an_error_late_in_the_input_leaves_the_old_output(inputs: Path, here: Here) -> None:
+    assert here("--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
     before = {path.name: path.read_bytes() for path in inputs.iterdir()}
-    done = run(
-        inputs,
-        "--input",
-        "1.txt",
-        "bad.jsonl",
-        "--tokenizer-model",
-        "out-tokenizer.json",
-        "--output-prefix",
-        "out",
-    )
+    tokenizer = ["--tokenizer-model", "out-tokenizer.json"]
+    done = here("--input", "1.txt", "bad.jsonl", *tokenizer, "--output-prefix", "out")
     assert done.returncode == 2 and "line 2" in done.stderr
     assert {path.name: path.read_bytes() for path in inputs.iterdir()} == before
 

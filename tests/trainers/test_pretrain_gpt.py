@@ -276,6 +276,31 @@ def report(learned):
     return json.loads((learned[0] / "report.json").read_text())
 
 
+FP16 = ["--fp16", "--initial-loss-scale", str(2.0**26), "--hysteresis", "1", "--loss-scale-window", "4"]
+TRACED = (1, 2, 0)  # every how many steps
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory, data, tiny, mock, pretrain):
+    """Runs of a few steps, all in one job: name -> (outcome, folder)."""
+    root = tmp_path_factory.mktemp("short")
+    plain = [*tiny, "--data-path", data, "--train-iters", "3", "--sample-tokens", "4", "--split", "1,0,0"]
+    evaluated = ["--train-iters", "3", "--eval-iters", "3", "--eval-interval", "2", "--sample-tokens", "3"]
+    tensor = ["--tensor-model-parallel-size", "2"]
+    scaled = [*FP16, *tensor, "--use-distributed-optimizer", "--lr-warmup-iters", "10", "--lr", "1e-3"]
+    commands = {
+        "fp16": (2, [*mock, *scaled, "--train-iters", "20", "--save", root / "fp16"]),
+        "off": (1, [*plain, "--save", root / "off"]),
+        "on": (2, [*mock, *evaluated, *tensor, "--save", root / "on"]),
+        "not saved": (1, [*mock, "--train-iters", "1"]),
+    }
+    for steps in TRACED:
+        traced = ["--log-communication-interval", str(steps), "--save", root / f"traced {steps}"]
+        commands[f"traced {steps}"] = (2, [*mock, "--train-iters", "5", *traced])
+    ended = zip(commands, pretrain(*commands.values()), strict=True)
+    return {name: (outcome, root / name) for name, outcome in ended}
+
+
 def test_flags_win_over_the_file(learned, report):
     state = json.loads((learned[0] / "iter_0000120" / "state.json").read_text())
     assert report["iteration"] == state["settings"]["train_iters"] == 120
@@ -294,14 +319,11 @@ def test_rows_are_those_asked_for(learned, report, rows):
     assert evaluations[0]["validation_loss"] > evaluations[-1]["validation_loss"]
 
 
-def test_what_an_fp16_run_says_of_its_loss_scale(tmp_path, mock, pretrain, rows):
+def test_what_an_fp16_run_says_of_its_loss_scale(short, rows):
     """It begins with a scale that truly overflows, and finds one that does not. The losses are not scaled."""
-    options = ["--fp16", "--initial-loss-scale", str(2.0**26), "--hysteresis", "1", "--loss-scale-window", "4"]
-    layout = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--lr-warmup-iters", "10"]
-    words = [*mock, *options, *layout, "--lr", "1e-3", "--train-iters", "20", "--save", tmp_path]
-    (outcome,) = pretrain((2, words))
+    outcome, folder = short["fp16"]
     assert outcome.codes == [0, 0], outcome.err
-    found = rows(tmp_path)
+    found = rows(folder)
     skipped = [row["grad_norm"] is None for row in found]
     assert 3 < skipped.count(True) < 15 and all(skipped[:3])
     scale = 2.0**26
@@ -313,7 +335,7 @@ def test_what_an_fp16_run_says_of_its_loss_scale(tmp_path, mock, pretrain, rows)
         done = number - 1 - sum(skipped[: number - 1])
         assert done >= 10 or row["learning_rate"] == pytest.approx(1e-3 * (done + 1) / 10)
         assert 4 < row["lm_loss"] < 5
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     assert report["skipped_steps"] == sum(skipped) and report["loss_scale"] == scale
     assert f"skipped steps{sum(skipped):>21,} of 20: the loss scale is {scale:g}" in outcome.out[0]
 
@@ -352,15 +374,11 @@ def test_report_for_people_and_pictures(learned, report):
     assert report["parameters"] == 384 * 32 + 32 * 32 + 2 * layer + 2 * 32
 
 
-def test_communication_may_be_traced_in_some_steps_only(pretrain, mock, tmp_path):
+def test_communication_may_be_traced_in_some_steps_only(short):
     """The same training; the report says of how many steps it is, and each step has the same collectives."""
-    words = [*mock, "--train-iters", "5", "--save"]
-    runs = {
-        interval: [*words, tmp_path / str(interval), "--log-communication-interval", interval] for interval in (1, 2, 0)
-    }
-    outcomes = pretrain(*((2, run) for run in runs.values()))
+    outcomes, folders = zip(*(short[f"traced {steps}"] for steps in TRACED), strict=True)
     assert all(outcome.codes == [0, 0] for outcome in outcomes)
-    every, some, none = (json.loads((tmp_path / str(n) / "report.json").read_text()) for n in runs)
+    every, some, none = (json.loads((folder / "report.json").read_text()) for folder in folders)
     assert [one["traced_steps"] for one in (every, some, none)] == [5, 2, 0]
     assert every["traced_seconds"] == every["step_seconds"] and none["traced_seconds"] == 0
     assert 0 < some["traced_seconds"] < some["step_seconds"]
@@ -383,21 +401,15 @@ def test_report_counts_the_bytes_of_gradients(report):
     assert 0 <= row["bytes"] - 120 * 4 * report["parameters"] <= 120 * 64
 
 
-def test_other_ways_to_run(tmp_path, data, tiny, mock, pretrain, rows):
+def test_other_ways_to_run(short, rows):
     """No evaluation; a split without validation documents then; more TP; no --save at all."""
-    plain = [*tiny, "--data-path", data, "--train-iters", "3", "--sample-tokens", "4", "--split", "1,0,0"]
-    evaluated = ["--eval-iters", "3", "--eval-interval", "2", "--sample-tokens", "3"]
-    outcomes = pretrain(
-        (1, [*plain, "--save", tmp_path / "off"]),
-        (2, [*mock, *evaluated, "--train-iters", "3", "--tensor-model-parallel-size", "2", "--save", tmp_path / "on"]),
-        (1, [*mock, "--train-iters", "1"]),
-    )
+    outcomes, folders = zip(*(short[name] for name in ("off", "on", "not saved")), strict=True)
     assert [outcome.codes for outcome in outcomes] == [[0], [0, 0], [0]], [outcome.err for outcome in outcomes]
-    off, on = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("off", "on"))
+    off, on = (json.loads((folder / "report.json").read_text()) for folder in folders[:2])
     assert off["validation_loss"] is None and off["unigram_entropy"] is None and off["validation_tokens"] == 0
-    assert rows(tmp_path / "off", "validation_loss") == [] and "held-out" not in outcomes[0].out[0]
+    assert rows(folders[0], "validation_loss") == [] and "held-out" not in outcomes[0].out[0]
     assert on["validation_tokens"] == 3 * 8 * 16
-    assert [row["iteration"] for row in rows(tmp_path / "on", "validation_loss")] == [2, 3]
+    assert [row["iteration"] for row in rows(folders[1], "validation_loss")] == [2, 3]
     assert len(on["sample"].split()) == 3 and outcomes[1].out[1] == ""
     assert all(row["group"] == "tensor" for row in on["communication"])
     assert "1 steps" in outcomes[2].out[0] and "written to" not in outcomes[2].out[0]
@@ -426,7 +438,15 @@ launch.run(pretrain_gpt.main)
 )
 
 
-@pytest.mark.parametrize("how, tensor", [("raise", 1), ("raise", 2), ("SIGKILL", 2), ("SIGSTOP", 2)])
+@pytest.mark.parametrize(
+    "how, tensor",
+    [
+        pytest.param("raise", 1, marks=pytest.mark.long),
+        ("raise", 2),
+        pytest.param("SIGKILL", 2, marks=pytest.mark.long),
+        ("SIGSTOP", 2),
+    ],
+)
 def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, tensor):
     """On a machine without TensorBoard, too."""
     words = [*mock, "--train-iters", "100000", "--tensor-model-parallel-size", str(tensor), "--overlap-grad-reduce"]

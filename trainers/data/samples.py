@@ -272,13 +272,16 @@ def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.Array
 def mixed_counts(counts: Sequence[npt.ArrayLike], weights: Sequence[float]) -> npt.NDArray[np.float64]:
     """The counts of a text of which each source gives its weight's part: float64 [vocab_size].
 
-    counts: for each source, how often each token occurs in it: [vocab_size], not all 0. The sum is that of all counts.
+    counts: for each source, how often each token occurs in it: [vocab_size]. The sum of the result is that of all
+    counts. A source without any token is left out, as its mean loss is (`trainers.run.evaluation.evaluate_sources`).
     """
     arrays = [np.asarray(of_source, dtype=np.float64) for of_source in counts]
-    total = sum(float(array.sum()) for array in arrays) / sum(weights)
+    sums = [float(array.sum()) for array in arrays]
+    drawn = sum(weight for weight, size in zip(weights, sums, strict=True) if size)
     mixed = np.zeros(arrays[0].shape)
-    for weight, array in zip(weights, arrays, strict=True):
-        mixed += weight * total / float(array.sum()) * array
+    for weight, size, array in zip(weights, sums, arrays, strict=True):
+        if size:
+            mixed += weight / drawn * sum(sums) / size * array
     return mixed
 
 

@@ -122,7 +122,7 @@ class SampleStream:
         consumed = [0 if old is None else old.consumed for old in ours]
         self._absent = [replace(old, weight=ZERO, before=old.consumed) for old in gone if old.consumed]
         weights = [ZERO if old is None else old.weight for old in ours]
-        if weights == [str(p) for p in self._probabilities] and all(old.weight == ZERO for old in gone):
+        if weights == [str(p) for p in self._probabilities]:  # both sum to 1, so no source that is gone had a weight
             self._start, self._before = start, [0 if old is None else old.before for old in ours]
             return []
         self._start, self._before = n, consumed

@@ -96,7 +96,7 @@ class Report:
         width = max(len("data"), *(len(source["name"]) for source in self.sources))
         lines = [f"  {'data':<{width}}{'weight':>9}{'samples':>13}{'epochs':>9}{'held-out loss':>15}"]
         for source in self.sources:
-            epochs = "-" if source["epochs"] is None else f"{source['epochs']:.2f}"
+            epochs = "-" if source["epochs"] is None else f"{source['epochs']:.3f}"
             loss = "-" if source["validation_loss"] is None else f"{source['validation_loss']:.4f}"
             lines.append(
                 f"  {source['name']:<{width}}{source['weight']:>9.4f}{source['samples']:>13,}{epochs:>9}{loss:>15}"

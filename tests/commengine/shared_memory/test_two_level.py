@@ -22,7 +22,7 @@ def _mpich():
     ("ranks", "variable", "per_node"),
     [
         pytest.param(4, "MPIR_CVAR_NUM_CLIQUES=2", 2, id="two-nodes"),
-        pytest.param(4, "MPIR_CVAR_ODD_EVEN_CLIQUES=1", 2, id="two-nodes-interleaved"),
+        pytest.param(4, "MPIR_CVAR_ODD_EVEN_CLIQUES=1", 2, id="two-nodes-interleaved", marks=pytest.mark.long),
         pytest.param(3, "MPIR_CVAR_NUM_CLIQUES=2", 0, id="uneven-nodes"),
     ],
 )

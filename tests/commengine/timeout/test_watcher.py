@@ -31,7 +31,7 @@ def assert_reported(done, ranks, missing):
     return found
 
 
-@pytest.mark.parametrize("where", ["", ", stream=lane"], ids=["direct", "stream"])
+@pytest.mark.parametrize("where", ["", pytest.param(", stream=lane", marks=pytest.mark.long)], ids=["direct", "stream"])
 def test_a_stopped_rank_is_named(job, where):
     done, seconds = job(
         WATCHED
@@ -119,8 +119,14 @@ timed.barrier()
     "body, missing",
     [
         ("timed.recv(torch.ones(3), 1) if world.rank == 0 else timed.barrier()", "rank 1, recv #1"),
-        ("if world.rank == 0: timed.split(0)\nelse: time.sleep(60)", "rank 1, split #1"),
-        ("if world.rank == 0: timed.new_stream()\nelse: time.sleep(60)", "rank 1, new_stream #1"),
+        pytest.param(
+            "if world.rank == 0: timed.split(0)\nelse: time.sleep(60)", "rank 1, split #1", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "if world.rank == 0: timed.new_stream()\nelse: time.sleep(60)",
+            "rank 1, new_stream #1",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["recv", "split", "new_stream"],
 )
@@ -143,6 +149,7 @@ except CollectiveError:
     assert "missing: rank 1, all_reduce #1 (its last there is nothing #0)" in reports(done.stderr)[0], done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_left_is_named(job):
     done, _ = job(
         WATCHED
@@ -202,7 +209,7 @@ timed.close()
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("level", ["multiple", "funneled"])
+@pytest.mark.parametrize("level", ["multiple", pytest.param("funneled", marks=pytest.mark.long)])
 def test_what_was_split_outlives_the_root_that_was_timed(job, level):
     """It has no timeout any more, and all else works: collectives, streams, splitting, closing."""
     done, _ = job(

@@ -15,6 +15,10 @@ PUBLISHED = {
     "tensor + selective": ({"recompute": "selective"}, lambda t: 10 + 24 / t),
     "tensor + sequence": ({"sequence_parallel": True}, lambda t: 34 / t + SCORES / t),
     "tensor + sequence + selective": ({"sequence_parallel": True, "recompute": "selective"}, lambda t: 34 / t),
+    "tensor + sequence, post-LN encoder": (
+        {"sequence_parallel": True, "norm_placement": "post", "causal": False, "gelu": "erf"},
+        lambda t: 34 / t + SCORES / t,
+    ),
     "tensor + sequence + full": ({"sequence_parallel": True, "recompute": "full"}, lambda t: 2 / t),
 }
 
@@ -29,7 +33,7 @@ def kept_bytes(layer, x):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x, Randomness(1, 2, tuple(range(B))))
+        y = layer(x, Randomness(1, 2, tuple(range(B))), None if layer.attention.causal else torch.tensor([S, S // 2]))
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     kept = sum(storage.nbytes() for storage in storages.values())

@@ -7,7 +7,8 @@ import torch
 
 import commengine
 from commengine import CollectiveError, Communicator
-from tplayers import GPT, MLP, GPTConfig, Randomness, TransformerBlock, dropout, initialize
+from tests.support.small_models import KINDS, arguments, made
+from tplayers import MLP, Randomness, TransformerBlock, dropout, initialize
 from tplayers import sum_partial_gradients as sum_partial
 
 pytestmark = pytest.mark.mpi
@@ -23,7 +24,7 @@ def fresh_compiler():
 
 
 def compare(comm, module, inputs, backend, **tolerance):
-    """Steps of ``module``, eager and compiled; what each communicates. inputs: of a step, the arguments."""
+    """Steps of ``module``, eager and compiled; what each communicates. inputs: of a step, (arguments, named ones)."""
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     said = []
     for step in range(STEPS):
@@ -32,9 +33,11 @@ def compare(comm, module, inputs, backend, **tolerance):
             module.zero_grad()
             # Iteration and samples change from step to step: the graph must take them as they come.
             with torch._dynamo.config.patch(error_on_recompile=step > 0), commengine.trace(comm) as log:
-                y = call(*inputs(step))
-                y.sum().backward()
-            results.append([y.detach(), *(p.grad for p in module.parameters())])
+                positional, named = inputs(step)
+                y = call(*positional, **named)
+                losses = [y] if isinstance(y, torch.Tensor) else list(y)
+                sum(part.sum() for part in losses).backward()
+            results.append([*(part.detach() for part in losses), *(p.grad for p in module.parameters())])
             said.append([(event.operation, event.redop, event.elements) for event in log.events])
         torch.testing.assert_close(results[1], results[0], **tolerance)
     assert said == said[:2] * STEPS
@@ -43,20 +46,14 @@ def compare(comm, module, inputs, backend, **tolerance):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
-def test_model(group):
+@pytest.mark.parametrize("kind", KINDS)
+def test_model(group, kind):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
-    shape = GPTConfig(
-        1, H, HEADS, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.1,
-        sequence_parallel=True, recompute="selective",
+    model = made(
+        kind, group.comm, overlap_stream=group.comm.new_stream(), num_layers=1, sequence_parallel=True,
+        recompute="selective",
     )  # fmt: skip
-    model = GPT(shape, group.comm, overlap_stream=group.comm.new_stream())
-    initialize(model, 3)
-
-    def inputs(step):
-        tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(step))
-        return tokens[:, :-1], tokens[:, 1:], Randomness(1, step, (step, 7))
-
-    eager, compiled = compare(group.comm, model, inputs, "aot_eager", rtol=0, atol=0)
+    eager, compiled = compare(group.comm, model, lambda step: arguments(kind, step), "aot_eager", rtol=0, atol=0)
     assert compiled == eager
 
 
@@ -67,7 +64,7 @@ def test_block_with_full_recompute(group):
     initialize(layer, 3)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
     eager, compiled = compare(
-        group.comm, layer, lambda step: (x, Randomness(1, step, (3, 4))), "aot_eager", rtol=0, atol=0
+        group.comm, layer, lambda step: ((x, Randomness(1, step, (3, 4))), {}), "aot_eager", rtol=0, atol=0
     )
     assert len(compiled) <= len(eager)
     assert set(compiled) == set(eager)
@@ -96,7 +93,7 @@ def test_inductor(group):
     initialize(layer, 3)
     x = torch.randn(S // group.size, B, H, generator=torch.Generator().manual_seed(group.rank)).requires_grad_()
     eager, compiled = compare(
-        group.comm, layer, lambda step: (x, Randomness(1, step, (3, 4))), "inductor", rtol=1e-5, atol=1e-5
+        group.comm, layer, lambda step: ((x, Randomness(1, step, (3, 4))), {}), "inductor", rtol=1e-5, atol=1e-5
     )
     assert compiled == eager
     sum_partial(layer, group.comm)

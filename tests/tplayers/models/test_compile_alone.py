@@ -4,17 +4,12 @@ import collections
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from mpi4py import MPI
-from torch._dynamo.backends.common import aot_autograd
 
 from commengine import CollectiveError, Communicator
+from tests.support.small_models import KINDS, arguments, made, total
 from tests.tplayers.models.test_compile import compare, fresh_compiler  # noqa: F401  (an autouse fixture)
-from tplayers import GPT, GPTConfig, Randomness, initialize
 
 pytestmark = pytest.mark.mpi
-
-S, B = 8, 2
 
 
 class Alone(Communicator):
@@ -27,6 +22,11 @@ class Recording:
     """A backend that runs eager's operations, and counts the operators of commengine in the graphs."""
 
     def __init__(self):
+        # Imported here: it takes more than a second, and most runs of the tests only skip the tests of this file.
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.boxed = make_boxed_func
         self.operators = collections.Counter()
         self.compiler = aot_autograd(fw_compiler=self.note)
 
@@ -34,48 +34,50 @@ class Recording:
         for node in graph.graph.nodes:
             for name in ("all_reduce_", "all_gather_into_", "reduce_scatter_into_"):
                 self.operators[name] += f"commengine.{name}" in f"{node.target} {node.args[:1]}"
-        return make_boxed_func(graph.forward)
+        return self.boxed(graph.forward)
 
 
-def model(comm, **options):
-    shape = GPTConfig(
-        1, 16, 4, 13, S, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.1, **options
-    )
-    made = GPT(shape, comm)
-    initialize(made, 3)
-    return made.to(comm.device)
+@pytest.fixture
+def itself():
+    """MPI.COMM_SELF."""
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
 
 
-def inputs(device):
-    def of_step(step):
-        tokens = torch.randint(13, (B, S + 1), generator=torch.Generator().manual_seed(step)).to(device)
-        return tokens[:, :-1], tokens[:, 1:], Randomness(1, step, (step, 7), device=device)
-
-    return of_step
+def model(comm, kind="gpt", **options):
+    return made(kind, comm, num_layers=1, **options).to(comm.device)
 
 
-def losses_and_gradients(made, device):
-    losses = made(*inputs(device)(0))
-    losses.sum().backward()
-    return [losses.detach(), *(p.grad for p in made.parameters())]
+def inputs(device, kind="gpt"):
+    return lambda step: arguments(kind, step, device)
 
 
+def losses_and_gradients(module, kind):
+    positional, named = arguments(kind, device=module.comm.device)
+    losses = module(*positional, **named)
+    total(losses).backward()
+    losses = [losses] if isinstance(losses, torch.Tensor) else list(losses)
+    return [*(part.detach() for part in losses), *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_computes_the_same_with_its_collectives(alone, sequence_parallel):
-    with Alone(MPI.COMM_SELF) as comm:
-        found = losses_and_gradients(model(comm, sequence_parallel=sequence_parallel), comm.device)
-    expected = losses_and_gradients(model(alone.comm, sequence_parallel=sequence_parallel), comm.device)
+def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel, kind):
+    with Alone(itself) as comm:
+        found = losses_and_gradients(model(comm, kind, sequence_parallel=sequence_parallel), kind)
+    expected = losses_and_gradients(model(alone.comm, kind, sequence_parallel=sequence_parallel), kind)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_graph_has_the_operators(sequence_parallel):
+def test_the_graph_has_the_operators(itself, sequence_parallel):
     """Each collective that eager runs, forward and backward, is one operator. The values are equal bit for bit."""
     recording = Recording()
-    with Alone(MPI.COMM_SELF) as comm:
-        made = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
-        eager, compiled = compare(comm, made, inputs(comm.device), recording.compiler, rtol=0, atol=0)
+    with Alone(itself) as comm:
+        module = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
+        eager, compiled = compare(comm, module, inputs(comm.device), recording.compiler, rtol=0, atol=0)
     assert compiled == eager
     counts = collections.Counter(operation for operation, *_ in eager)
     assert recording.operators == collections.Counter(
@@ -92,13 +94,14 @@ def test_the_graph_has_the_operators(sequence_parallel):
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_on_one_device(backend, transport, sequence_parallel):
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_one_device(backend, transport, sequence_parallel, kind):
     try:
-        comm = Alone(MPI.COMM_SELF, device="cuda", transport=transport)
+        comm = Alone(itself, device="cuda", transport=transport)
     except CollectiveError as error:
         pytest.skip(str(error))
     with comm:
-        made = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
-        eager, compiled = compare(comm, made, inputs(comm.device), backend, rtol=1e-4, atol=1e-4)
+        module = model(comm, kind, sequence_parallel=sequence_parallel, recompute="selective")
+        eager, compiled = compare(comm, module, inputs(comm.device, kind), backend, rtol=1e-4, atol=1e-4)
     assert compiled == eager
     assert len(eager) > 2

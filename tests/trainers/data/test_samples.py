@@ -8,7 +8,14 @@ import pytest
 
 from trainers.data import samples
 from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
-from trainers.data.samples import EpochPermutation, TokenSamples, ZipfSamples, split_documents, unigram_cross_entropy
+from trainers.data.samples import (
+    EpochPermutation,
+    TokenSamples,
+    ZipfSamples,
+    mixed_counts,
+    split_documents,
+    unigram_cross_entropy,
+)
 
 # What these gave once. A change here changes the data of every run that is resumed.
 ZIPF_1234 = [208, 57, 25681, 0, 1, 72, 14, 8]
@@ -203,3 +210,10 @@ def test_unigram_cross_entropy_by_hand() -> None:
 def test_bad_unigram_counts(train: list[int], heldout: list[int]) -> None:
     with pytest.raises(ValueError):
         unigram_cross_entropy(train, heldout)
+
+
+def test_mixed_counts_by_hand() -> None:
+    """8 tokens, half of them from either source, whatever they have; one that has none is left out."""
+    assert mixed_counts([[3, 3, 0], [0, 1, 1]], [0.5, 0.5]).tolist() == [2.0, 4.0, 2.0]
+    assert mixed_counts([[3, 1, 0], [0, 0, 0], [0, 2, 2]], [3, 2, 1]).tolist() == [4.5, 2.5, 1.0]
+    assert mixed_counts([[0, 0]], [1.0]).tolist() == [0.0, 0.0]

@@ -77,6 +77,9 @@ def test_samples_are_a_function_of_their_number_and_of_nothing_else() -> None:
     expected = [forward[n] for n in range(300)]
     backward = stream(source("C", "5", 4), source("A", "7", 10), source("B", "3", 7))
     assert [backward[n] for n in reversed(range(300))] == expected[::-1]
+    ties = [source(name, "1", 9) for name in "ABCD"]  # the tree must not settle them by the order on the command line
+    one, other = stream(*ties), stream(*ties[::-1])
+    assert [one[n] for n in range(100)] == [other[n] for n in range(100)]
     moved = stream(source("elsewhere", "0.7", 10, data="A"), B, C)
     assert [moved[n][1:] for n in range(300)] == [found[1:] for found in expected]
 

@@ -99,14 +99,12 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "precision",
-    ["fp32", pytest.param("bf16", marks=pytest.mark.every_size), "fp16"],  # on four ranks it takes long
-)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatch, precision):
     """(TP, DP) = (2, 1) or (2, 2), by the size of the job, with dropout. See LAYERS for which agree in every bit.
 
-    At a rate at which rounding does not grow: dropout makes this tiny model's gradients large, also for fp16.
+    Four ranks, which take long, run it in make test-long only. The rate is one at which rounding does not grow:
+    dropout makes this tiny model's gradients large, also for fp16.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     layout = {"tensor_model_parallel_size": 2, "micro_batch_size": 4, "attention_dropout": 0.1, "hidden_dropout": 0.1}

@@ -1,0 +1,44 @@
+"""A small GPT and a small BERT with dropout, and a step of each: what tests of both run."""
+
+import torch
+
+from tplayers import BERT, GPT, BERTConfig, GPTConfig, Randomness, initialize
+
+VOCAB, S, B, H, HEADS, LAYERS = 13, 8, 3, 16, 4, 3
+SAMPLES = (40, 41, 2)
+KINDS = ("gpt", "bert", "post-LN bert at positions")
+
+
+def made(kind, comm, *, overlap_stream=None, dtype=None, **options):
+    """An initialised model of this kind. options: fields of its configuration."""
+    fields = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "make_vocab_size_divisible_by": 16, **options}
+    layers = fields.pop("num_layers", LAYERS)
+    if "post-LN" in kind:
+        fields["norm_placement"] = "post"
+    shape, model = (GPTConfig, GPT) if kind == "gpt" else (BERTConfig, BERT)
+    found = model(shape(layers, H, HEADS, VOCAB, S, **fields), comm, overlap_stream=overlap_stream, dtype=dtype)
+    initialize(found, 3)
+    return found
+
+
+def arguments(kind, step=0, device=None):
+    """(positional, named) arguments with which the model gives losses. They differ from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (B, S + 1), generator=generator).to(device)
+    randomness = Randomness(5, 17 + step, tuple(sample + step for sample in SAMPLES), device=device)
+    if kind == "gpt":
+        return (tokens[:, :-1], tokens[:, 1:], randomness), {}
+    labels = tokens[:, 1:].clone()
+    labels[:, step % 2 :: 2] = -100
+    types = torch.randint(2, (B, S), generator=generator).to(device)
+    named = {"labels": labels, "randomness": randomness}
+    if "positions" in kind:  # 3 of 4 or so that are masked
+        positions = torch.arange(1 - step % 2, S, 2, device=device)[:3].expand(B, -1)
+        named |= {"positions": positions, "labels": labels.gather(1, positions)}
+    lengths, order = torch.tensor([8, 3 + step, 5], device=device), torch.tensor([1, -100, 0], device=device)
+    return (tokens[:, :-1], types, lengths), named | {"order_labels": order}
+
+
+def total(losses):
+    """The sum of a model's losses: of its one tensor, or of both."""
+    return losses.sum() if isinstance(losses, torch.Tensor) else losses[0].sum() + losses[1].sum()
