@@ -35,9 +35,10 @@ from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_state
 from trainers.data.corpus import Corpus
+from trainers.data.masked_corpus import open_masked_corpus
 from trainers.options import make_writable
 from trainers.run.startup import read_config, watched
-from trainers.tasks.bert import BERTTrainConfig, bert_trainer, open_masked_corpus
+from trainers.tasks.bert import BERTTrainConfig, bert_trainer
 from trainers.training.trainer import Trainer
 
 COMMAND = "bench.norm_placement"
@@ -142,7 +143,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     config = BERTTrainConfig(**options["config"])
     runs = [DeepRun(**one) for one in options["runs"]]
     with watched(config, world) as comm:
-        corpus = on_every_rank(comm, lambda: open_masked_corpus(config))
+        corpus = on_every_rank(comm, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
         trained = [(run, open_run(run, config, comm, corpus, Path(options["save"]))) for run in runs if not run.ended]
         end = time.monotonic() + 60 * options["minutes"]
         done = False

@@ -65,7 +65,7 @@ def test_a_study_goes_on_with_the_losses_of_one_that_was_not_stopped(world, fold
 def test_both_placements_start_from_the_same_weights_and_samples(world, folder):
     options = norm_placement.read([*TINY, "--save", str(folder)], world.size)
     config = norm_placement.BERTTrainConfig(**options["config"])
-    corpus = norm_placement.open_masked_corpus(config)
+    corpus = norm_placement.open_masked_corpus(config, config.wordpieces(), config.rules())
     pre, post = (
         norm_placement.open_run(DeepRun(2, one), config, world, corpus, folder) for one in norm_placement.PLACEMENTS
     )
