@@ -49,8 +49,11 @@ SMALL = (
     "--micro-batch-size", "16", "--hidden-dropout", "0", "--attention-dropout", "0", "--lr", "1e-3", "--min-lr", "1e-4",
     "--lr-warmup-iters", "50", "--make-vocab-size-divisible-by", "128",
 )  # fmt: skip
-#: settings that may differ when a study is continued: they change no loss, but for the order of sums
-FREE = ("save", "load", "data_path", "micro_batch_size", "device", "distributed_timeout_minutes")
+#: settings that may differ when a study is continued: paths, and those that change no loss but for the order of sums
+FREE = (
+    "save", "load", "data_path", "tokenizer_model", "vocab_file", "micro_batch_size", "device",
+    "distributed_timeout_minutes",
+)  # fmt: skip
 SAVE_SECONDS = 300.0  # between checkpoints of a study
 WINDOW = 20  # steps of which the picture and the table show the mean
 
