@@ -1,6 +1,7 @@
 """The paper's models by name: counts on the meta device, the recipe, tensor sizes, and the option --preset."""
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,15 @@ def test_a_name_that_the_command_does_not_have(name, message):
         parse(GPTTrainConfig, ["--preset", name], "pretrain_gpt")
     with pytest.raises(OptionError, match="expected one argument"):
         parse(GPTTrainConfig, ["--preset"], "pretrain_gpt")
+
+
+def test_the_page_shows_the_same_table():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    for name, one in PRESETS.items():
+        fits = ", ".join(str(one.smallest_tensor(size) or "none") for size in presets.MEMORIES)
+        cells = [f"`{name}`", one.layers, one.hidden, one.heads, f"{one.parameters:,}", one.tensor]
+        cells += [one.recipe["global_batch_size"], f"{one.rank_bytes(one.tensor) / 1e9:.1f}", fits]
+        assert f"| {' | '.join(map(str, cells))} |" in page
 
 
 @pytest.mark.slow
