@@ -2,8 +2,10 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +45,7 @@ ROOMS = {
         {"options", "presets"},
         {"config"},
         {"data", "weights"},
+        {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},
         {"run"},
@@ -371,3 +374,25 @@ def test_import_starts_no_mpi(package: str):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "not started\n"
+
+
+def test_tplayers_needs_torch_numpy_and_mpi4py_alone():
+    """Every other library that pyproject.toml names, extras included, is missing for the program."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    names = {re.split(r"[^\w-]", one)[0].lower().replace("-", "_") for one in wanted}
+    missing = sorted((names | {"yaml"}) - {"torch", "numpy", "mpi4py"})
+    assert {"tokenizers", "safetensors", "ftfy", "py3langid", "datasketch", "tqdm", "matplotlib"} <= set(missing)
+    program = (
+        "import importlib.abc, sys\n"
+        "class Missing(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name.split('.')[0].lower() in {missing}:\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import tplayers, commengine\n"
+        "try:\n    import tokenizers\nexcept ModuleNotFoundError:\n    print('alone')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "alone\n"

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Characters that are read, or encoded, at a time: few enough that a batch of pieces keeps all threads busy.
 BLOCK = 1 << 14
@@ -71,10 +71,15 @@ def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[TextPiec
     for number, raw in _lines(path):
         line = _decode(path, number, raw)
         if line.strip():
-            yield TextPiece(_json_text(f"{os.fspath(path)}: line {number}", line, key), True, len(raw))
+            row = json_row(f"{os.fspath(path)}: line {number}", line, key)
+            yield TextPiece(row[key], True, len(raw))
 
 
-def _json_text(where: str, line: str, key: str) -> str:
+def json_row(where: str, line: str, key: str) -> dict[str, Any]:
+    """The object of one line of JSON, which has text under ``key``.
+
+    where: begins the message of the TextFileError that any other line raises.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -91,7 +96,7 @@ def _json_text(where: str, line: str, key: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
         raise TextFileError(f"{where}: {key!r} is not valid Unicode: {error.reason}") from error
-    return text
+    return row
 
 
 def cut(pieces: Iterable[TextPiece], target: int = BLOCK) -> Iterator[TextPiece]:

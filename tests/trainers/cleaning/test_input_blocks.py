@@ -1,0 +1,74 @@
+"""Each document is in exactly one block, wherever the blocks are cut; errors name file and line."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainers.cleaning.input_blocks import Block, Rows, blocks, row_line
+from trainers.data.text_files import TextFileError, read_json_lines, read_paragraphs
+
+LINES = st.lists(st.sampled_from(["", " ", "\t", "a", "bcdef ghi", "é ü", "x" * 30]), max_size=20)
+
+
+def every(paths, rows, size):
+    return [row[rows.key] for block in blocks([str(path) for path in paths], rows, size) for row in rows.read(block)]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES, st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans(), st.integers(1, 60))
+def test_paragraphs_of_all_blocks_are_those_of_the_file(tmp_path, lines, newline, end, mark, size):
+    path = tmp_path / "text.txt"
+    path.write_bytes(("\ufeff" * mark + newline.join(lines) + newline * end).encode())
+    assert every([path], Rows("text", True), size) == [piece.text for piece in read_paragraphs(path)]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES, st.integers(1, 200))
+def test_json_lines_of_all_blocks_are_those_of_the_file(tmp_path, texts, size):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"n": n, "body": text}) + "\n" * (1 + n % 3) for n, text in enumerate(texts)))
+    assert every([path], Rows("body", False), size) == [piece.text for piece in read_json_lines(path, "body")] == texts
+
+
+def test_a_text_file_is_a_document(tmp_path):
+    texts = {"a.txt": "one\n\ntwo " * 5000, "empty.txt": "", "blank.txt": " \n", "c.md": "three"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    rows = Rows("text", False)
+    assert every([tmp_path / name for name in texts], rows, 10) == [texts["a.txt"], "three"]
+
+
+@pytest.mark.parametrize("size", [7, 1000])
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        (b"{'text': 1}", "not JSON"),
+        (b'["text"]', "want a JSON object, got list"),
+        (b'{"body": "x"}', "no key 'text'; the keys are 'body'"),
+        (b'{"text": null}', "'text' is NoneType, not text"),
+        (b'{"text": "\\ud800"}', "not valid Unicode"),
+        (b'{"text": "\xff"}', "not UTF-8 text"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, size, line, problem):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n' + line + b'\n{"text": "c"}\n')
+    with pytest.raises(TextFileError) as caught:
+        every([path], Rows("text", False), size)
+    assert str(caught.value).startswith(f"{path}: line 4: ") and problem in str(caught.value)
+
+
+def test_paragraphs_that_are_not_utf8_are_named(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"a\n\ncaf\xe9\n")
+    with pytest.raises(TextFileError, match="line 3: not UTF-8"):
+        every([path], Rows("text", True), 2)
+
+
+def test_rows_keep_what_stands_beside_the_text():
+    row = {"id": 7, "text": "é\n", "meta": {"half": "\ud800"}}
+    assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
+    assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()
+    assert Block("x", 3, 10).size == 7

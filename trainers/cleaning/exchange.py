@@ -1,0 +1,114 @@
+"""Exchanges of arrays, bytes and JSON between ranks, and arrays that are spread over the ranks.
+
+Every function is collective over the communicator that it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from commengine import Communicator
+
+Array = NDArray[Any]
+#: torch has not every unsigned integer; a message is only bits
+_MOVED_AS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def exchange(comm: Communicator, parts: Sequence[Array]) -> list[Array]:
+    """Send ``parts[j]`` to rank j, and return what each rank has sent here, in rank order.
+
+    parts: as many 1-D arrays as ranks, of any lengths; one dtype of 1, 2, 4 or 8 bytes, the same on every rank.
+    """
+    dtype = parts[0].dtype
+    counts = torch.tensor([len(part) for part in parts])
+    arriving = torch.empty_like(counts)
+    comm.all_to_all(arriving, counts)
+    received = [np.empty(int(count), dtype) for count in arriving]
+    received[comm.rank] = parts[comm.rank]
+    with comm.coalesce():
+        for peer in range(comm.size):
+            if peer == comm.rank:
+                continue
+            if len(parts[peer]):
+                comm.send(_tensor(parts[peer]), peer)
+            if len(received[peer]):
+                comm.recv(_tensor(received[peer]), peer)
+    return received
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).view(_MOVED_AS[array.dtype.itemsize]))
+
+
+def split_by(owners: Array, size: int, *arrays: Array) -> list[list[Array]]:
+    """Each of ``arrays`` in ``size`` parts: part j has the elements whose owner is j, in their order."""
+    order = np.argsort(owners, kind="stable")
+    at = np.searchsorted(owners[order], np.arange(1, size))
+    return [np.split(array[order], at) for array in arrays]
+
+
+def gathered(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's ``value``, which must be representable in JSON, on rank 0 in rank order; [] on the others."""
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+    empty = mine[:0]
+    received = exchange(comm, [mine if rank == 0 else empty for rank in range(comm.size)])
+    return [json.loads(part.tobytes()) for part in received] if comm.rank == 0 else []
+
+
+def total(comm: Communicator, value: int) -> int:
+    """The sum of the ranks' values."""
+    return _reduced(comm, value, "sum")
+
+
+def largest(comm: Communicator, value: int) -> int:
+    """The largest of the ranks' values."""
+    return _reduced(comm, value, "max")
+
+
+def _reduced(comm: Communicator, value: int, op: str) -> int:
+    reduced = torch.tensor([value])
+    comm.all_reduce(reduced, op)
+    return int(reduced)
+
+
+class Numbering:
+    """Numbers for things that the ranks hold: rank 0's come first, then rank 1's.
+
+    held: how many this rank holds. first: the number of its first one.
+    """
+
+    def __init__(self, comm: Communicator, held: int) -> None:
+        self._comm = comm
+        every = torch.empty(comm.size, dtype=torch.int64)
+        comm.all_gather(every, torch.tensor([held]))
+        self._starts = np.concatenate(([0], np.cumsum(every.numpy())))
+        self.held = held
+        self.first = int(self._starts[comm.rank])
+        self.count = int(self._starts[-1])
+
+    def owners(self, numbers: Array) -> Array:
+        """The rank that holds each of ``numbers``. Not collective."""
+        return np.searchsorted(self._starts, numbers, side="right") - 1
+
+    def to_owners(self, numbers: Array, *others: Array) -> list[Array]:
+        """Send each of ``numbers``, and the element of each of ``others`` beside it, to the rank that holds the number.
+
+        Returns what has arrived: the numbers, less this rank's `first`, and the others.
+        """
+        parts = split_by(self.owners(numbers), self._comm.size, numbers, *others)
+        local, *beside = (np.concatenate(exchange(self._comm, part)) for part in parts)
+        return [local - self.first, *beside]
+
+    def lookup(self, values: Array, numbers: Array) -> Array:
+        """The value of each of ``numbers``, wherever it is held. values: of those that this rank holds."""
+        wanted, position = np.unique(numbers, return_inverse=True)
+        (asked,) = split_by(self.owners(wanted), self._comm.size, wanted)
+        questions = exchange(self._comm, asked)
+        answers = exchange(self._comm, [values[question - self.first] for question in questions])
+        return np.concatenate(answers)[position]
