@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -31,6 +31,9 @@ from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
 from .transformer import TransformerTrainConfig, transformer_trainer
+
+#: the number of samples among which one with masks is looked for, to be shown in the report
+SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -271,9 +274,10 @@ class BERTTask:
         return Remarks(unigram, masked, completed, measures, completes=True)
 
     def _sample(self, model: BERT) -> tuple[str, str]:
-        """The first held-out sample, or of training, with its masks, and as the model fills them in."""
+        """The first held-out sample that has masks, or of training, and how the model fills them in."""
         samples = self._evaluated[0].held_out if self._evaluated else self.corpus.sources[0].training
-        row: MaskedSample = samples[0]
+        first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
+        row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
         arrays = row.tokens, row.types, np.array(row.length), row.positions
         model.eval()
         predicted, _ = predict(
