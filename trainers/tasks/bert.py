@@ -37,6 +37,8 @@ from .transformer import TransformerTrainConfig, transformer_trainer
 class BERTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
 
+    task = "bert"
+
     seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=AT_LEAST_ONE, fixed=True)
     vocab_file: str | None = option(
         None, "BERT's vocab.txt, for a data set without a tokenizer beside it; in place of --tokenizer-model"
