@@ -1,4 +1,4 @@
-# make train | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
+# make train | train-bert | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
@@ -8,7 +8,9 @@ PYTHON ?= python3
 MPI    ?= mpich
 NP     ?= 2
 MAIN   := trainers/configs/main.yaml
+BERT   := trainers/configs/bert.yaml
 STDLIB := runs/data/stdlib
+SENTENCES := runs/data/stdlib-bert_text_sentence
 CONFIG ?= $(MAIN)
 DATA   ?= $(STDLIB)
 ARGS   ?=
@@ -29,7 +31,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train test test-quick test-long lint format docs install clean
+.PHONY: train train-bert test test-quick test-long lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -43,10 +45,21 @@ FLAGS += $(if $(filter-out $(STDLIB),$(DATA)),--data-path $(DATA))
 train: $(STAMP) $(DATA).bin $(DATA).idx
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(FLAGS) $(ARGS)
 
+# The same for BERT, into runs/bert; it takes NP and ARGS, too.
+train-bert: $(STAMP) $(SENTENCES).bin $(SENTENCES).idx
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_bert --config $(BERT) \
+		$(if $(filter --save --save=%,$(ARGS)),,--overwrite) \
+		$(if $(filter-out 1 2,$(NP)),--micro-batch-size $(shell expr 32 / $(NP))) $(ARGS)
+
 # English that every machine has: the documentation in Python's standard library.
 $(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB)
+
+$(SENTENCES).bin $(SENTENCES).idx &: | $(STAMP)
+	@mkdir -p $(@D)
+	$(BIN)/python -m trainers.preprocess_data --from-stdlib --split-sentences --train-wordpiece 4096 \
+		--output-prefix $(SENTENCES:_text_sentence=)
 
 # At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)

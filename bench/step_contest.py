@@ -1,9 +1,10 @@
 """Measure the seconds per training step of this project, DTensor, DistributedDataParallel and plain PyTorch.
 
     python -m bench.step_contest --rounds 7 --steps 2 --output step_contest.md --json step_contest.json
+    python -m bench.step_contest --model bert --rounds 7 --steps 2
     python -m bench.step_contest --only ddp --only dtensor        # some contestants; --list prints all names
 
-All contestants train the same GPT on the same tokens from the same weights (bench/contests/step_task.py). They
+All contestants train the same GPT or BERT on the same tokens from the same weights (bench/contests/step_task.py). They
 alternate within one run (bench/contests/driver.py) and must report the same losses; if they do not, the exit status is
 1.
 """
@@ -27,8 +28,8 @@ from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
 from bench.command.values import check_least, listed
 from bench.contests.driver import Contestant, ContestError, Running, Spread, ratio, rounds, started
-from bench.contests.step_task import StepTask
-from bench.peers.gpt import reference_state
+from bench.contests.step_task import MODELS, StepTask
+from bench.peers.plain import reference_state
 
 COMMAND = "bench.step_contest"
 COMPARED_STEPS = 4  # the losses of so many first steps must agree: before training, and after 1, 2 and 3 steps
@@ -41,6 +42,10 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+
+
+#: by StepTask.masked_positions_only: where BERT's head of masked tokens runs
+HEADS = {False: "the head of masked tokens runs at all positions", True: "it runs at the masked positions only"}
 
 
 def contestants(task_file: str) -> list[Contestant]:
@@ -57,8 +62,8 @@ def contestants(task_file: str) -> list[Contestant]:
         one("dtensor", 2, "bench.peers.dtensor"),
         one("dtensor-loss-parallel", 2, "bench.peers.dtensor", "--loss-parallel"),
         one("ddp", 2, "bench.peers.ddp"),
-        one("torch-1-thread", 1, "bench.peers.gpt"),
-        one("torch-2-threads", 1, "bench.peers.gpt", threads=2),
+        one("torch-1-thread", 1, "bench.peers.plain"),
+        one("torch-2-threads", 1, "bench.peers.plain", threads=2),
     ]
 
 
@@ -124,10 +129,11 @@ def markdown(result: dict[str, Any], count: int, steps: int) -> str:
     lines = [
         *heading("Training step", result),
         f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
-        f"- task: GPT, {task['num_layers']} layers, hidden {task['hidden_size']}, "
+        f"- task: {task['model'].upper()}, {task['num_layers']} layers, hidden {task['hidden_size']}, "
         f"{task['num_attention_heads']} heads, vocabulary {task['vocab_size']}, "
         f"sequence {task['seq_length']}, global batch {task['global_batch_size']}, "
-        f"fp32, AdamW, gradient clipping {task['clip_grad'] or 'off'}",
+        f"fp32, AdamW, gradient clipping {task['clip_grad'] or 'off'}"
+        + (f"; {HEADS[task['masked_positions_only']]}" if task["model"] == "bert" else ""),
         f"- {steps_text}; ratios are to the time of {result['baseline']} in the same round",
         f"- largest difference of the losses of the first {COMPARED_STEPS} steps: "
         f"{result['largest_loss_difference']:.1e}",
@@ -161,6 +167,8 @@ def parser() -> CommandParser:
     add("--baseline", metavar="NAME", help="contestant to which the ratios are (default: the first that is measured)")
     add("--list", action="store_true", help="print the names of all contestants, and exit")
     add_files(options)
+    add("--model", choices=MODELS, default=default.model, help="(default: %(default)s)")
+    add("--masked-positions-only", action="store_true", help="BERT's head runs at the masked positions, not at all")
     add("--vocab-size", type=int, default=default.vocab_size)
     add("--hidden-size", type=int, default=default.hidden_size)
     add("--num-layers", type=int, default=default.num_layers)
@@ -208,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
         with user_errors(COMMAND):
+            if arguments.masked_positions_only and arguments.model != "bert":
+                raise ValueError("--masked-positions-only: needs --model bert")
             everyone = choose(arguments, contestants(task_file))
         sizes = {name: getattr(arguments, name) for name in asdict(StepTask()) if name != "weights"}
         task = StepTask(**sizes, weights=weights)

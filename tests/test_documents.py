@@ -18,6 +18,7 @@ from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
 from tests.test_readme import accepted
 from trainers.options import parse
+from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 
 ROOT = mpirun.ROOT
@@ -36,10 +37,13 @@ LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
 SMALLER = {
     "bench.collectives": ["--time-limit", "0.01", "--warmup", "1"],
+    "bench.norm_placement": ["--minutes", "0.01", "--steps", "2", "--slice", "1", "--depths", "1", "2"],
     "bench.step": ["--steps", "2", "--warmup", "1"],
     "bench.replay": ["--rounds", "2"],
     "bench.switch_points": ["--seconds", "2", "--largest", "64K"],
 }
+#: the commands that pass options on to a training run: its settings
+TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig}
 #: what a reader has made before, or names as an example
 OF_THE_READER = ("runs/", "iter_", "tensorboard/", "site/", "/dev/", "bin/")
 
@@ -77,9 +81,11 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     parser = module.parser() if hasattr(module, "parser") else module._parser()
     _, rest = parser.parse_known_args(arguments)
     if rest:
-        assert name == "bench.step", f"{command.text}: unknown arguments {rest}"
+        assert name in TRAINERS, f"{command.text}: unknown arguments {rest}"
         ranks, _ = python_words(command.words)
-        parse(GPTTrainConfig, rest, name).validate(ranks)
+        config = parse(TRAINERS[name], rest, name)
+        there = {} if config.data_path is None else {"data_path": str(data)}
+        TRAINERS[name](**(config.to_json() | there)).validate(ranks)
 
 
 def parse_make(words: list[str], data: Path) -> None:

@@ -114,8 +114,9 @@ def _check_tokenizer(args: Namespace) -> None:
     given = sum(choice is not None for choice in choices)
     if given != 1:
         raise ValueError(
-            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE (BERT's vocab.txt, or GPT-2's "
-            f"encoder.json with --merge-file FILE), or --train-bpe N, or --train-wordpiece V; got {given or 'none'}"
+            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE (BERT's vocab.txt; GPT-2's encoder.json "
+            "needs both, it and --merge-file FILE), or --train-wordpiece V, or --train-bpe N; got "
+            f"{'more than one' if given else 'none'}"
         )
     if args.train_bpe is not None and args.train_bpe < SMALLEST_BPE:
         raise ValueError(f"--train-bpe: want at least {SMALLEST_BPE} tokens, got {args.train_bpe}")
@@ -186,7 +187,7 @@ def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
         if args.merge_file:
             option = "--vocab-file, --merge-file"
             return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)
-        option = "--vocab-file"
+        option = "--vocab-file (BERT's vocab.txt; GPT-2's tokenizer needs both, --vocab-file and --merge-file)"
         return Tokenizer.from_vocab(args.vocab_file, lowercase=lowercase)
     except TextFileError:  # about the input
         raise

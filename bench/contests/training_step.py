@@ -2,13 +2,15 @@
 
     mpiexec -n 2 python -m bench.contests.training_step --task FILE --tensor-model-parallel-size 2
 
-The trainer, its optimizer, its reduction of gradients and its GPT are those that pretrain_gpt runs. The task gives the
-weights and the batches.
+The trainer, its optimizer, its reduction of gradients and its models are those that pretrain_gpt and pretrain_bert run.
+The task gives the weights and the batches.
 """
 
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
+from dataclasses import dataclass
+from typing import Any
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +20,7 @@ from bench.command.parser import new_program_parser
 from bench.contests.serving import serve
 from bench.contests.step_task import StepTask
 from commengine import Communicator, ProcessGrid, launch
-from tplayers import GPT, placements
+from tplayers import BERT, GPT, BERTConfig, placements
 from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
 from trainers.training.trainer import Trainer
 
@@ -27,7 +29,26 @@ NAMES = {
     "wte.weight": "embedding.weight", "wpe.weight": "position_embedding", "ln_f.": "final_norm.", "h.": "layers.",
     ".ln_1.": ".attention_norm.", ".ln_2.": ".mlp_norm.", ".attn.c_attn.": ".attention.qkv.",
     ".attn.c_proj.": ".attention.projection.", ".mlp.c_fc.": ".mlp.up.", ".mlp.c_proj.": ".mlp.down.",
+    "wtt.weight": "token_type_embedding", "transform.dense.": "mlm_head.dense.", "transform.ln.": "mlm_head.norm.",
+    "head.bias": "mlm_head.bias", "order.": "order_head.",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _MB:
+    tokens: Any; token_types: Any; lengths: Any; positions: Any; labels: Any; order_labels: Any; numbers: Any; vocab_size: int
+    usable = True
+    @property
+    def counts(self):
+        return tuple(int((x != -100).sum()) for x in (self.labels, self.order_labels))
+    def to(self, device): return self
+
+
+class _MT:
+    names = ("mlm_loss", "sop_loss")
+    unit = "nats/masked token"
+    def __call__(self, model, batch, randomness):
+        return model(batch.tokens, batch.token_types, batch.lengths, labels=batch.labels, order_labels=batch.order_labels, positions=batch.positions, randomness=randomness)
 
 
 class TaskBatches:
@@ -42,11 +63,22 @@ class TaskBatches:
         self.size = task.global_batch_size
         mine = self.size // data.size
         numbers = range(data.rank * mine, (data.rank + 1) * mine)
-        rows = torch.from_numpy(task.tokens())[numbers.start : numbers.stop]
+        part = slice(numbers.start, numbers.stop)
+        if task.model == "bert":
+            whole = task.bert_batch()
+            tensors = [torch.from_numpy(array[part]) for array in (whole.tokens, whole.token_types, whole.lengths, whole.positions, whole.labels, whole.order_labels)]
+            tokens, types, lengths, positions, labels, order = tensors
+            if task.masked_positions_only:
+                labels = labels.gather(1, positions)
+            else:
+                positions = None
+            self._batch = _MB(tokens, types, lengths, positions, labels, order, tuple(numbers), task.vocab_size)
+            return
+        rows = torch.from_numpy(task.tokens())[part]
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         self._batch = TokenMicrobatch(tokens, labels, tuple(numbers), task.vocab_size)
 
-    def __call__(self, k: int) -> Sequence[TokenMicrobatch]:
+    def __call__(self, k: int) -> Sequence[Any]:
         """This rank's only microbatch of global batch ``k``."""
         return [self._batch]
 
@@ -83,9 +115,9 @@ def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: b
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
     grid = ProcessGrid(world, tensor=tensor)
-    model = GPT(config.model(), grid.tensor)
+    model = BERT(BERTConfig(**config.shape()), grid.tensor) if task.model == "bert" else GPT(config.model(), grid.tensor)
     load(model, task.weights)
-    return Trainer(config, grid, model, NextToken(), TaskBatches(task, grid.data))
+    return Trainer(config, grid, model, _MT() if task.model == "bert" else NextToken(), TaskBatches(task, grid.data))
 
 
 def main(world: Communicator) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.contests.serving import serve
-from bench.peers.gpt import adamw, batch, build, make_clip, make_step, parser, read_task
+from bench.peers.plain import adamw, batch, build, make_clip, make_step, parser, read_task
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
         static_graph=True,  # no search for unused parameters
     )
     optimizer = adamw(task, model.parameters())
-    inputs, targets = batch(task, dist.get_rank(), dist.get_world_size())
-    step = make_step(model, optimizer, inputs, targets, make_clip(task, model))
+    mine = batch(task, dist.get_rank(), dist.get_world_size())
+    step = make_step(model, optimizer, mine, make_clip(task, model))
     serve(
         step,
         note=f"packed QKV, buckets of {arguments.bucket_mb:g} MiB, static_graph, gradient_as_bucket_view",

@@ -2,18 +2,20 @@
 
     torchrun --nproc-per-node 2 -m bench.peers.dtensor [--task FILE] [--loss-parallel]
 
-q, k, v and fc1 are column-parallel, the output projections row-parallel. Embedding and logits are replicated;
-with --loss-parallel the vocabulary is split as well: row-parallel embedding, column-parallel head (one shared
-parameter, sharded along the vocabulary for both uses) and torch's loss_parallel().
+q, k, v and fc1 are column-parallel, the output projections row-parallel. Embedding and logits are replicated, as are
+the other parts of BERT's heads; with --loss-parallel the vocabulary is split as well: row-parallel embedding,
+column-parallel head (one shared parameter, sharded along the vocabulary for both uses) and torch's loss_parallel().
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,17 +30,18 @@ from torch.distributed.tensor.parallel import (
 
 from bench.contests.serving import serve
 from bench.contests.step_task import StepTask
-from bench.peers.gpt import PlainGPT, adamw, batch, build, make_step, parser, read_task
+from bench.peers.plain import PlainModel, adamw, batch, build, make_step, parser, read_task
 
 
-def shard(model: PlainGPT, mesh: DeviceMesh, split_vocabulary: bool) -> None:
+def shard(model: PlainModel, mesh: DeviceMesh, split_vocabulary: bool) -> None:
     """Apply the tensor-parallel plan to the model, in place."""
     plan: dict[str, ParallelStyle] = {}
     for layer in range(len(model.h)):
         block = f"h.{layer}"
         # One conversion of the attention's input, not one in each of q, k and v: their three partial input
         # gradients are then added before they are all-reduced, once instead of three times.
-        plan[f"{block}.attn"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+        layouts = (Replicate(), None)  # the mask stays as it is
+        plan[f"{block}.attn"] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
         for part in "qkv":
             plan[f"{block}.attn.{part}"] = ColwiseParallel()
         plan[f"{block}.attn.c_proj"] = RowwiseParallel()
@@ -98,25 +101,14 @@ def main() -> None:
     model = build(task, packed=False)
     shard(model, mesh, arguments.loss_parallel)
     optimizer = adamw(task, model.parameters())
-    inputs, targets = batch(task)
     clip = make_sharded_clip(task, model)
     note = "q, k, v converted once"
+    surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if arguments.loss_parallel:
         tied = model.head.weight is model.wte.weight
         note += f", vocabulary split, embedding {'tied' if tied else 'NOT TIED'}"
-        labels = targets.flatten()
-
-        def step() -> float:
-            optimizer.zero_grad(set_to_none=True)
-            with loss_parallel():
-                loss = F.cross_entropy(model(inputs), labels)
-                torch.autograd.backward(loss)
-            clip()
-            optimizer.step()
-            return float(loss.item())
-
-    else:
-        step = make_step(model, optimizer, inputs, targets, clip)
+        surroundings = loss_parallel
+    step = make_step(model, optimizer, replace(batch(task), local=local), clip, surroundings)
     serve(step, note=note)
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""Run command lines of pretrain_gpt one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
+"""Run command lines of training commands one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. RUNS: a list of [ranks, arguments]. OUTCOMES: for each run, the exit code, standard output and standard error
-of each of its ranks.
+whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt]. OUTCOMES: for each run, the exit code,
+standard output and standard error of each of its ranks.
 """
 
 import io
@@ -16,7 +16,9 @@ from pathlib import Path
 from mpi4py import MPI
 
 from commengine import Communicator, UsageError, launch
-from trainers.pretrain_gpt import main
+from trainers import pretrain_bert, pretrain_gpt
+
+MAINS = {"pretrain_gpt": pretrain_gpt.main, "pretrain_bert": pretrain_bert.main}
 
 
 class Tee(io.StringIO):
@@ -27,13 +29,14 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
-def run(comm: MPI.Intracomm, arguments: list[str]) -> dict[str, object]:
-    sys.argv = ["pretrain_gpt", *arguments]
+def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, object]:
+    sys.argv = [command, *arguments]
     out, err = io.StringIO(), Tee()
     with redirect_stdout(out), redirect_stderr(err), launch.abort_on_error():
         try:
             with Communicator(comm) as world:
-                code: object = main(world) or 0
+                MAINS[command](world)
+                code: object = 0
         except UsageError as error:
             code = 2
             if comm.rank == 0:
@@ -46,10 +49,10 @@ def run(comm: MPI.Intracomm, arguments: list[str]) -> dict[str, object]:
 if __name__ == "__main__":
     runs, outcomes = map(Path, sys.argv[1:])
     world, mine = MPI.COMM_WORLD, []
-    for ranks, arguments in json.loads(runs.read_text()):
+    for ranks, arguments, command in json.loads(runs.read_text()):
         part = world.Split(0 if world.rank < ranks else 1)
         if world.rank < ranks:
-            mine.append(run(part, arguments))
+            mine.append(run(part, arguments, command))
         else:
             mine.append(None)
         done = world.Ibarrier()

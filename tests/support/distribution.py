@@ -15,6 +15,7 @@ BUSY = (
     "tests/commengine/shared_memory/test_two_level.py",
     "tests/trainers/checkpoints/test_checkpoint.py",
     "tests/trainers/checkpoints/test_run_folder.py",
+    "tests/trainers/test_pretrain_bert.py",
     "tests/trainers/test_pretrain_gpt.py",
     "tests/trainers/training/test_trainer_losses_agree.py",
 )

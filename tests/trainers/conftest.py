@@ -39,12 +39,16 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run pretrain_gpt as each of several (ranks, arguments), in one job."""
+    """Run a training command as each of several (ranks, arguments), in one job."""
     numbers = itertools.count()
 
-    def pretrain(*runs: tuple[int, Sequence[str | Path]], timeout: float = 110) -> list[Outcome]:
+    def pretrain(
+        *runs: tuple[int, Sequence[str | Path]], timeout: float = 110, command: str = "pretrain_gpt"
+    ) -> list[Outcome]:
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
-        (folder / "runs.json").write_text(json.dumps([[n, [str(word) for word in words]] for n, words in runs]))
+        (folder / "runs.json").write_text(
+            json.dumps([[n, [str(word) for word in words], command] for n, words in runs])
+        )
         words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
         done = mpirun.run(max(n for n, _ in runs), *words, timeout=timeout)
         assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.data import DATA, needs
@@ -15,6 +18,7 @@ from trainers import preprocess_data
 from trainers.data import stdlib_text
 from trainers.data.indexed import IndexedDataset
 from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from trainers.data.wordpiece import SPECIAL
 
 ROOT = Path(__file__).parents[2]
 GPT2 = ["--vocab-file", str(DATA / "gpt2-bpe/encoder.json"), "--merge-file", str(DATA / "gpt2-bpe/vocab.bpe")]
@@ -164,6 +168,103 @@ def test_errors(inputs: Path, here: Here, arguments: list[str], message: str) ->
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert sorted(path.name for path in inputs.iterdir()) == before
+
+
+SENTENCES = [
+    ["Mr. Fox ran away.", "The dog did not.", "Why?"],
+    ["A document of one sentence"],
+    ["The dog ran.", "The fox did, too."],
+]
+
+
+@pytest.fixture
+def stories(inputs: Path) -> Path:
+    """Documents of sentences as JSON lines; one of them, without a token, is no document."""
+    rows = [{"text": " ".join(sentences)} for sentences in SENTENCES]
+    (inputs / "stories.jsonl").write_text("\n".join(map(json.dumps, [*rows[:1], {"text": " "}, *rows[1:]])) + "\n")
+    return inputs
+
+
+def items(prefix: str) -> list[list[str]]:
+    """The sentences of each document, decoded."""
+    data, tokenizer = IndexedDataset(prefix), Tokenizer.from_file(f"{prefix}-tokenizer.json")
+    ends = np.cumsum(data.sequence_lengths)
+    found = [tokenizer.decode(part.tolist()) for part in np.split(data.tokens, ends[:-1])]
+    borders = data.document_sequences
+    return [found[first:stop] for first, stop in pairwise(borders)]
+
+
+@pytest.mark.parametrize("batch", [1, 1 << 22])
+def test_sentences_are_items(stories: Path, here: Here, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """As in Megatron-LM's PREFIX_text_sentence: the document index counts sentences."""
+    monkeypatch.setattr(preprocess_data, "_BATCH", batch)
+    source = ["--input", "stories.jsonl", "--split-sentences"]
+    done = here(*source, "--train-wordpiece", "90", "--output-prefix", "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("out_text_sentence: 3 documents, 6 sentences, ")
+    assert not (stories / "out.bin").exists()
+    lower = [[re.sub("([.?,])", r" \1", text.lower()).split() for text in sentences] for sentences in SENTENCES]
+    assert [
+        [re.sub("([.?,])", r" \1", text).split() for text in document] for document in items("out_text_sentence")
+    ] == lower
+    assert IndexedDataset("out_text_sentence").document_sequences.tolist() == [0, 3, 4, 6]
+
+    again = ["--tokenizer-model", "out_text_sentence-tokenizer.json", "--output-prefix", "again"]
+    assert here(*source, *again).returncode == 0
+    for suffix in (".bin", ".idx", "-tokenizer.json"):
+        one, other = (stories / f"{name}_text_sentence{suffix}" for name in ("out", "again"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_sentences_of_byte_level_bpe_end_their_document_if_asked(stories: Path, here: Here) -> None:
+    source = ["--input", "stories.jsonl", "--split-sentences", *BPE]
+    assert here(*source, "--output-prefix", "plain").returncode == 0
+    assert here(*source, "--append-eod", "--output-prefix", "ended").returncode == 0
+    plain, ended = items("plain_text_sentence"), items("ended_text_sentence")
+    assert ended == [[*document[:-1], document[-1] + END_OF_DOCUMENT] for document in plain]
+    assert "".join(plain[0]) == " ".join(SENTENCES[0])
+
+
+def test_a_cased_vocabulary_from_a_file(stories: Path, here: Here) -> None:
+    words = ["The", "the", "dog", "ran", "Mr", "Fox", ".", "##s"]
+    (stories / "vocab.txt").write_text("\n".join([*SPECIAL, *words]) + "\n")
+    source = ["--input", "stories.jsonl", "--split-sentences", "--vocab-file", "vocab.txt"]
+    assert here(*source, "--tokenizer-type", "BertWordPieceCase", "--output-prefix", "cased").returncode == 0
+    assert here(*source, "--output-prefix", "lower").returncode == 0
+    the, low = 5, 6
+    assert (
+        the in IndexedDataset("cased_text_sentence").tokens and low not in IndexedDataset("cased_text_sentence").tokens
+    )
+    assert (
+        low in IndexedDataset("lower_text_sentence").tokens and the not in IndexedDataset("lower_text_sentence").tokens
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--train-wordpiece", "20"], "--train-wordpiece: want at least "),
+        (
+            ["--vocab-file", "few.txt"],
+            "few.txt: not a tokenizer.json, nor BERT's vocab.txt: the vocabulary has no [MASK]",
+        ),
+        (["--train-wordpiece", "90", "--append-eod"], "--append-eod: the tokenizer has no <|endoftext|>"),
+        (["--train-wordpiece", "90", "--train-bpe", "300"], "got more than one"),
+        (["--train-wordpiece", "90", "--tokenizer-type", "Other"], "--tokenizer-type"),
+        (["--merge-file", "few.txt"], "--merge-file: GPT-2's tokenizer needs --vocab-file, too"),
+    ],
+)
+def test_errors_of_sentences(stories: Path, here: Here, arguments: list[str], message: str) -> None:
+    (stories / "few.txt").write_text("\n".join(SPECIAL[:4]) + "\n")
+    done = here("--input", "stories.jsonl", "--split-sentences", *arguments, "--output-prefix", "out")
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not list(stories.glob("out*"))
+
+
+def test_sentences_need_their_package(stories: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencex", None)  # as if it were not installed
+    done = here("--input", "stories.jsonl", "--split-sentences", *BPE, "--output-prefix", "out")
+    assert done.returncode == 2 and "pip install '.[bert]'" in done.stderr
 
 
 def test_an_error_late_in_the_input_leaves_the_old_output(inputs: Path, here: Here) -> None:

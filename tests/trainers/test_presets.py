@@ -1,16 +1,18 @@
 """The paper's models by name: counts on the meta device, the recipe, tensor sizes, and the option --preset."""
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from commengine import UsageError, cost
-from tplayers import BERT, GPT, BERTConfig
+from tplayers import BERT, GPT
 from trainers import presets
 from trainers.options import OptionError, parse
 from trainers.presets import PRESETS
+from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 
 #: Tables 1, 2 and 4: layers, hidden size, heads, parameters as published, billions of them
@@ -37,9 +39,7 @@ def parameters_of_a_rank(preset, tensor=1, **more):
         if preset.task == "gpt":
             model = GPT(GPTTrainConfig(**values).model(), group)
         else:
-            sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-            padding = {"make_vocab_size_divisible_by": values["make_vocab_size_divisible_by"]}
-            model = BERT(BERTConfig(*(values[name] for name in sizes), **padding), group)
+            model = BERT(BERTTrainConfig(**values).model(), group)
     assert all(parameter.is_meta for parameter in model.parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -108,6 +108,20 @@ def test_flags_win_over_files_and_files_over_the_preset(tmp_path):
     assert parse(GPTTrainConfig, [], "pretrain_gpt") == GPTTrainConfig()
 
 
+def test_a_bert_of_the_paper_in_its_command():
+    config = parse(BERTTrainConfig, ["--preset", "bert-3.9b", "--mock-data"], "pretrain_bert")
+    config.validate(8)
+    model = config.model()
+    assert (model.num_layers, model.hidden_size, model.recompute) == (48, 2560, "full")
+    # Figure 7 b, GELU by the error function, and the sentence-order head: the command's defaults
+    assert (model.norm_placement, model.gelu, model.binary_head) == ("pre", "erf", True)
+    assert (config.seq_length, config.tensor_model_parallel_size, config.global_batch_size) == (512, 4, 1024)
+    with pytest.raises(UsageError, match=r"--preset bert-3\.9b: its tensor-.* size 4 does not divide the 2"):
+        config.validate(2)
+    with pytest.raises(UsageError, match="--preset gpt-355m: is a model of pretrain_gpt; valid here: bert-336m"):
+        parse(BERTTrainConfig, ["--preset", "gpt-355m"], "pretrain_bert")
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks", "message"),
     [
@@ -141,6 +155,15 @@ def test_a_name_that_the_command_does_not_have(name, message):
         parse(GPTTrainConfig, ["--preset", name], "pretrain_gpt")
     with pytest.raises(OptionError, match="expected one argument"):
         parse(GPTTrainConfig, ["--preset"], "pretrain_gpt")
+
+
+def test_the_page_shows_the_same_table():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    for name, one in PRESETS.items():
+        fits = ", ".join(str(one.smallest_tensor(size) or "none") for size in presets.MEMORIES)
+        cells = [f"`{name}`", one.layers, one.hidden, one.heads, f"{one.parameters:,}", one.tensor]
+        cells += [one.recipe["global_batch_size"], f"{one.rank_bytes(one.tensor) / 1e9:.1f}", fits]
+        assert f"| {' | '.join(map(str, cells))} |" in page
 
 
 @pytest.mark.slow

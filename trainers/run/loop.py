@@ -213,5 +213,5 @@ def _sources(trainer: Trainer, evaluated: Evaluation | None) -> list[dict[str, A
     return [
         {"name": source.name, "weight": float(source.probability), "samples": source.consumed,
          "epochs": source.epochs, "validation_loss": held_out.get(source.name) if source.probability else None}
-        for source in read
+        for source in sorted(read, key=lambda source: (-source.probability, source.name))
     ]  # fmt: skip

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplayers import BERT
+from tplayers import BERT, Randomness
+
+
+class RightPredictions:
+    """Not to be minimized: 1 for each masked token, and each order, that the model's best guess names, otherwise 0.
+
+    An `Objective` for `trainers.run.evaluation.evaluate_sources`, on batches as BERT's objective takes them.
+    """
+
+    unit = "share/masked token"
+
+    def __init__(self, *, binary_head: bool = True) -> None:
+        self.names = ("masked_accuracy", "sop_accuracy") if binary_head else ("masked_accuracy",)
+
+    def __call__(self, model: BERT, batch: Any, randomness: Randomness | None) -> tuple[Tensor, ...]:
+        del randomness
+        tokens, order = predict(model, batch.tokens, batch.token_types, batch.padding, batch.positions)
+        right = (tokens == batch.labels).float()  # a label that does not count is no token
+        return (right,) if order is None else (right, (order == batch.order_labels).float())
 
 
 def predict(

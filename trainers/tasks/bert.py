@@ -17,23 +17,16 @@ from tplayers.block import NORM_PLACEMENTS
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from trainers.data.batches import DataGroup, GlobalBatches
-from trainers.data.corpus import Corpus, HeldOutPart, open_corpus, shared_tokenizer
-from trainers.data.indexed import IndexedDataset
+from trainers.data.corpus import Corpus, HeldOutPart, shared_tokenizer
+from trainers.data.masked_corpus import open_masked_corpus
 from trainers.data.samples import Samples
-from trainers.data.sentence_samples import (
-    IGNORED,
-    SHORTEST_SEQUENCE,
-    MaskedSample,
-    SampleRules,
-    SentenceSamples,
-    ZipfSentences,
-)
+from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
 from trainers.options import AT_LEAST_ONE, FRACTION, given, option, require
 from trainers.run.evaluation import HeldOut, Mean, evaluate_sources
-from trainers.run.masked_prediction import filled, predict
+from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
@@ -43,6 +36,8 @@ from .transformer import TransformerTrainConfig, transformer_trainer
 @dataclass(frozen=True)
 class BERTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
+
+    task = "bert"
 
     seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=AT_LEAST_ONE, fixed=True)
     vocab_file: str | None = option(
@@ -119,19 +114,20 @@ class BERTTrainConfig(TransformerTrainConfig):
 
 
 @dataclass(frozen=True)
-class MaskedMicrobatch:
+class BERTMicrobatch:
     """A micro-batch of samples of s tokens, of which at most K are masked; see `MaskedSample`.
 
-    tokens, token_types: int64 [b, s]. lengths: int64 [b]. positions, labels: int64 [b, K]. order_labels: int64 [b], or
-    None without a sentence-order head. numbers: the global number of each sample. vocab_size: without padding.
+    tokens, token_types: int64 [b, s]. padding: int64 [b], the real tokens of each sample. labels: int64 [b, K].
+    order_labels: int64 [b], or None without a sentence-order head. positions: int64 [b, K], or None for all s, and then
+    K is s. numbers: the global number of each sample. vocab_size: without padding.
     """
 
     tokens: Tensor
     token_types: Tensor
-    lengths: Tensor
-    positions: Tensor
+    padding: Tensor
     labels: Tensor
     order_labels: Tensor | None
+    positions: Tensor | None
     numbers: tuple[int, ...]
     vocab_size: int
 
@@ -147,7 +143,7 @@ class MaskedMicrobatch:
         real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
         return bool(((real >= 0) & (real < self.vocab_size)).all())
 
-    def to(self, device: torch.device) -> MaskedMicrobatch:
+    def to(self, device: torch.device) -> BERTMicrobatch:
         """The same microbatch on ``device``."""
         moved: dict[str, Any] = {
             item.name: to_device(value, device)
@@ -157,7 +153,7 @@ class MaskedMicrobatch:
         return replace(self, **moved)
 
 
-class MaskedBatches(GlobalBatches[MaskedMicrobatch]):
+class MaskedBatches(GlobalBatches[BERTMicrobatch]):
     """Global batches of `MaskedSample`.
 
     binary_head: whether the model learns the order of the parts. vocab_size: a microbatch with tokens outside of it is
@@ -171,7 +167,7 @@ class MaskedBatches(GlobalBatches[MaskedMicrobatch]):
         super().__init__(samples, size=size, micro=micro, data=data)
         self.binary_head, self.vocab_size, self.unusable = binary_head, vocab_size, unusable
 
-    def microbatch(self, rows: Sequence[MaskedSample], numbers: range, past_end: Sequence[bool]) -> MaskedMicrobatch:
+    def microbatch(self, rows: Sequence[MaskedSample], numbers: range, past_end: Sequence[bool]) -> BERTMicrobatch:
         tokens, types, positions, labels = (
             torch.from_numpy(np.stack(column))
             for column in zip(*((row.tokens, row.types, row.positions, row.labels) for row in rows), strict=True)
@@ -180,9 +176,9 @@ class MaskedBatches(GlobalBatches[MaskedMicrobatch]):
         padding = torch.tensor(past_end)
         labels[padding] = IGNORED
         order[padding] = IGNORED
-        return MaskedMicrobatch(
-            tokens, types, torch.tensor([row.length for row in rows]), positions, labels,
-            order if self.binary_head else None, tuple(numbers), self.vocab_size,
+        return BERTMicrobatch(
+            tokens, types, torch.tensor([row.length for row in rows]), labels, order if self.binary_head else None,
+            positions, tuple(numbers), self.vocab_size,
         )  # fmt: skip
 
 
@@ -194,34 +190,15 @@ class MaskedTokens:
 
     unit = "nats/masked token"
 
-    def __init__(self, *, binary_head: bool) -> None:
+    def __init__(self, *, binary_head: bool = True) -> None:
         self.names = ("mlm_loss", "sop_loss") if binary_head else ("mlm_loss",)
 
-    def __call__(self, model: BERT, batch: MaskedMicrobatch, randomness: Randomness | None) -> tuple[Tensor, ...]:
+    def __call__(self, model: BERT, batch: BERTMicrobatch, randomness: Randomness | None) -> tuple[Tensor, ...]:
         masked, order = model(
-            batch.tokens, batch.token_types, batch.lengths, labels=batch.labels, order_labels=batch.order_labels,
+            batch.tokens, batch.token_types, batch.padding, labels=batch.labels, order_labels=batch.order_labels,
             positions=batch.positions, randomness=randomness,
         )  # fmt: skip
         return (masked,) if order is None else (masked, order)
-
-
-class RightPredictions:
-    """Not to be minimized: 1 for each masked token, and each order, that the model's best guess names, otherwise 0."""
-
-    unit = "share/masked token"
-
-    def __init__(self, *, binary_head: bool) -> None:
-        self.names = ("masked_accuracy", "sop_accuracy") if binary_head else ("masked_accuracy",)
-
-    def __call__(self, model: BERT, batch: MaskedMicrobatch, randomness: Randomness | None) -> tuple[Tensor, ...]:
-        del randomness
-        tokens, order = predict(model, batch.tokens, batch.token_types, batch.lengths, batch.positions)
-        right = (tokens == batch.labels).float()  # a label that does not count is no token
-        return (
-            (right,)
-            if order is None or batch.order_labels is None
-            else (right, torch.eq(order, batch.order_labels).float())
-        )
 
 
 def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -> Trainer:
@@ -242,35 +219,6 @@ def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -
     )  # fmt: skip
 
 
-def open_masked_corpus(config: BERTTrainConfig) -> Corpus:
-    """The corpus of ``config``, which is complete. Raises ValueError, naming what does not fit."""
-    pieces, rules = config.wordpieces(), config.rules()
-
-    def cut(dataset: IndexedDataset, documents: range) -> Samples:
-        _require_sentences(dataset, rules)
-        return SentenceSamples(dataset, documents, pieces, rules)
-
-    return open_corpus(config, cut, lambda count, part: ZipfSentences(pieces, rules, count, part))
-
-
-def _require_sentences(dataset: IndexedDataset, rules: SampleRules) -> None:
-    """Raise UsageError if no document has two sentences, and samples need them or would leave most of the text out."""
-    if np.diff(dataset.document_sequences).max(initial=0) > 1:
-        return
-    how = "was it made with preprocess_data --split-sentences?"
-    if rules.pairs:
-        raise UsageError(
-            f"--data-path {dataset.prefix}: no document has two sentences; {how} (--bert-no-binary-head trains on "
-            "documents of one sentence)"
-        )
-    longest = int(dataset.sequence_lengths.max(initial=0))
-    if longest > rules.target:
-        raise UsageError(
-            f"--data-path {dataset.prefix}: no document has two sentences, and one has {longest} tokens, of which a "
-            f"sample would hold {rules.target}; {how}"
-        )
-
-
 def _batches(
     config: BERTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
 ) -> MaskedBatches:
@@ -287,7 +235,7 @@ class BERTTask:
     """
 
     def __init__(self, config: BERTTrainConfig, world: Communicator) -> None:
-        self.corpus = on_every_rank(world, lambda: open_masked_corpus(config))
+        self.corpus = on_every_rank(world, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
         self.config = config
         self.trainer = bert_trainer(config, world, self.corpus)
         self.tokens_per_sample = config.seq_length

@@ -4,12 +4,17 @@ import json
 import random
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
 from trainers.data.samples import EpochPermutation, Samples
+from trainers.data.sentence_samples import SampleRules, SentenceSamples
 from trainers.data.stream import MOCK, SampleStream, Source, record_of_one
+from trainers.data.wordpiece import WordPieces
 
 SEED = 5
 
@@ -63,6 +68,30 @@ def test_each_source_is_read_in_its_own_epochs() -> None:
     for name, count in (("A", 10), ("B", 7)):
         order = EpochPermutation(count, SEED)
         assert read[name] == [(k // count, order[k]) for k in range(len(read[name]))]
+
+
+def test_a_blend_of_berts_samples_masks_them_anew_in_each_epoch(tmp_path: Path) -> None:
+    """A sample of masked words is a function of (seed, epoch, index), whatever the blend."""
+    pieces, rules = WordPieces.mock(40), SampleRules(seq_length=24, seed=SEED)
+    sources = []
+    for name, documents, weight in (("A", 6, "0.7"), ("B", 3, "0.3")):
+        with IndexedDatasetWriter(tmp_path / name, "u2") as writer:
+            for n in range(documents):
+                writer.add_document(np.arange(30) % 35 + 5, [10 + n, 10 - n, 10])
+        samples = SentenceSamples(IndexedDataset(tmp_path / name), range(documents), pieces, rules)
+        sources.append(Source(name, name, Fraction(weight), samples))
+    blend = stream(*sources)
+    found: dict[str, list[Any]] = {"A": [], "B": []}
+    for n in range(60):
+        of, k = blend.place(n)
+        chosen = blend.sources[of]
+        size, expected = len(chosen.training), EpochPermutation(len(chosen.training), SEED)
+        row, truth = blend[n], chosen.training.draw(k // size, expected[k])
+        assert all(np.array_equal(one, other) for one, other in zip(row, truth, strict=True))
+        found[chosen.name].append((expected[k], k // size, row.tokens.tolist()))
+    for rows in found.values():
+        of_first = [tokens for index, _, tokens in rows if index == 0]
+        assert len(of_first) > 2 and len({tuple(tokens) for tokens in of_first}) > 1  # not the same in every epoch
 
 
 def test_one_source_is_read_as_before_there_were_blends() -> None:

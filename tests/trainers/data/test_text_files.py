@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from trainers.data.text_files import TextFileError, TextPiece, cut, read_json_lines, read_paragraphs, read_text, whole
+from trainers.data.text_files import (
+    TextFileError,
+    TextPiece,
+    cut,
+    read_json_lines,
+    read_paragraphs,
+    read_text,
+    sentences,
+    whole,
+)
 from trainers.data.tokenizer import Tokenizer
 
 
@@ -100,3 +109,16 @@ def test_cut_keeps_documents_apart() -> None:
 def test_text_without_whitespace_stays_whole() -> None:
     pieces = list(cut(in_blocks("x" * 100_000 + " y" * 10, 7), 100))
     assert [len(piece.text) for piece in pieces] == [100_000, 20]
+
+
+def test_sentences_are_pieces_of_their_document() -> None:
+    first = "Dr. Ada wrote it. Was it good?  Yes!\n\nA heading\n\nThe end"
+    documents = [TextPiece(text, True, 10) for text in (first, "", " \n", "One.")]
+    found = list(sentences(documents, "en"))
+    assert [piece.text.strip() for piece in found] == [
+        "Dr. Ada wrote it.", "Was it good?", "Yes!", "A heading", "The end", "", "", "One."
+    ]  # fmt: skip
+    assert [piece.last for piece in found] == [False] * 4 + [True] * 4
+    assert sum(piece.size for piece in found) == 40
+    joined = "".join(piece.text for piece in found[:5])
+    assert joined.split() == first.split()  # only blank text between sentences is lost
