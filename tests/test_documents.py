@@ -274,7 +274,8 @@ def exists(path: str) -> bool:
 #: names of files that commands write, or that a reader has
 WRITTEN = {
     "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
-    "PREFIX-tokenizer.json", "step.json", "step.png", "program.py", "job.sh", ".json", ".png",
+    "PREFIX-tokenizer.json", "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
+    ".json", ".png",
     "bert.py", "pretrain_bert.py",
 }  # fmt: skip
 

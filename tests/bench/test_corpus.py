@@ -16,7 +16,7 @@ def test_documents_are_originals_and_altered_copies():
     made = make_documents(source, 200, seed=1)
     assert len(made) == 200 == len(make_documents(source[:10], 200, seed=1)) and made == make_documents(source, 200, 1)
     originals = [text for text in made if text in set(source)]
-    assert 140 <= len(originals) < 165  # copies without a replaced word, too
+    assert 140 <= len(originals) < 175  # copies without a replaced word, too
     copies = [text for text in made if text not in set(source)]
     assert all(max(similarity(copy, text) for text in set(originals)) > 0.3 for copy in copies)
 

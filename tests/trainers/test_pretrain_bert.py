@@ -170,7 +170,7 @@ def test_mock_data(runs):
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "vocabulary without [MASK]": (
         ["--data-path", "{bare}", "--vocab-file", "{dir}/no-mask.txt"],
-        ["no-mask.txt", r"no \[MASK\]; BERT needs \[PAD\]"],
+        ["--vocab-file: .*no-mask.txt", r"no \[MASK\]; BERT needs \[PAD\]"],
     ),
     "a BPE vocabulary": (["--data-path", "{bpe}"], ["--tokenizer-model .*bpe-tokenizer.json", r"no \[PAD\].*\[MASK\]"]),
     "no vocabulary": (["--data-path", "{bare}"], ["--vocab-file FILE: needed"]),

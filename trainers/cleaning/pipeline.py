@@ -6,7 +6,7 @@
 3. The ranks find and drop near-duplicates (`Duplicates`).
 4. Each rank writes the documents that are left into its part of the output, in the order of their hashes.
 
-A rank's memory has the text of a few blocks at a time, and about 100 bytes for each document.
+A rank's memory has the text of a few blocks at a time, and about 130 bytes for each document.
 """
 
 from __future__ import annotations

@@ -77,14 +77,17 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size and tokenizer. Raises UsageError if it is no vocabulary of BERT's."""
-        path = shared_tokenizer(self.blend(), self.vocab_file or self.tokenizer_model)
+        config = self
+        if self.vocab_file is not None:
+            self.wordpieces()
+            config = replace(self, tokenizer_model=self.vocab_file, vocab_file=None)
+        path = shared_tokenizer(config.blend(), config.tokenizer_model)
         require(
             self.mock_data or path is not None,
             "--vocab-file FILE: needed, as there is no --tokenizer-model and no tokenizer beside --data-path: samples "
             f"need the ids of {', '.join(SPECIAL)}",
         )
-        config = replace(self, tokenizer_model=path)
-        config = super(BERTTrainConfig, config).completed(ranks)
+        config = super(BERTTrainConfig, replace(config, tokenizer_model=path)).completed(ranks)
         config.wordpieces()
         return config
 
@@ -98,12 +101,13 @@ class BERTTrainConfig(TransformerTrainConfig):
         if self.mock_data:
             assert self.vocab_size is not None
             return WordPieces.mock(self.vocab_size)
-        assert self.tokenizer_model is not None
+        path = self.vocab_file or self.tokenizer_model
+        assert path is not None
         try:
-            return Tokenizer.from_file(self.tokenizer_model).wordpieces()
+            return Tokenizer.from_file(path).wordpieces()
         except (OSError, ValueError) as error:
             name = "--vocab-file" if self.vocab_file else "--tokenizer-model"
-            raise UsageError(f"{name} {self.tokenizer_model}: {error}") from error
+            raise UsageError(f"{name}: {error}" if path in str(error) else f"{name} {path}: {error}") from error
 
     def rules(self) -> SampleRules:
         """How samples are made."""
