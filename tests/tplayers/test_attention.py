@@ -132,7 +132,7 @@ def test_numerically_where_a_row_has_no_real_token(ranks_of, causal, dropout):
     tplayers.initialize(layer, 3)
     real = torch.tensor([[False] * S, [False, False, True, True, False]])
     x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: layer(x, Randomness(1, 2, (3, 4)), real), x)
+    assert torch.autograd.gradcheck(lambda x: layer(x, Randomness(1, 2, (3, 4)), real), x, fast_mode=True)
     if not causal:
         nothing = layer(x, Randomness(1, 2, (3, 4)), torch.tensor([0, S]))
         torch.testing.assert_close(nothing, layer(x, Randomness(1, 2, (3, 4))), rtol=1e-9, atol=1e-12)
