@@ -68,4 +68,4 @@ def filled(tokens: Sequence[str], predicted: Mapping[int, str], truth: Mapping[i
 
 
 def _joined(tokens: Sequence[str]) -> str:
-    return " ".join(tokens).replace(" ##", "")
+    return "".join(token[2:] if token.startswith("##") else f" {token}" for token in tokens).strip()

@@ -67,6 +67,6 @@ def test_right_predictions_count_nothing_else(world, batch):
 
 def test_the_text_shows_what_is_right_and_what_is_not():
     tokens = ["[CLS]", "the", "[MASK]", "##s", "sat", "[MASK]", "dog", "[SEP]"]
-    masked, completed = filled(tokens, {2: "cat", 5: "##able", 6: "mat"}, {2: "cat", 5: "on", 6: "mat"})
+    masked, completed = filled(tokens, {2: "cat", 5: "##able", 6: "mat"}, {2: "cat", 5: "##on", 6: "mat"})
     assert masked == "[CLS] the [MASK]s sat [MASK] dog [SEP]"
-    assert completed == "[CLS] the [cat]s sat [##able, not on] [mat] [SEP]"
+    assert completed == "[CLS] the [cat]s sat [##able, not ##on] [mat] [SEP]"
