@@ -36,19 +36,38 @@ NAMES = {
 
 @dataclass(frozen=True)
 class _MB:
-    tokens: Any; token_types: Any; lengths: Any; positions: Any; labels: Any; order_labels: Any; numbers: Any; vocab_size: int
+    tokens: Any
+    token_types: Any
+    lengths: Any
+    positions: Any
+    labels: Any
+    order_labels: Any
+    numbers: Any
+    vocab_size: int
     usable = True
+
     @property
     def counts(self):
         return tuple(int((x != -100).sum()) for x in (self.labels, self.order_labels))
-    def to(self, device): return self
+
+    def to(self, device):
+        return self
 
 
 class _MT:
     names = ("mlm_loss", "sop_loss")
     unit = "nats/masked token"
+
     def __call__(self, model, batch, randomness):
-        return model(batch.tokens, batch.token_types, batch.lengths, labels=batch.labels, order_labels=batch.order_labels, positions=batch.positions, randomness=randomness)
+        return model(
+            batch.tokens,
+            batch.token_types,
+            batch.lengths,
+            labels=batch.labels,
+            order_labels=batch.order_labels,
+            positions=batch.positions,
+            randomness=randomness,
+        )
 
 
 class TaskBatches:
@@ -66,7 +85,17 @@ class TaskBatches:
         part = slice(numbers.start, numbers.stop)
         if task.model == "bert":
             whole = task.bert_batch()
-            tensors = [torch.from_numpy(array[part]) for array in (whole.tokens, whole.token_types, whole.lengths, whole.positions, whole.labels, whole.order_labels)]
+            tensors = [
+                torch.from_numpy(array[part])
+                for array in (
+                    whole.tokens,
+                    whole.token_types,
+                    whole.lengths,
+                    whole.positions,
+                    whole.labels,
+                    whole.order_labels,
+                )
+            ]
             tokens, types, lengths, positions, labels, order = tensors
             if task.masked_positions_only:
                 labels = labels.gather(1, positions)
@@ -115,7 +144,9 @@ def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: b
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
     grid = ProcessGrid(world, tensor=tensor)
-    model = BERT(BERTConfig(**config.shape()), grid.tensor) if task.model == "bert" else GPT(config.model(), grid.tensor)
+    model = (
+        BERT(BERTConfig(**config.shape()), grid.tensor) if task.model == "bert" else GPT(config.model(), grid.tensor)
+    )
     load(model, task.weights)
     return Trainer(config, grid, model, _MT() if task.model == "bert" else NextToken(), TaskBatches(task, grid.data))
 
