@@ -189,6 +189,12 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
     assert "SKIPPED" not in done.stdout
 
 
+def test_a_file_without_mpi_tests_is_not_imported(job, tmp_path):
+    (tmp_path / "test_serial.py").write_text("raise ImportError('not on every rank')\n")
+    done, _ = job("def test_it(mpi_world):\n    pass\n", 1, "--only-mpi-files")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done
+
+
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
     done, _ = job("@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n", 2, "--where-size-matters")
     assert done.returncode != 0

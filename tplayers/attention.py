@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         on the TP and DP size and on the device. Recomputation draws the same mask. It does not compile.
 
     padding: the number of real tokens of each sample, int64 [b], which come first; or bool [b, s], True where a token
-        is real. No token attends to the others. A sample without real tokens gets finite numbers. None: all are real.
+        is real. No token attends to the others; in a sample without real tokens all count as real. None: all are real.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
         shape = (s, b, self.num_heads, self.head_size)
         q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
         drawn = self._drawn(randomness)
-        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype)
+        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
         if self.recompute_core and torch.is_grad_enabled():
             context = recomputed(self._core, q, k, v, drawn, bias)
         else:
@@ -129,20 +129,18 @@ class SelfAttention(nn.Module):
         return source.rank_seed(self.site, self.rank)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None = None) -> Tensor:
-        """The values weighted by attention. drawn: see `_drawn`. bias: added to the scores, [b, 1, 1, s]."""
-        if drawn is None or isinstance(drawn, int):
-            causal = self.causal
-            if causal and bias is not None:  # the kernels take one of the two
-                bias, causal = bias + _later(q), False
-            if drawn is None:
-                return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)
+        """The values weighted by attention. drawn: see `_drawn`. bias: see `_bias`."""
+        causal = self.causal and bias is None  # else the bias says what comes later, too
+        if drawn is None:
+            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)
+        if isinstance(drawn, int):
             with seeded(drawn, q.device):
                 return F.scaled_dot_product_attention(q, k, v, bias, self.attention_dropout, causal)
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
         # An addition keeps nothing for its backward; masked_fill would keep the mask.
-        if self.causal:
-            scores.add_(_later(q))
-        if bias is not None:
+        if causal:
+            scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
+        elif bias is not None:
             scores.add_(bias)
         return dropout(scores.softmax(dim=-1), self.attention_dropout, drawn) @ v
 
@@ -163,20 +161,22 @@ def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:
     return torch.arange(s, device=padding.device) < padding.unsqueeze(1)
 
 
-def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: 0 for a real token, and for padding a number so low that its weight is exactly 0.
+def _bias(real: Tensor, dtype: torch.dtype, *, causal: bool) -> Tensor:
+    """What is added to the scores: [b, 1, 1, s], or [b, 1, s, s] if ``causal``.
 
-    The number is finite, so that a sample of padding alone gives no NaN; and half of the lowest, so that no score
-    makes the sum infinite.
+    It is 0, and where no token may look a number so low that the weight is exactly 0: half of the lowest, so that no
+    score makes the sum infinite. A token that may look at nothing, because all of the sample, or all before it, is
+    padding, looks at everything, or at itself. In a row of low numbers alone the fused kernels lose the normalisation,
+    and their gradients would be wrong.
     """
-    low = torch.finfo(dtype).min / 2
-    return torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, low)[:, None, None]
-
-
-def _later(q: Tensor) -> Tensor:
-    """[s, s]: -inf for the tokens after each of the tokens of q [b, heads, s, d], else 0."""
-    s = q.shape[-2]
-    return q.new_full((s, s), -torch.inf).triu(1)
+    if causal:
+        places = torch.arange(real.shape[1], device=real.device)
+        seen = real[:, None, :] & (places <= places[:, None])
+        seen = seen | ((places == places[:, None]) & ~seen.any(dim=-1, keepdim=True))
+    else:
+        seen = (real | ~real.any(dim=-1, keepdim=True))[:, None, :]
+    bias = torch.zeros(seen.shape, dtype=dtype, device=real.device).masked_fill_(~seen, torch.finfo(dtype).min / 2)
+    return bias.unsqueeze(1)
 
 
 def needed(randomness: Randomness | None, site: str) -> Randomness:

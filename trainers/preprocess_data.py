@@ -183,7 +183,7 @@ def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
             option = "--train-wordpiece"
             return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase)
         if args.tokenizer_model:
-            return Tokenizer.from_file(args.tokenizer_model)
+            return Tokenizer.from_file(args.tokenizer_model, lowercase=lowercase)
         if args.merge_file:
             option = "--vocab-file, --merge-file"
             return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)

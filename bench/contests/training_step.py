@@ -9,8 +9,6 @@ The task gives the weights and the batches.
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
-from dataclasses import dataclass
-from typing import Any
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +18,8 @@ from bench.command.parser import new_program_parser
 from bench.contests.serving import serve
 from bench.contests.step_task import StepTask
 from commengine import Communicator, ProcessGrid, launch
-from tplayers import BERT, GPT, BERTConfig, placements
+from tplayers import BERT, GPT, placements
+from trainers.tasks.bert import BERTMicrobatch, BERTTrainConfig, MaskedTokens
 from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
 from trainers.training.trainer import Trainer
 
@@ -32,42 +31,6 @@ NAMES = {
     "wtt.weight": "token_type_embedding", "transform.dense.": "mlm_head.dense.", "transform.ln.": "mlm_head.norm.",
     "head.bias": "mlm_head.bias", "order.": "order_head.",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _MB:
-    tokens: Any
-    token_types: Any
-    lengths: Any
-    positions: Any
-    labels: Any
-    order_labels: Any
-    numbers: Any
-    vocab_size: int
-    usable = True
-
-    @property
-    def counts(self):
-        return tuple(int((x != -100).sum()) for x in (self.labels, self.order_labels))
-
-    def to(self, device):
-        return self
-
-
-class _MT:
-    names = ("mlm_loss", "sop_loss")
-    unit = "nats/masked token"
-
-    def __call__(self, model, batch, randomness):
-        return model(
-            batch.tokens,
-            batch.token_types,
-            batch.lengths,
-            labels=batch.labels,
-            order_labels=batch.order_labels,
-            positions=batch.positions,
-            randomness=randomness,
-        )
 
 
 class TaskBatches:
@@ -83,38 +46,40 @@ class TaskBatches:
         mine = self.size // data.size
         numbers = range(data.rank * mine, (data.rank + 1) * mine)
         part = slice(numbers.start, numbers.stop)
-        if task.model == "bert":
-            whole = task.bert_batch()
-            tensors = [
-                torch.from_numpy(array[part])
-                for array in (
-                    whole.tokens,
-                    whole.token_types,
-                    whole.lengths,
-                    whole.positions,
-                    whole.labels,
-                    whole.order_labels,
-                )
-            ]
-            tokens, types, lengths, positions, labels, order = tensors
-            if task.masked_positions_only:
-                labels = labels.gather(1, positions)
-            else:
-                positions = None
-            self._batch = _MB(tokens, types, lengths, positions, labels, order, tuple(numbers), task.vocab_size)
-            return
-        rows = torch.from_numpy(task.tokens())[part]
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        self._batch = TokenMicrobatch(tokens, labels, tuple(numbers), task.vocab_size)
+        make = _bert_microbatch if task.model == "bert" else _gpt_microbatch
+        self._batch = make(task, part, tuple(numbers))
 
-    def __call__(self, k: int) -> Sequence[Any]:
+    def __call__(self, k: int) -> Sequence[TokenMicrobatch | BERTMicrobatch]:
         """This rank's only microbatch of global batch ``k``."""
         return [self._batch]
 
 
-def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTTrainConfig:
-    """The settings with which pretrain_gpt would run the task's steps. Raises UsageError where ``ranks`` cannot."""
-    config = GPTTrainConfig(
+def _gpt_microbatch(task: StepTask, part: slice, numbers: tuple[int, ...]) -> TokenMicrobatch:
+    rows = torch.from_numpy(task.tokens())[part]
+    return TokenMicrobatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), numbers, task.vocab_size)
+
+
+def _bert_microbatch(task: StepTask, part: slice, numbers: tuple[int, ...]) -> BERTMicrobatch:
+    whole = task.bert_batch()
+    tokens, types, lengths, labels, order, positions = (
+        torch.from_numpy(array[part])
+        for array in (
+            whole.tokens, whole.token_types, whole.lengths, whole.labels, whole.order_labels, whole.positions,
+        )
+    )  # fmt: skip
+    if not task.masked_positions_only:
+        return BERTMicrobatch(tokens, types, lengths, labels, order, None, numbers, task.vocab_size)
+    of_masked = labels.gather(1, positions)
+    return BERTMicrobatch(tokens, types, lengths, of_masked, order, positions, numbers, task.vocab_size)
+
+
+def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTTrainConfig | BERTTrainConfig:
+    """The settings with which the training command would run the task's steps.
+
+    Raises UsageError where ``ranks`` cannot.
+    """
+    of_model: type[GPTTrainConfig | BERTTrainConfig] = BERTTrainConfig if task.model == "bert" else GPTTrainConfig
+    config = of_model(
         num_layers=task.num_layers, hidden_size=task.hidden_size, num_attention_heads=task.num_attention_heads,
         seq_length=task.seq_length, vocab_size=task.vocab_size, make_vocab_size_divisible_by=1, mock_data=True,
         hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tensor,
@@ -126,7 +91,7 @@ def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTT
     return config
 
 
-def load(model: GPT, path: str) -> None:
+def load(model: GPT | BERT, path: str) -> None:
     """Fill ``model`` with this rank's parts of the reference state."""
     renamed = {}
     for name, tensor in load_file(path).items():
@@ -144,11 +109,14 @@ def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: b
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
     grid = ProcessGrid(world, tensor=tensor)
-    model = (
-        BERT(BERTConfig(**config.shape()), grid.tensor) if task.model == "bert" else GPT(config.model(), grid.tensor)
-    )
+    model: GPT | BERT
+    objective: NextToken | MaskedTokens
+    if isinstance(config, BERTTrainConfig):
+        model, objective = BERT(config.model(), grid.tensor), MaskedTokens()
+    else:
+        model, objective = GPT(config.model(), grid.tensor), NextToken()
     load(model, task.weights)
-    return Trainer(config, grid, model, _MT() if task.model == "bert" else NextToken(), TaskBatches(task, grid.data))
+    return Trainer(config, grid, model, objective, TaskBatches(task, grid.data))
 
 
 def main(world: Communicator) -> None:

@@ -76,11 +76,13 @@ def parameter_sizes(
     """Return (name, elements) of each parameter of one rank of a tensor group of ``tensor`` ranks.
 
     mlp: width of the feed-forward block (default 4 h). positions: number of positions that the model knows (default s).
-    Names and order are those of this project's GPT. Without the options the elements add up to `parameters`.
+    Names and order are those of this project's GPT and BERT. Without the options the elements add up to `parameters`.
     """
     h = shape.hidden
     mlp = 4 * h if mlp is None else mlp
     found = [("position_embedding", (shape.seq if positions is None else positions) * h)]
+    if shape.model == "bert":
+        found.append(("token_type_embedding", 2 * h))
     found.append(("embedding.weight", shape.vocab * h // tensor))
     layer = {
         "attention_norm.weight": h, "attention_norm.bias": h,
@@ -91,7 +93,14 @@ def parameter_sizes(
         "mlp.down.weight": mlp * h // tensor, "mlp.down.bias": h,
     }  # fmt: skip
     found += [(f"layers.{number}.{name}", size) for number in range(shape.layers) for name, size in layer.items()]
-    return [*found, ("final_norm.weight", h), ("final_norm.bias", h)]
+    found += [("final_norm.weight", h), ("final_norm.bias", h)]
+    if shape.model == "bert":
+        found += [
+            ("mlm_head.bias", shape.vocab // tensor), ("mlm_head.dense.weight", h * h), ("mlm_head.dense.bias", h),
+            ("mlm_head.norm.weight", h), ("mlm_head.norm.bias", h), ("pooler.weight", h * h), ("pooler.bias", h),
+            ("order_head.weight", 2 * h), ("order_head.bias", 2),
+        ]  # fmt: skip
+    return found
 
 
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:

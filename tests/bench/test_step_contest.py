@@ -81,6 +81,8 @@ def test_the_command_ends_with_1_where_losses_differ_or_a_program_fails(mode, me
     [
         (["--only", "horovod"], "--only horovod: there is no such name; valid: ours-tp2, ours-dp2, dtensor"),
         (["--baseline", "ddp", "--only", "dtensor"], "--baseline ddp: is not measured; valid: dtensor"),
+        (["--masked-positions-only"], "--masked-positions-only: needs --model bert"),
+        (["--model", "t5"], "argument --model: invalid choice: 't5' (choose from"),
         (["--warmup", "3"], "--warmup 3: must be at least 4"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
@@ -101,12 +103,15 @@ def test_names_are_listed(capsys):
 
 
 @pytest.mark.slow
-def test_ours_dtensor_and_plain_torch_train_alike(tmp_path):
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+def test_ours_dtensor_and_plain_torch_train_alike(tmp_path, model):
     """The command, on a small model with a rate that moves the losses far."""
     task = replace(
-        StepTask(), vocab_size=64, hidden_size=32, num_layers=1, num_attention_heads=2, seq_length=16, lr=0.02
-    )
-    sizes = {name: value for name, value in asdict(task).items() if name not in ("weights", "seed")}
+        StepTask(), model=model, vocab_size=64, hidden_size=32, num_layers=1, num_attention_heads=2, seq_length=16,
+        lr=0.02,
+    )  # fmt: skip
+    left_out = ("weights", "seed", "masked_positions_only")
+    sizes = {name: value for name, value in asdict(task).items() if name not in left_out}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     options += [f"--only={name}" for name in ("ours-tp2", "dtensor-loss-parallel", "torch-1-thread")]
     options += ["--rounds=2", "--steps=1", f"--json={tmp_path / 'r.json'}", f"--output={tmp_path / 'r.md'}"]

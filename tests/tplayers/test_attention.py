@@ -124,6 +124,20 @@ def test_dropout_is_the_same_at_every_tp_size(group, alone, random, close):
     assert not torch.allclose(y, split(xs[0], Randomness(7, 4, (11, 5))))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 1e-12])
+def test_numerically_where_a_row_has_no_real_token(ranks_of, causal, dropout):
+    """A sample of padding alone, and one whose first tokens are padding, with right gradients on both paths."""
+    layer = SelfAttention(H, HEADS, *ranks_of(1), causal=causal, attention_dropout=dropout, dtype=torch.float64)
+    tplayers.initialize(layer, 3)
+    real = torch.tensor([[False] * S, [False, False, True, True, False]])
+    x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: layer(x, Randomness(1, 2, (3, 4)), real), x, fast_mode=True)
+    if not causal:
+        nothing = layer(x, Randomness(1, 2, (3, 4)), torch.tensor([0, S]))
+        torch.testing.assert_close(nothing, layer(x, Randomness(1, 2, (3, 4))), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.mpi
 @pytest.mark.every_size
 def test_future_does_not_matter(group, random):

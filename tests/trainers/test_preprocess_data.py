@@ -225,10 +225,11 @@ def test_sentences_of_byte_level_bpe_end_their_document_if_asked(stories: Path, 
     assert "".join(plain[0]) == " ".join(SENTENCES[0])
 
 
-def test_a_cased_vocabulary_from_a_file(stories: Path, here: Here) -> None:
+@pytest.mark.parametrize("option", ["--vocab-file", "--tokenizer-model"])
+def test_a_cased_vocabulary_from_a_file(stories: Path, here: Here, option: str) -> None:
     words = ["The", "the", "dog", "ran", "Mr", "Fox", ".", "##s"]
     (stories / "vocab.txt").write_text("\n".join([*SPECIAL, *words]) + "\n")
-    source = ["--input", "stories.jsonl", "--split-sentences", "--vocab-file", "vocab.txt"]
+    source = ["--input", "stories.jsonl", "--split-sentences", option, "vocab.txt"]
     assert here(*source, "--tokenizer-type", "BertWordPieceCase", "--output-prefix", "cased").returncode == 0
     assert here(*source, "--output-prefix", "lower").returncode == 0
     the, low = 5, 6

@@ -32,7 +32,7 @@ EXACT = {"bert-336m": 336_226_108, "bert-1.3b": 1_280_595_772, "bert-3.9b": 3_86
 
 
 def parameters_of_a_rank(preset, tensor=1, **more):
-    """The elements of the parameters of rank 0's model, built on the meta device by the training command's settings."""
+    """(Name, elements) of rank 0's parameters, of a model on the meta device by the training command's settings."""
     values = preset.settings() | more
     group = SimpleNamespace(size=tensor, rank=0)
     with torch.device("meta"):
@@ -41,7 +41,7 @@ def parameters_of_a_rank(preset, tensor=1, **more):
         else:
             model = BERT(BERTTrainConfig(**values).model(), group)
     assert all(parameter.is_meta for parameter in model.parameters())
-    return sum(parameter.numel() for parameter in model.parameters())
+    return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -49,12 +49,14 @@ def test_parameters_are_the_papers(name):
     preset = PRESETS[name]
     layers, hidden, heads, published, billions = TABLES[name]
     assert (preset.layers, preset.hidden, preset.heads, preset.published) == (layers, hidden, heads, published)
-    count = parameters_of_a_rank(preset, make_vocab_size_divisible_by=1)
+    count = sum(size for _, size in parameters_of_a_rank(preset, make_vocab_size_divisible_by=1))
     assert count == preset.parameters
     assert round(count / 1e9, 3 if billions < 1 else 1) == billions
     assert count == EXACT.get(name, count)
     # what a rank of the preset's tensor group holds, with the vocabulary padded
-    assert parameters_of_a_rank(preset, preset.tensor) == cost.parameters(preset.shape(), preset.tensor)
+    of_rank = parameters_of_a_rank(preset, preset.tensor)
+    assert of_rank == cost.parameter_sizes(preset.shape(), preset.tensor)
+    assert sum(size for _, size in of_rank) == cost.parameters(preset.shape(), preset.tensor)
 
 
 def test_every_model_of_the_tables_is_there():

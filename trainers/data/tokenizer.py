@@ -32,13 +32,15 @@ class Tokenizer:
         self._backend = backend
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a ``tokenizer.json``, or BERT's vocab.txt (`from_vocab`) if the name ends in ``.txt``.
+    def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool = True) -> Self:
+        """Read a ``tokenizer.json``, or BERT's vocab.txt if the name ends in ``.txt``.
+
+        lowercase: of a vocab.txt; see `from_vocab`. A tokenizer.json says by itself what it does.
 
         Raises FileNotFoundError, or ValueError if the file is not one.
         """
         if os.fspath(path).endswith(".txt"):
-            return cls.from_vocab(path)
+            return cls.from_vocab(path, lowercase=lowercase)
         try:
             return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
         except OSError:
@@ -126,7 +128,7 @@ class Tokenizer:
 
     def wordpieces(self) -> WordPieces:
         """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""
-        return WordPieces.of(self._backend.get_vocab(with_added_tokens=True))
+        return WordPieces.of(self.vocabulary())
 
     @property
     def can_cut_text(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from tplayers.block import NORM_PLACEMENTS
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from trainers.data.batches import DataGroup, GlobalBatches
-from trainers.data.corpus import Corpus, HeldOutPart, shared_tokenizer
+from trainers.data.corpus import Corpus, shared_tokenizer
 from trainers.data.masked_corpus import open_masked_corpus
 from trainers.data.samples import Samples
 from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules
@@ -25,12 +25,15 @@ from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
 from trainers.options import AT_LEAST_ONE, FRACTION, given, option, require
-from trainers.run.evaluation import HeldOut, Mean, evaluate_sources
+from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTrainConfig, transformer_trainer
+from .transformer import TransformerTrainConfig, held_out_sources, outside_vocabulary, transformer_trainer
+
+#: the number of samples among which one with masks is looked for, to be shown in the report
+SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,17 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size and tokenizer. Raises UsageError if it is no vocabulary of BERT's."""
-        path = shared_tokenizer(self.blend(), self.vocab_file or self.tokenizer_model)
+        config = self
+        if self.vocab_file is not None:
+            self.wordpieces()
+            config = replace(self, tokenizer_model=self.vocab_file, vocab_file=None)
+        path = shared_tokenizer(config.blend(), config.tokenizer_model)
         require(
             self.mock_data or path is not None,
             "--vocab-file FILE: needed, as there is no --tokenizer-model and no tokenizer beside --data-path: samples "
             f"need the ids of {', '.join(SPECIAL)}",
         )
-        config = replace(self, tokenizer_model=path)
-        config = super(BERTTrainConfig, config).completed(ranks)
+        config = super(BERTTrainConfig, replace(config, tokenizer_model=path)).completed(ranks)
         config.wordpieces()
         return config
 
@@ -98,12 +104,13 @@ class BERTTrainConfig(TransformerTrainConfig):
         if self.mock_data:
             assert self.vocab_size is not None
             return WordPieces.mock(self.vocab_size)
-        assert self.tokenizer_model is not None
+        path = self.vocab_file or self.tokenizer_model
+        assert path is not None
         try:
-            return Tokenizer.from_file(self.tokenizer_model).wordpieces()
+            return Tokenizer.from_file(path).wordpieces()
         except (OSError, ValueError) as error:
             name = "--vocab-file" if self.vocab_file else "--tokenizer-model"
-            raise UsageError(f"{name} {self.tokenizer_model}: {error}") from error
+            raise UsageError(f"{name}: {error}" if path in str(error) else f"{name} {path}: {error}") from error
 
     def rules(self) -> SampleRules:
         """How samples are made."""
@@ -207,10 +214,7 @@ def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -
     config: valid for ``world``, with its vocabulary known (`BERTTrainConfig.validate`, `BERTTrainConfig.completed`).
     """
     stream = corpus.stream(config.seed)
-    unusable = (
-        f"a token lies outside the vocabulary of {config.vocab_size}: was {given(config, 'data_path')} made with "
-        "another tokenizer?"
-    )
+    unusable = outside_vocabulary(config, "", given(config, "data_path"))
     return transformer_trainer(
         config, world,
         lambda tensor, dtype, overlap: BERT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
@@ -240,16 +244,10 @@ class BERTTask:
         self.trainer = bert_trainer(config, world, self.corpus)
         self.tokens_per_sample = config.seq_length
         self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
-        self.held_out = [
-            HeldOut(part.name, part.weight, self._batches_of(part), part.iterations) for part in self._evaluated
-        ]
-
-    def _batches_of(self, part: HeldOutPart) -> MaskedBatches:
-        unusable = (
-            f"a held-out token lies outside the vocabulary of {self.config.vocab_size}: was --data-path {part.name} "
-            "made with another tokenizer?"
-        )
-        return _batches(self.config, part.held_out, self.trainer.grid.data, unusable)
+        self.held_out = held_out_sources(
+            config, self._evaluated,
+            lambda samples, unusable: _batches(config, samples, self.trainer.grid.data, unusable),
+        )  # fmt: skip
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""
@@ -267,9 +265,10 @@ class BERTTask:
         return Remarks(unigram, masked, completed, measures, completes=True)
 
     def _sample(self, model: BERT) -> tuple[str, str]:
-        """The first held-out sample, or of training, with its masks, and as the model fills them in."""
+        """The first held-out sample that has masks, or of training, and how the model fills them in."""
         samples = self._evaluated[0].held_out if self._evaluated else self.corpus.sources[0].training
-        row: MaskedSample = samples[0]
+        first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
+        row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
         arrays = row.tokens, row.types, np.array(row.length), row.positions
         model.eval()
         predicted, _ = predict(

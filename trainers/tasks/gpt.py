@@ -15,16 +15,16 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import GPT, GPTConfig, Randomness
 from tplayers.host_copy import to_device
 from trainers.data.batches import DataGroup, GlobalBatches
-from trainers.data.corpus import Corpus, HeldOutPart, open_corpus
+from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 from trainers.options import NOT_NEGATIVE, given, option
-from trainers.run.evaluation import HeldOut, Mean
+from trainers.run.evaluation import Mean
 from trainers.run.generation import generate
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTrainConfig, transformer_trainer
+from .transformer import TransformerTrainConfig, held_out_sources, outside_vocabulary, transformer_trainer
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
@@ -111,10 +111,7 @@ def gpt_trainer(config: GPTTrainConfig, world: Communicator, corpus: Corpus) -> 
     config: valid for ``world``, with its vocabulary known (`GPTTrainConfig.validate`, `GPTTrainConfig.completed`).
     """
     stream = corpus.stream(config.seed)
-    unusable = (
-        f"a token lies outside the vocabulary of {config.vocab_size}: was {given(config, 'data_path')} made with "
-        "another tokenizer, or is --vocab-size too small?"
-    )
+    unusable = outside_vocabulary(config, "", given(config, "data_path"))
     return transformer_trainer(
         config, world,
         lambda tensor, dtype, overlap: GPT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
@@ -143,16 +140,10 @@ class GPTTask:
         self.trainer = gpt_trainer(config, world, self.corpus)
         self.tokens_per_sample = config.seq_length
         self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
-        self.held_out = [
-            HeldOut(part.name, part.weight, self._batches_of(part), part.iterations) for part in self._evaluated
-        ]
-
-    def _batches_of(self, part: HeldOutPart) -> TokenBatches:
-        unusable = (
-            f"a held-out token lies outside the vocabulary of {self.config.vocab_size}: was --data-path {part.name} "
-            "made with another tokenizer, or is --vocab-size too small?"
-        )
-        return _batches(self.config, part.held_out, self.trainer.grid.data, unusable)
+        self.held_out = held_out_sources(
+            config, self._evaluated,
+            lambda samples, unusable: _batches(config, samples, self.trainer.grid.data, unusable),
+        )  # fmt: skip
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """A text that the model continues, and the loss of a unigram model on the held-out samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,9 +15,11 @@ from tplayers import initialize
 from tplayers.attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import overlapped
-from trainers.data.corpus import TextConfig
+from trainers.data.corpus import HeldOutPart, TextConfig
+from trainers.data.samples import Samples
 from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
-from trainers.training.interfaces import BatchSource, Objective
+from trainers.run.evaluation import HeldOut
+from trainers.training.interfaces import BatchSource, FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 
@@ -142,3 +144,30 @@ def transformer_trainer(
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), stream)
     initialize(model, config.seed)
     return Trainer(config, grid, model, objective, new_batches(grid.data))
+
+
+def held_out_sources(
+    config: TransformerTrainConfig,
+    parts: Sequence[HeldOutPart],
+    new_batches: Callable[[Samples, str], FiniteBatchSource[Any]],
+) -> list[HeldOut]:
+    """What an evaluation reads: the ``parts`` of `Corpus.held_out`, in batches.
+
+    new_batches: called with the samples and with the error message about tokens outside of the vocabulary.
+    """
+    return [
+        HeldOut(
+            part.name, part.weight,
+            new_batches(part.held_out, outside_vocabulary(config, "held-out ", f"--data-path {part.name}")),
+            part.iterations,
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def outside_vocabulary(config: TransformerTrainConfig, kind: str, data_path: str) -> str:
+    """The error message about a token of ``data_path`` that is outside of the vocabulary."""
+    return (
+        f"a {kind}token lies outside the vocabulary of {config.vocab_size}: was {data_path} made with another "
+        "tokenizer, or is --vocab-size too small?"
+    )

@@ -27,6 +27,12 @@ from torch import Tensor
 
 from tplayers import BERTConfig, TransformerConfig
 
+#: ends of names that add nothing: second names of tied parameters, and buffers of old and new releases
+_IGNORED = (
+    "lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "embeddings.position_ids",
+    "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
@@ -52,10 +58,14 @@ def hugging_face_tensors(config: TransformerConfig) -> list[HuggingFaceTensor]:
 def from_hugging_face(theirs: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     """Our global tensors from Hugging Face's; rows of vocabulary padding are 0.
 
-    Tensors of other names are ignored: buffers, and the second names of tied parameters. Raises ValueError, with the
-    names, if tensors are missing, or if the vocabulary has another size.
+    Buffers and the second names of tied parameters are ignored. Raises ValueError, with the names, if tensors are
+    missing, if the model has no place for others, or if the vocabulary has another size.
     """
     tensors = hugging_face_tensors(config)
+    known = {name for tensor in tensors for name in tensor.theirs}
+    unknown = [name for name in theirs if name not in known and not name.endswith(_IGNORED)]
+    if unknown:
+        raise ValueError(f"the model has no place for tensors: {', '.join(unknown)}")
     missing = [name for tensor in tensors for name in tensor.theirs if name not in theirs]
     if missing:
         raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")

@@ -13,23 +13,24 @@ TASK = StepTask(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("tensor", "overlap"), [(2, False), (1, False), (1, True)])
-def test_losses_are_those_of_plain_torch(tensor, overlap, mpi_world, tmp_path):
+@pytest.mark.parametrize("model", [{}, {"model": "bert"}, {"model": "bert", "masked_positions_only": True}], ids=str)
+def test_losses_are_those_of_plain_torch(model, tensor, overlap, mpi_world, tmp_path):
     from dataclasses import replace
 
     import torch
 
     from bench.contests.training_step import make_trainer
-    from bench.peers.gpt import adamw, batch, build, make_clip, make_step, reference_state
+    from bench.peers.plain import adamw, batch, build, make_clip, make_step, reference_state
     from commengine import Communicator
     from trainers.training.trainer import Trainer
 
-    task = replace(TASK, weights=mpi_world.bcast(str(tmp_path / "weights.safetensors")))
+    task = replace(TASK, **model, weights=mpi_world.bcast(str(tmp_path / "weights.safetensors")))
     if mpi_world.rank == 0:
         save_file(reference_state(task), task.weights)
     mpi_world.Barrier()
     plain = build(task)
     clip = make_clip(task, plain)
-    step = make_step(plain, adamw(task, plain.parameters()), *batch(task), clip)
+    step = make_step(plain, adamw(task, plain.parameters()), batch(task), clip)
     expected = [step() for _ in range(5)]
     assert max(expected) - min(expected) > 0.1  # it learns, so an update that is missing shows
     with Communicator(mpi_world) as world:

@@ -188,6 +188,7 @@ def test_bandwidths_are_those_of_nccl_tests():
         (lambda: Link(-1, 0), "0 or more"),
         (lambda: cost.activation_bytes(GPT3, 1, 1, cost.KeptTensors(recompute="some")), "one of none, selective, full"),
         (lambda: TransformerShape(1, 10, 3, 1, 1), "heads=3 does not divide hidden=10"),
+        (lambda: TransformerShape(1, 10, 2, 1, 1, "t5"), "model='t5': one of gpt, bert"),
     ],
 )
 def test_bad_input_is_named(call, message):

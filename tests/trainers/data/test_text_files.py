@@ -120,5 +120,5 @@ def test_sentences_are_pieces_of_their_document() -> None:
     ]  # fmt: skip
     assert [piece.last for piece in found] == [False] * 4 + [True] * 4
     assert sum(piece.size for piece in found) == 40
-    joined = "".join(piece.text for piece in found[:5])
+    joined = " ".join(piece.text for piece in found[:5])
     assert joined.split() == first.split()  # only blank text between sentences is lost

@@ -46,6 +46,8 @@ def test_every_parameter_both_ways(name):
     parameters = dict(theirs(name).named_parameters())
     found = from_hugging_face(parameters, shape)
     assert {n: tuple(tensor.shape) for n, tensor in found.items()} == ours
+    whole = from_hugging_face(theirs(name).state_dict(keep_vars=True), shape)  # with tied names and buffers
+    assert whole.keys() == found.keys()
     back = to_hugging_face(found, shape)
     assert back.keys() == parameters.keys()
     for n, parameter in parameters.items():
@@ -70,6 +72,8 @@ def test_their_model_takes_what_we_write(name):
 def test_what_is_missing_or_does_not_fit_is_named():
     _, shape = MODELS["gpt"]
     parameters = dict(theirs("gpt").named_parameters())
+    with pytest.raises(ValueError, match=r"the model has no place for tensors: transformer\.h\.1\.ln_1\.weight, "):
+        from_hugging_face(parameters, GPTConfig(1, **COMMON))
     del parameters["transformer.h.1.ln_1.bias"]
     with pytest.raises(ValueError, match=r"needs tensors that are missing: transformer\.h\.1\.ln_1\.bias$"):
         from_hugging_face(parameters, shape)
