@@ -156,7 +156,8 @@ def folder(tmp_path_factory):
     for name in (*PACKAGES, "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "runs" / "data").mkdir(parents=True)
-    (folder / "my.txt").write_text("".join(f"A paragraph about {n} things.\n\n" for n in range(5000)))
+    numbers = (" ".join(str(n * k * 7919 % 10007) for k in range(1, 40)) for n in range(5000))  # no two are similar
+    (folder / "my.txt").write_text("".join(f"A paragraph about {some} things.\n\n" for some in numbers))
     return folder
 
 

@@ -31,7 +31,7 @@ from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 
 from .candidates import CandidateBuckets
-from .documents import Batch, Document, Stage, StageCount, text_hash
+from .documents import EXAMPLE_CHARACTERS, EXAMPLES, Batch, Document, Stage, StageCount, text_hash
 from .duplicates import DROPPED, KEPT, Duplicates, Similarities
 from .exchange import Numbering, exchange, gathered, largest, split_by, total
 from .filters import DropShort, FixText, KeepLanguages
@@ -190,7 +190,7 @@ class _Corpus:
             again[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
             reason = "equal text"
             self._unique.dropped[reason] = int(again.sum())
-            for place in np.nonzero(again)[0][:3]:
+            for place in np.nonzero(again)[0][:EXAMPLES]:
                 self._unique.show(reason, f"{high[place]:016x}{low[place]:016x}", self._text(self._line(place)))
             self._offset, self._length, self._size, self._overlaps = (
                 column[~again] for column in (self._offset, self._length, self._size, self._overlaps)
@@ -216,16 +216,14 @@ class _Corpus:
             with self._timed("sketch"):
                 runs = on_every_rank(self._world, lambda: self._sketch(keys))
             with self._timed("candidates"):
+                nothing = np.empty(0, np.int64)
+                numbers = np.concatenate([nothing, *(part for _, part in runs)])
                 for band in range(BANDS):
                     found = [
-                        np.frombuffer(keys.read(at + 8 * band * len(numbers), 8 * len(numbers)), np.uint64)
-                        for at, numbers in runs
+                        np.frombuffer(keys.read(at + 8 * band * len(part), 8 * len(part)), np.uint64)
+                        for at, part in runs
                     ]
-                    empty: Any = np.empty(0)
-                    buckets.add_band(
-                        np.concatenate([*found, empty.astype(np.uint64)]),
-                        np.concatenate([*(numbers for _, numbers in runs), empty.astype(np.int64)]),
-                    )
+                    buckets.add_band(np.concatenate([nothing.view(np.uint64), *found]), numbers)
         finally:
             keys.close()
         settings = self._settings
@@ -282,7 +280,7 @@ class _Corpus:
         dropped = np.nonzero(duplicates.state == DROPPED)[0]
         reason = f"similar to a kept document (Jaccard at least {self._settings.jaccard:g})"
         self._unique.dropped[reason] = len(dropped)
-        shown = dropped[:3]
+        shown = dropped[:EXAMPLES]
         similar = duplicates.kept_one[shown]
         wanted = np.unique(similar)
         kept = dict(zip(wanted.tolist(), self._texts(wanted), strict=True))
@@ -291,7 +289,7 @@ class _Corpus:
                 reason,
                 f"{place + self._documents.first:020}",
                 self._text(self._line(place)),
-                similar_to=kept[int(duplicates.kept_one[place])][:160],
+                similar_to=kept[int(duplicates.kept_one[place])][:EXAMPLE_CHARACTERS],
                 jaccard=round(float(duplicates.similarity[place]), 4),
             )
 
