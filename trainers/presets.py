@@ -153,10 +153,11 @@ def require_ranks(name: str, ranks: int, tensor: int) -> None:
 
 
 def origin(name: str | None, message: str) -> str:
-    """The end of an error ``message`` about an option: that ``--preset name`` set its value, or nothing."""
+    """The end of an error ``message``: that ``--preset name`` set the option at its begin or its end, or nothing."""
     values = PRESETS[name].settings() if name is not None else {}
-    options = (f"--{option.replace('_', '-')} {value}:" for option, value in values.items())
-    return f" (--preset {name} set it)" if message.startswith(tuple(options)) else ""
+    options = [f"--{option.replace('_', '-')} {value}" for option, value in values.items()]
+    found = any(message.startswith(f"{one}:") or message.endswith(one) for one in options)
+    return f" (--preset {name} set it)" if found else ""
 
 
 def table() -> Iterator[str]:

@@ -131,6 +131,7 @@ def test_a_bert_of_the_paper_in_its_command():
         (["gpt-8.3b"], 12, r"multiple of 8 ranks, or give .*, where N is one of: 1 \(166.* 2 \(.* 4 \(41.7 GB a rank"),
         (["gpt-2.5b"], 6, "--global-batch-size 512: must be a multiple of .* size 3, such as 510 .--preset gpt-2.5b"),
         (["gpt-2.5b", "--lr", "1e-6"], 2, r"--min-lr 1e-05: must not exceed --lr 1e-06 \(--preset gpt-2.5b set it\)"),
+        (["gpt-355m", "--seq-length", "2048"], 1, r"--max-position-embeddings 1024 \(--preset gpt-355m set it\)"),
         (["gpt-8.3b", "--tensor-model-parallel-size", "3"], 4, "--tensor-model-parallel-size 3: does not divide the 4"),
     ],
 )

@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -88,12 +88,16 @@ class _Corpus:
     def _make_stages(self) -> list[Stage]:
         settings = self._settings
         stages: list[Stage] = []
+        # Held-out texts are mended, too: a text and its copy must have the same words.
+        mended: Callable[[str], str] = str
         if settings.fix_text:
-            stages.append(FixText())
+            fix = FixText()
+            stages.append(fix)
+            mended = fix.fixed
         if settings.languages:
             stages.append(KeepLanguages(settings.languages))
         if settings.decontaminate:
-            files = ((path, self._texts_of(path)) for path in settings.decontaminate)
+            files = ((path, map(mended, self._texts_of(path))) for path in settings.decontaminate)
             try:
                 held_out = HeldOutTexts(files)
             except ValueError as error:

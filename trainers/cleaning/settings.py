@@ -95,6 +95,8 @@ class CorpusSettings:
                 raise ValueError(f"{option}: {folder}: not a folder that can be written to")
         written = [output, *(self.report(suffix) for suffix in (".json", ".txt", ".png"))]
         for path in written:
+            if path.is_dir():
+                raise ValueError(f"--output {output}: {path}, which is written beside it, is a folder")
             if any(path.exists() and path.samefile(source) for source in (*self.input, *self.decontaminate)):
                 raise ValueError(f"--output {output}: {path} is an --input or --decontaminate file")
 

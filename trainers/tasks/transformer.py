@@ -83,10 +83,10 @@ class TransformerTrainConfig(TextConfig, ABC):
             presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
         try:
             super().validate(ranks)
+            longest = given(self, "max_position_embeddings")
+            require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         except UsageError as error:
             raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
-        longest = given(self, "max_position_embeddings")
-        require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(
             compiles,

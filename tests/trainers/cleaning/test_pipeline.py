@@ -153,6 +153,25 @@ def test_the_share_of_8_grams_equals_brute_force(world, folder):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("fix_text, found", [(True, 1.0), (False, 0.0)])
+def test_a_held_out_text_is_mended_as_the_input_is(world, folder, fix_text, found):
+    (text,) = paragraphs(1, words=60, seed=53)
+    broken = " ".join(f"{word} caf&eacute; schÃ¶n ﬁn" for word in text.split())
+    mended = broken.replace("&eacute;", "é").replace("Ã¶", "ö").replace("ﬁ", "fi")
+    for source, copy in ((broken, broken), (mended, broken), (broken, mended)) if fix_text else ((broken, mended),):
+        held = write(world, folder / "held.jsonl", [{"text": copy}])
+        given = write(world, folder / "in.jsonl", [{"text": source}, {"text": "another text"}])
+        settings = CorpusSettings(
+            [given], str(folder / "out.jsonl"), decontaminate=[held], fix_text=fix_text, deduplicate=False
+        )
+        summary = prepare(world, settings)
+        world.barrier()
+        assert len(rows_of(folder / "out.jsonl")) == (1 if fix_text else 2)
+        if world.rank == 0:
+            assert summary["held_out"][0]["share_in_input"] == found
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("content, problem", [
     ('{"text": "a"}\nno json\n', "--input: .*in.jsonl: line 2: not JSON"),
     ("\n\n", "--input: no text in .*in.jsonl"),
