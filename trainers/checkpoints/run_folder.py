@@ -73,7 +73,8 @@ def clear(config: TrainConfig) -> None:
 
 
 def _left(folder: Path) -> list[Path]:
-    files = [folder / name for name in FILES if (folder / name).is_file()]
+    # A run that ended before its first row leaves an empty file, which is nothing to lose.
+    files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
     return files + sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
 
 

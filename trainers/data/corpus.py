@@ -200,7 +200,7 @@ def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = 
     if config.mock_data:
         new = mock or (lambda count, part: ZipfSamples(vocab_size, length, config.seed, count, split=part))
         return Corpus((Source(MOCK, MOCK, Fraction(1), new(MOCK_SAMPLES, 0), new(MOCK_HELD_OUT, 1)),))
-    cut = cut or (lambda dataset, documents: TokenSamples(dataset, documents, length))
+    cut = cut or (lambda dataset, documents: _token_samples(dataset, documents, length))
     sources, short = [], []
     for weight, prefix in config.blend():
         dataset = IndexedDataset(prefix)
@@ -220,6 +220,15 @@ def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = 
             "evaluation off with --eval-iters 0"
         )
     return corpus
+
+
+def _token_samples(dataset: IndexedDataset, documents: range, length: int) -> Samples:
+    if len(dataset.sequence_lengths) > len(dataset):
+        raise UsageError(
+            f"--data-path {dataset.prefix}: its items are sentences, as pretrain_bert needs them; make a data set "
+            "without --split-sentences"
+        )
+    return TokenSamples(dataset, documents, length)
 
 
 def _require_different(sources: Sequence[Source]) -> None:

@@ -71,15 +71,18 @@ class Report:
         item = unit.partition("/")[2] or "item"
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
         lines = [f"{self.iteration} steps, {self.parameters / 1e6:.1f} M parameters, {layout}", ""]
+        several = self.token_loss is not None and self.token_loss != self.validation_loss
+        of_all = f"{unit.partition('/')[0]}, the sum of its terms," if several else unit
         if self.train_loss is not None:
-            lines.append(f"training loss             {self.train_loss:8.4f} {unit} (the last step)")
+            lines.append(f"training loss             {self.train_loss:8.4f} {of_all} (the last step)")
         if self.validation_loss is not None:
             items = f"{self.validation_tokens:,} {item}s"
-            lines.append(f"held-out loss             {self.validation_loss:8.4f} {unit} over {items}")
+            lines.append(f"held-out loss             {self.validation_loss:8.4f} {of_all} over {items}")
             lines += [f"{name.replace('_', ' '):<26}{value:8.4f}" for name, value in self.measures.items()]
             if self.unigram_entropy is not None and self.token_loss is not None:
-                gain = f"the model is {self.unigram_entropy - self.token_loss:.4f} below"
-                lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} {unit}: {gain}")
+                gain = self.unigram_entropy - self.token_loss
+                said = f"the model is {abs(gain):.4f} {'below' if gain >= 0 else 'above'}"
+                lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} {unit}: {said}")
         if self.loss_scale is not None:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
@@ -148,7 +151,10 @@ def _plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel=unit.replace("/", " per "))
     curves = [(name, "training" if len(losses) == 1 else f"training, {name}", "-") for name in losses]
-    for key, label, style in (*curves, ("validation_loss", "held-out", "o-")):
+    held_out = [("validation_loss", "held-out", "o-")]
+    if len(losses) > 1:  # each beside its own training loss, not their sum
+        held_out = [(f"validation_{name}", f"held-out, {name}", "o-") for name in losses]
+    for key, label, style in (*curves, *held_out):
         points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)

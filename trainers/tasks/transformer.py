@@ -40,7 +40,7 @@ class TransformerTrainConfig(TextConfig, ABC):
     task: ClassVar[str]
 
     preset: str | None = option(
-        None, "a model of the paper with its recipe, such as gpt-355m; other flags and --config win. list prints them",
+        None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name: presets.settings(name, settings.task),
     )  # fmt: skip
     num_layers: int = option(12, "transformer layers", valid=AT_LEAST_ONE, fixed=True)

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from commengine import UsageError
+from trainers.checkpoints.run_folder import require_free
+from trainers.config import TrainConfig
+
 pytestmark = pytest.mark.slow
 
 OLD = ["iter_0000002", "iter_0000004", "latest", "loss.png", "metrics.jsonl", "report.json", "report.txt"]
@@ -128,3 +132,11 @@ def test_nothing_to_train_is_said_and_leaves_the_report(finished, met, name, ask
     assert line.startswith("nothing to train: ") and f"at iteration 4, --train-iters is {asked}" in line
     assert all(out == "" for out in outcome.out[1:]) and outcome.err[0] == ""
     assert content(folder / "old") == content(finished)
+
+
+def test_a_run_that_ended_before_its_first_row_left_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    require_free(TrainConfig(save=str(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"holds a run already \(metrics.jsonl\)"):
+        require_free(TrainConfig(save=str(tmp_path)))

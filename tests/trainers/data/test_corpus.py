@@ -175,3 +175,12 @@ def test_unigram_entropy_is_of_the_mixture(write: Write) -> None:
         nats = [-math.log((model[token] * total + 1) / (total + 50)) for token in labels]
         losses.append(weight * sum(nats) / len(nats))
     assert corpus.unigram_entropy(50, parts) == pytest.approx(sum(losses), rel=1e-12)
+
+
+def test_a_data_set_of_sentences_is_not_gpts(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "sentences", "u2") as writer:
+        for _ in range(20):
+            writer.add_document(np.arange(40), [15, 25])
+    config = dataclasses.replace(CONFIG, data_path=str(tmp_path / "sentences"))
+    with pytest.raises(UsageError, match="sentences: its items are sentences, as pretrain_bert needs them; make a"):
+        open_corpus(config)
