@@ -4,12 +4,12 @@
     mpiexec -n 4 python -m bench.replay steps/ --output replay.md --json replay.json
     mpiexec -n 2 python -m bench.replay steps/ --scale
 
-bench.step --save records the median of several steps; ``bench.replay DIR --record`` with pretrain_gpt's options
-records one step in the same way. A replay has the groups, sizes, dtypes, reductions, streams and order of the step,
-and waits for a stream where the step did. A tensor that lay in a window lies in a window again; all tensors are zero.
-A replay needs as many ranks as were recorded, on any machine; --scale replays the parts of the first ranks on fewer.
-If a collective took longer in the step than alone, the difference is the skew between the ranks and the contention
-with compute.
+bench.step --save records the median of several steps; ``bench.replay DIR --record`` with the options of pretrain_gpt or
+pretrain_bert (--model) records one step in the same way. A replay has the groups, sizes, dtypes, reductions, streams
+and order of the step, and waits for a stream where the step did. A tensor that lay in a window lies in a window again;
+all tensors are zero. A replay needs as many ranks as were recorded, on any machine; --scale replays the parts of the
+first ranks on fewer. If a collective took longer in the step than alone, the difference is the skew between the ranks
+and the contention with compute.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from bench.step_study import recorder, recording
 from bench.step_study.replaying import measure
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
-from trainers.tasks.gpt import GPTTrainConfig
 
 COMMAND = "bench.replay"
 
 
 def parser() -> TrainerCommandParser:
-    """The command line; with --record, the other options are pretrain_gpt's."""
+    """The command line; with --record, the other options are those of the training command."""
     options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
     add("trace", metavar="TRACE", help="the folder of a recording: rank-0.jsonl, rank-1.jsonl, ...")
-    add("--record", action="store_true", help="record a training step of pretrain_gpt's options in TRACE")
+    add("--record", action="store_true", help="record a training step of the other options in TRACE")
+    recorder.add_model(options)
     add("--overwrite", action="store_true", help="with --record: replace the recording that TRACE holds")
     add(
         "--warmup",
@@ -55,15 +55,26 @@ def parser() -> TrainerCommandParser:
 # ---- recording
 
 
-def record(world: Communicator, folder: Path, rest: list[str], warmup: int, *, overwrite: bool = False) -> None:
-    """Record a step of pretrain_gpt's options ``rest``, as ``bench.step --save`` does. Collective."""
+def record(
+    world: Communicator,
+    folder: Path,
+    rest: list[str],
+    warmup: int,
+    *,
+    model: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Record a step of the training command's options ``rest``, as ``bench.step --save`` does. Collective.
+
+    model: the word of ``--model``, or None.
+    """
 
     def read() -> dict[str, Any]:
-        config = recorder.read_traceable(rest, f"python -m {COMMAND} --record", world.size)
+        config = recorder.read_traceable(model, rest, f"python -m {COMMAND} --record", world.size)
         recorder.make_folder(folder, "TRACE", overwrite=overwrite)
-        return config.to_json()
+        return recorder.to_json(config)
 
-    config = GPTTrainConfig(**on_rank_zero(world, read))
+    config = recorder.from_json(on_rank_zero(world, read))
     log = recorder.record(world, config, folder, warmup)
     if world.rank == 0:
         print(f"recorded {len(log.events)} collectives a rank on {world.size} ranks in {folder}\n\n{log.summary()}")
@@ -123,7 +134,9 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
         arguments, rest = parser().parse_known_args(argv)
         check_least(arguments, warmup=0, rounds=1)
         if not arguments.record and rest:
-            raise ValueError(f"{' '.join(rest)}: unknown; pretrain_gpt's options go with --record")
+            raise ValueError(f"{' '.join(rest)}: unknown; a training command's options go with --record")
+        if arguments.model and not arguments.record:
+            raise ValueError("--model goes with --record")
         if arguments.overwrite and not arguments.record:
             raise ValueError("--overwrite goes with --record")
         check_writable(json=arguments.json, output=arguments.output)
@@ -132,7 +145,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
 
     options = on_rank_zero(world, read)
     if options["record"]:
-        record(world, Path(options["trace"]), options["rest"], options["warmup"], overwrite=options["overwrite"])
+        more = {name: options[name] for name in ("model", "overwrite")}
+        record(world, Path(options["trace"]), options["rest"], options["warmup"], **more)
         return
     what = recording.parse(options["data"])
     recorded = what.size

@@ -2,12 +2,14 @@
 
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --timeline step.png
     mpiexec -n 4 python -m bench.step --config trainers/configs/main.yaml --overlap-grad-reduce --json step.json
+    mpiexec -n 2 python -m bench.step --preset bert-336m --mock-data --num-layers 4 --global-batch-size 4
 
-The step is pretrain_gpt's, and all other options are pretrain_gpt's too; options of checkpoints, evaluation and
-logging have no effect. Times are medians over the traced steps. "Exposed" is the time that the caller waited for a
-collective. "Skew" is the time that a rank spent in a collective before the last rank of its group began; bandwidths
-(nccl-tests') leave it out. Counts and volumes are compared with the formulas of commengine.cost, on every rank and in
-every step: if one differs, the table says so and the exit status is 1.
+The step is that of pretrain_gpt or pretrain_bert, as --model or --preset says, and all other options are those of the
+same command; options of checkpoints, evaluation and logging have no effect. Times are medians over the traced steps.
+"Exposed" is the time that the caller waited for a collective. "Skew" is the time that a rank spent in a collective
+before the last rank of its group began; bandwidths (nccl-tests') leave it out. Counts and volumes are compared with the
+formulas of commengine.cost, on every rank and in every step: if one differs, the table says so and the exit status is
+1.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import progress, run_on_ranks
 from bench.command.values import check_least
 from bench.step_study import recorder, step_tables, timeline, volumes
+from bench.step_study.recorder import TracedConfig
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
 from trainers.config import bucket_size
 from trainers.run.startup import watched
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.bert import BERTTrainConfig
 
 COMMAND = "bench.step"
 FORMAT = 1
 
 
 def parser() -> TrainerCommandParser:
-    """The options that are not pretrain_gpt's."""
+    """The options that are not those of the training command."""
     options = new_trainer_parser(COMMAND, __doc__)
+    recorder.add_model(options)
     add = options.add_argument
     add("--warmup", type=int, default=3, help="steps before the traced ones (default: %(default)s)")
     add("--steps", type=int, default=5, help="traced steps (default: %(default)s)")
@@ -62,21 +66,21 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
     if given.timeline:
         check_picture("timeline", given.timeline)
-    config = recorder.read_traceable(rest, f"python -m {COMMAND}", world_size)
+    config = recorder.read_traceable(given.model, rest, f"python -m {COMMAND}", world_size)
     if given.save:
         recorder.make_folder(Path(given.save), "--save", overwrite=given.overwrite)
-    return vars(given) | {"config": config.to_json()}
+    return vars(given) | recorder.to_json(config)
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. Returns the exit status. Collective over ``world``."""
     surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
     options = on_rank_zero(world, lambda: read(argv, world.size))
-    config = GPTTrainConfig(**options["config"])
+    config = recorder.from_json(options)
     with watched(config, world) as comm:
         data = world.size // config.tensor_model_parallel_size
         config = replace(config, ddp_bucket_size=bucket_size(config.ddp_bucket_size, comm.device, data))
-        options["config"] = config.to_json()  # the formulas need the size that the trainer's device decides on
+        options |= recorder.to_json(config)  # the formulas need the size that the trainer's device decides on
         trainer = recorder.open_trainer(config, comm)
         total = options["warmup"] + options["steps"]
         with progress(world, total, "steps") as bar:
@@ -97,7 +101,7 @@ def median_step(steps: Sequence[TracedStep]) -> int:
 
 def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
     """Print, and write the files. Returns whether a formula and the trace differ."""
-    config, ranks = GPTTrainConfig(**options["config"]), traced.steps
+    config, ranks = recorder.from_json(options), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
     compared = compare(config, ranks)
@@ -125,7 +129,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
         Path(options["output"]).write_text("\n".join([*heading("Traced training step", surroundings), *lines, ""]))
     if options["json"]:
         result = surroundings | {
-            "format": FORMAT, "kind": "step", "ranks": len(ranks), "config": options["config"],
+            "format": FORMAT, "kind": "step", "ranks": len(ranks), **recorder.to_json(config),
             "clock_uncertainty": traced.uncertainty, "median_step": shown, "seconds": sums, "phases": phases,
             "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
         }  # fmt: skip
@@ -140,24 +144,26 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
     return bool(wrong)
 
 
-def describe(config: GPTTrainConfig, ranks: int) -> str:
+def describe(config: TracedConfig, ranks: int) -> str:
     """The model, and how it is spread over the ranks, in one line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
+    bert = config if isinstance(config, BERTTrainConfig) else None
     options = {
+        "post-LN": bert is not None and bert.norm_placement == "post",
+        "masked tokens alone": bert is not None and bert.bert_no_binary_head,
         "sequence-parallel": config.sequence_parallel,
         f"recompute {recompute}": recompute not in (None, "none"),
         "distributed optimizer": config.use_distributed_optimizer,
     }
     return ", ".join([
-        f"GPT of {config.num_layers} layers", f"hidden {config.hidden_size}", f"sequence {config.seq_length}",
+        f"{config.task.upper()} of {config.num_layers} layers", f"hidden {config.hidden_size}",
+        f"sequence {config.seq_length}",
         f"micro-batch {config.micro_batch_size}", "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
         f"tensor {tensor} x data {ranks // tensor}", *(name for name, chosen in options.items() if chosen),
     ])  # fmt: skip
 
 
-def compare(
-    config: GPTTrainConfig, ranks: Sequence[Sequence[TracedStep]]
-) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def compare(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """For every rank and step: (rank, step, rows that hold the formula beside the trace)."""
     found = []
     for rank, steps in enumerate(ranks):

@@ -102,9 +102,7 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settin
         _add(parser, item, hints[item.name])
     for item in fields(kind):
         if item.metadata["sets"] is not None:
-            first = Parser(prog=prog, add_help=False)
-            _add(first, item, hints[item.name])
-            word = getattr(first.parse_known_args(argv)[0], item.name)
+            word = value_of(kind, item.name, argv, prog)
             if word is not None:
                 parser.set_defaults(**item.metadata["sets"](kind, word))
     values = vars(parser.parse_args(argv))
@@ -113,6 +111,14 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settin
         if item.metadata["words"] and values[item.name] is not None and len(values[item.name]) == 1:
             (values[item.name],) = values[item.name]
     return kind(**values)
+
+
+def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str) -> Any:
+    """The value of one option, as `parse` would read it; whatever else ``argv`` and the file hold is left alone."""
+    (item,) = (item for item in fields(kind) if item.name == name)
+    parser = Parser(prog=prog, add_help=False)
+    _add(parser, item, typing.get_type_hints(kind)[name])
+    return getattr(parser.parse_known_args(argv)[0], name)
 
 
 def _add(parser: Parser, item: Field[Any], hint: Any) -> None:

@@ -17,9 +17,9 @@ class CommandParser(Parser):
 
 
 class TrainerCommandParser(argparse.ArgumentParser):
-    """A parser for a command that also takes pretrain_gpt's options; ``--config`` is one of those.
+    """A parser for a command that also takes a training command's options; ``--config`` is one of those.
 
-    Use ``parse_known_args``: the arguments that it leaves are pretrain_gpt's. It raises `OptionError` as well.
+    Use ``parse_known_args``: the arguments that it leaves are the training command's. It raises `OptionError` as well.
     """
 
     def error(self, message: str) -> NoReturn:

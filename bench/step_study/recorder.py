@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from bench.step_study.traced_step import trace_steps
 from commengine import Communicator, Trace, UsageError
 from commengine.rank_zero import on_every_rank
+from trainers import presets
 from trainers.data.corpus import open_corpus
-from trainers.options import make_writable
+from trainers.data.masked_corpus import open_masked_corpus
+from trainers.options import make_writable, value_of
 from trainers.run.startup import read_config
+from trainers.tasks.bert import BERTTrainConfig, bert_trainer
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
 
+#: the settings of the training commands whose steps can be traced
+TracedConfig: TypeAlias = GPTTrainConfig | BERTTrainConfig
+CONFIGS: dict[str, type[TracedConfig]] = {kind.task: kind for kind in (GPTTrainConfig, BERTTrainConfig)}
 
-def read_traceable(rest: Sequence[str], command: str, ranks: int) -> GPTTrainConfig:
-    """The settings of pretrain_gpt's options, if `trace_steps` can trace such steps. Rank 0 alone calls it.
 
-    Raises UsageError or ValueError that names the option at fault.
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, which says of which training command the other options are."""
+    parser.add_argument(
+        "--model", choices=tuple(CONFIGS),
+        help="the step is that of pretrain_gpt or pretrain_bert, and so are the other options (default: the one that "
+        "--preset belongs to, or gpt)",
+    )  # fmt: skip
+
+
+def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: int) -> TracedConfig:
+    """The settings of a training command's options, if `trace_steps` can trace such steps. Rank 0 alone calls it.
+
+    model: the word of ``--model``, or None. Raises UsageError or ValueError that names the option at fault.
     """
-    config = read_config(GPTTrainConfig, rest, command, ranks)
+    if model is None:
+        name = value_of(GPTTrainConfig, "preset", rest, command)
+        model = GPTTrainConfig.task if name in (None, presets.LIST) else presets.find(name).task
+    config = read_config(CONFIGS[model], rest, command, ranks)
     if config.compile:
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
@@ -28,8 +49,21 @@ def read_traceable(rest: Sequence[str], command: str, ranks: int) -> GPTTrainCon
     return config
 
 
-def open_trainer(config: GPTTrainConfig, comm: Communicator) -> Trainer:
+def to_json(config: TracedConfig) -> dict[str, Any]:
+    """The model and its settings, as JSON types."""
+    return {"model": config.task, "config": config.to_json()}
+
+
+def from_json(found: Mapping[str, Any]) -> TracedConfig:
+    """The settings that `to_json` wrote, among other things in ``found``."""
+    return CONFIGS[found["model"]](**found["config"])
+
+
+def open_trainer(config: TracedConfig, comm: Communicator) -> Trainer:
     """The trainer of a study's steps. Collective over ``comm``; the caller closes it."""
+    if isinstance(config, BERTTrainConfig):
+        masked = on_every_rank(comm, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
+        return bert_trainer(config, comm, masked)
     return gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
 
 
@@ -54,7 +88,7 @@ def save(world: Communicator, folder: Path, trace: Trace) -> None:
     on_every_rank(world, lambda: trace.save(folder / f"rank-{world.rank}.jsonl"))
 
 
-def record(world: Communicator, config: GPTTrainConfig, folder: Path, warmup: int) -> Trace:
+def record(world: Communicator, config: TracedConfig, folder: Path, warmup: int) -> Trace:
     """Trace one step after ``warmup`` others, and save it in a folder that `make_folder` made. Collective."""
     trainer = open_trainer(config, world)
     (trace,) = trace_steps(trainer, warmup, 1, lambda: None).recordings

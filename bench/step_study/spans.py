@@ -1,22 +1,23 @@
 """Follow the caller through a training step: which part it is in, and since when.
 
-The parts are the embedding, the layers, the output layer, the loss, and what stands outside of the model. The caller
-is always in one part. A boundary ends a span and begins the next, so spans neither overlap nor leave gaps, and a
+The parts are the embedding, the layers, the heads, the loss, and what stands outside of the model. The caller is
+always in one part. A boundary ends a span and begins the next, so spans neither overlap nor leave gaps, and a
 collective belongs to the span in which it was enqueued. Backward runs through the parts from the last to the first:
-when a part is done, the gradient of the tensor between it and the part before it is complete.
+a part begins when the gradient of the tensor with which it ends is complete.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from tplayers import GPT
+from tplayers import BERT
+from tplayers.models.transformer import Transformer
 from trainers.training.trainer import Trainer
 
 
@@ -24,9 +25,8 @@ from trainers.training.trainer import Trainer
 class Span:
     """A stretch of the caller's time, in seconds of ``time.perf_counter``.
 
-    part: "embedding", "layer 0", ..., "output layer" (with the final norm) or "loss", in a phase "forward",
-    "recompute" or "backward"; or, without a phase, "labels", "gradients" (zeroing, reduction), "loss and norm" or
-    "optimizer".
+    part: one of `parts_of`, in a phase "forward", "recompute" or "backward"; or, without a phase, "labels",
+    "gradients" (zeroing, reduction), "loss and norm" or "optimizer".
     """
 
     start: float
@@ -56,6 +56,18 @@ class Spans:
         return found
 
 
+def parts_of(model: Transformer) -> list[str]:
+    """The parts of a model's forward, in order. Its backward runs through them from the last to the first.
+
+    The final norm belongs to the part after the last layer: a GPT's output layer, or a BERT's head of masked tokens. A
+    BERT with a sentence-order head has the part "pooler", which is both.
+    """
+    heads = ["output layer"]
+    if isinstance(model, BERT):
+        heads = ["MLM head", "output layer", *(["pooler"] if model.config.binary_head else [])]
+    return ["embedding", *(f"layer {number}" for number in range(len(model.layers))), *heads, "loss"]
+
+
 @contextmanager
 def followed(trainer: Trainer) -> Iterator[Spans]:
     """The `Spans` of ``trainer``'s steps inside the block.
@@ -63,32 +75,34 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
     Its model must not be compiled, because a graph runs no hooks.
     """
     spans, model = Spans(), trainer.model
-    assert isinstance(model, GPT)  # the parts of a step are those of its layers
-    parts = ["embedding", *(f"layer {number}" for number in range(len(model.layers))), "output layer", "loss"]
+    assert isinstance(model, Transformer)  # the parts of a step are those of its layers
+    parts = parts_of(model)
     with ExitStack() as stack:
 
-        def between(part: str, tensor: Tensor) -> None:
-            """In forward, ``part`` begins with ``tensor``.
-
-            In backward, the part before it begins with the tensor's gradient.
-            """
-            spans.enter(part, "forward")
-            if tensor.requires_grad:
-                before = parts[parts.index(part) - 1]
-                tensor.register_hook(lambda _: spans.enter(before, "backward"))  # type: ignore[no-untyped-call]
+        def ended(part: str, tensor: Tensor) -> None:
+            """In forward, ``part`` ends with ``tensor``. In backward, it begins with the tensor's gradient."""
+            spans.enter(parts[parts.index(part) + 1], "forward")
+            _on_gradient(tensor, spans, part)
 
         def hook(handle: Any) -> None:
             stack.callback(handle.remove)
 
+        def ends_with(part: str, module: nn.Module) -> None:
+            hook(module.register_forward_hook(lambda _, __, result: ended(part, result)))
+
         hook(model.register_forward_pre_hook(lambda *_: spans.enter("embedding", "forward")))
-        hook(model.register_forward_hook(lambda _, __, losses: _on_gradient(losses, spans, "loss")))
+        hook(model.layers[0].register_forward_pre_hook(lambda _, args: ended("embedding", args[0])))
         for number, layer in enumerate(model.layers):
             part = f"layer {number}"
-            hook(layer.register_forward_pre_hook(lambda _, args, part=part: between(part, args[0])))
+            ends_with(part, layer)
             for handle in _recomputation(layer, spans, part):
                 hook(handle)
-        hook(model.final_norm.register_forward_pre_hook(lambda _, args: between("output layer", args[0])))
-        _around(stack, model.embedding, "logits", after=lambda logits: between("loss", logits))
+        _around(stack, model.embedding, "logits", after=lambda logits: ended("output layer", logits))
+        if isinstance(model, BERT):
+            ends_with("MLM head", model.mlm_head)
+            if model.config.binary_head:
+                ends_with("pooler", model.order_head)
+        hook(model.register_forward_hook(lambda _, __, losses: _on_gradient(losses, spans, "loss")))
         _around(stack, trainer.gradients, "zero", _entering(spans, "gradients"), _entering(spans, "labels"))
         _around(stack, trainer.gradients, "finish", _entering(spans, "gradients"), _entering(spans, "loss and norm"))
         _around(stack, trainer.optimizer, "step", _entering(spans, "optimizer"))
@@ -101,6 +115,7 @@ def _recomputation(layer: nn.Module, spans: Spans, part: str) -> Iterator[Any]:
 
     The run ends with an exception if nothing more of the layer is needed.
     """
+    first, last = ("attention", "mlp_norm") if layer.norm_placement == "post" else ("attention_norm", "mlp")
 
     def begin(*_: Any) -> None:
         if spans.phase == "backward":
@@ -110,13 +125,15 @@ def _recomputation(layer: nn.Module, spans: Spans, part: str) -> Iterator[Any]:
         if spans.phase == "recompute":
             spans.enter(part, "backward")
 
-    yield layer.get_submodule("attention_norm").register_forward_pre_hook(begin)
-    yield layer.get_submodule("mlp").register_forward_hook(end, always_call=True)
+    yield layer.get_submodule(first).register_forward_pre_hook(begin)
+    yield layer.get_submodule(last).register_forward_hook(end, always_call=True)
 
 
-def _on_gradient(tensor: Tensor, spans: Spans, part: str) -> None:
-    if tensor.requires_grad:
-        tensor.register_hook(lambda _: spans.enter(part, "backward"))  # type: ignore[no-untyped-call]
+def _on_gradient(tensors: Tensor | Sequence[Tensor | None], spans: Spans, part: str) -> None:
+    """Backward enters ``part`` when the gradient of a tensor is complete, for each of several tensors."""
+    for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(lambda _: spans.enter(part, "backward"))  # type: ignore[no-untyped-call]
 
 
 def _entering(spans: Spans, part: str) -> Callable[[Any], None]:

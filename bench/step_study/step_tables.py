@@ -60,9 +60,13 @@ def _bandwidth(sums: dict[str, Any], nbytes: int) -> float:
     return sums["count"] * nbytes / transfer if transfer > 0 else 0.0
 
 
+#: the places of parts of the model among the numbered layers
+HEADS = {"embedding": -1, "MLM head": 1 << 30, "output layer": (1 << 30) + 1, "pooler": (1 << 30) + 2}
+
+
 def _order(part: str, phase: str) -> tuple[Any, ...]:
     """The sorting key of a part: forward by layers, backward from the last layer to the first, then what follows."""
-    number = int(part.split()[1]) if part.startswith("layer ") else {"embedding": -1, "output layer": 1 << 30}.get(part)
+    number = int(part.split()[1]) if part.startswith("layer ") else HEADS.get(part)
     if phase:
         number = (1 << 31) if number is None else number
         return (1, number) if phase == "forward" else (2, -number, phase == "backward")

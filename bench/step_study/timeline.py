@@ -23,7 +23,10 @@ COLLECTIVES = {
     ("data", "all_reduce"): "#5a3fa0", ("data", "all_gather"): "#2f7fc1", ("data", "reduce_scatter"): "#1c3f78",
 }  # fmt: skip
 OTHER = "#555555"
-NAMES = {"embedding": "emb", "output layer": "out", "loss and norm": "norm", "optimizer": "opt", "gradients": "grad"}
+NAMES = {
+    "embedding": "emb", "MLM head": "mlm", "output layer": "out", "pooler": "pool", "loss and norm": "norm",
+    "optimizer": "opt", "gradients": "grad",
+}  # fmt: skip
 WIDTH = 15.0  # inches
 CHARACTER = 0.055  # inches of a span's label
 TITLE, LINE = 150, 0.19  # characters of a line of the title that fit into WIDTH, and its height in inches

@@ -15,7 +15,9 @@ from typing import Any
 
 from commengine import GridLayout, cost
 from commengine.cost import Collective
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.bert import BERTTrainConfig
+
+from .recorder import TracedConfig
 
 ALIGNMENT = 64  # in a flat buffer a parameter begins at a multiple of so many elements
 SOURCES = (
@@ -24,7 +26,10 @@ SOURCES = (
     "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7. The others are this trainer's own: commengine/cost/step.py"
 )
 #: endings of the names of parameters that act on sequence shards: each rank has a part of their gradient [K]
-PARTIAL = ("_norm.weight", "_norm.bias", "projection.bias", "mlp.down.bias", "position_embedding")
+PARTIAL = (
+    "_norm.weight", "_norm.bias", "projection.bias", "mlp.down.bias", "position_embedding", "token_type_embedding",
+    "mlm_head.dense.weight", "mlm_head.dense.bias", "mlm_head.norm.weight", "mlm_head.norm.bias",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,15 +90,43 @@ class Buckets:
         return found
 
 
-def shape_of(config: GPTTrainConfig) -> cost.TransformerShape:
+def shape_of(config: TracedConfig) -> cost.TransformerShape:
     """The model's shape, with its padded vocabulary."""
     return cost.TransformerShape(
         config.num_layers, config.hidden_size, config.num_attention_heads, config.seq_length,
-        config.model().padded_vocab_size,
+        config.model().padded_vocab_size, config.task,
     )  # fmt: skip
 
 
-def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
+@dataclass(frozen=True)
+class Variant:
+    """The choices of a model that `cost.TransformerShape` does not have; a GPT has none but the defaults.
+
+    predictions: see `cost.tensor_parallel_collectives`.
+    """
+
+    post_norm: bool = False
+    order_head: bool = False
+    predictions: int | None = None
+
+    @classmethod
+    def of(cls, config: TracedConfig) -> Variant:
+        """The choices of ``config``'s model."""
+        if not isinstance(config, BERTTrainConfig):
+            return cls()
+        unit = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        predictions = _rounded_up(config.rules().predictions, unit)
+        return cls(config.norm_placement == "post", not config.bert_no_binary_head, predictions)
+
+    def sizes(self, config: TracedConfig, tensor: int) -> list[tuple[str, int]]:
+        """(name, elements) of each parameter of a rank of a tensor group of ``tensor`` ranks."""
+        return cost.parameter_sizes(
+            shape_of(config), tensor, mlp=config.ffn_hidden_size, positions=config.positions, post_norm=self.post_norm,
+            order_head=self.order_head,
+        )  # fmt: skip
+
+
+def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
     """The collectives of ``rank`` of ``world_size`` in a step, by formula.
 
     config: valid, with its vocabulary and ``ddp_bucket_size`` known. updated: False for a step whose update was skipped
@@ -104,16 +137,17 @@ def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: boo
     tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
     half = config.bf16 or config.fp16
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
-    recompute = config.recompute_granularity or "none"
+    recompute, variant = config.recompute_granularity or "none", Variant.of(config)
     model = cost.tensor_parallel_collectives(
         shape, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
-        stops_early=config.hidden_dropout == 0,
+        stops_early=config.hidden_dropout == 0 and not variant.post_norm, predictions=variant.predictions,
+        order_head=variant.order_head,
     )  # fmt: skip
-    model += cost.loss_collectives(shape, batch, tensor, together=True)
+    model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=variant.predictions)
     times = (config.global_batch_size or batch * data) // (batch * data)
     found = [Expected("tensor", replace(one, count=one.count * times)) for one in model]
 
-    sizes = cost.parameter_sizes(shape, tensor, mlp=config.ffn_hidden_size, positions=config.positions)
+    sizes = variant.sizes(config, tensor)
     buckets = Buckets.of(sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1)
     reduced = cost.data_parallel_collectives(
         sum(elements for _, elements in sizes), data, zero1=zero1, buckets=buckets.sizes,
@@ -124,7 +158,8 @@ def expected(config: GPTTrainConfig, world_size: int, rank: int, *, updated: boo
         shard, shards = (rank // tensor, data) if zero1 else (0, 1)
         partial = buckets.partial_elements(shard, shards)
         found += [Expected("tensor", one) for one in cost.sequence_parallel_collectives(partial, tensor)]
-    scalars = cost.scalar_collectives(tensor, data, zero1=zero1, fp16=config.fp16)
+    terms = 2 if variant.order_head else 1
+    scalars = cost.scalar_collectives(tensor, data, zero1=zero1, fp16=config.fp16, terms=terms)
     found += [Expected(group, one) for group, one in scalars]
     return [one for many in found for one in _by_layer(many, shape.layers)]
 

@@ -1,4 +1,4 @@
-"""The collectives of a GPT's training step, by formula: their operations, numbers, sizes, and parts of the step.
+"""The collectives of a GPT's or BERT's training step, by formula: operation, number, size, and part of the step.
 
     [M] Shoeybi et al., Megatron-LM, 2019: section 3, Figure 4 (a layer), the loss; appendix B.1 (gradients)
     [Z] Rajbhandari, Rasley, Ruwase & He, ZeRO, 2020: sections 5 and 7
@@ -21,8 +21,9 @@ class Collective:
     """A collective that a step runs ``count`` times.
 
     size: bytes, as nccl-tests counts them. ranks: the size of its group. why: its purpose and its source.
-    part: the part of the step: "layers" (all of them together), "embedding", "output layer", "loss", "gradients",
-    "optimizer", "labels", "loss and norm". phase: in a part of the model, "forward", "recompute" or "backward".
+    part: the part of the step: "layers" (all of them together), "embedding", "MLM head", "output layer", "pooler",
+    "loss", "gradients", "optimizer", "labels", "loss and norm". phase: in a part of the model, "forward", "recompute"
+    or "backward".
     """
 
     operation: str
@@ -43,6 +44,8 @@ def tensor_parallel_collectives(
     recompute: str = "none",
     sequence_parallel: bool = False,
     stops_early: bool = False,
+    predictions: int | None = None,
+    order_head: bool = True,
 ) -> list[Collective]:
     """Return the collectives of one micro-batch of ``batch`` sequences over its tensor group, without the loss.
 
@@ -52,17 +55,25 @@ def tensor_parallel_collectives(
     column-parallel input again for its weight gradient [K].
 
     tensor: the size of the tensor group. stops_early: a recomputation ends with the last tensor that the backward
-    needs, as PyTorch's does. If that is the MLP's (no dropout follows it), the layer's last reduction does not run
-    again.
+    needs, as PyTorch's does. If that is the MLP's (no dropout or norm follows it), the layer's last reduction does not
+    run again.
+
+    predictions: a BERT's head of masked tokens and its output layer run at so many positions of a sequence, with
+    sequence parallelism a multiple of ``tensor``; None: at all s, which is also a GPT's output layer. order_head:
+    whether a BERT has the pooler and the sentence-order head. With sequence parallelism the rows at these positions,
+    and the first token's for the pooler, lie on any of the ranks: a reduce-scatter brings each rank its part of the
+    former, and an all-reduce brings all ranks the latter.
     """
     require_recompute(recompute)
     if tensor == 1:
         return []
-    size = shape.seq * batch * shape.hidden * element_bytes
+    of_position = batch * shape.hidden * element_bytes
+    size = shape.seq * of_position
+    predicted = size if predictions is None else predictions * of_position
     twice = 2 * shape.layers
     reduced_again = twice - shape.layers if stops_early else twice
 
-    def one(operation: str, count: int, part: str, phase: str, why: str) -> Collective:
+    def one(operation: str, count: int, part: str, phase: str, why: str, size: float = size) -> Collective:
         return Collective(operation, size, tensor, count, why, part, phase)
 
     if not sequence_parallel:
@@ -70,7 +81,7 @@ def tensor_parallel_collectives(
             one("all_reduce", twice, "layers", "forward", "g, after attention and MLP [M]"),
             one("all_reduce", twice, "layers", "backward", "f, before attention and MLP [M]"),
             one("all_reduce", 1, "embedding", "forward", "embedding's g [M]"),
-            one("all_reduce", 1, "output layer", "backward", "output layer's f [M]"),
+            one("all_reduce", 1, "output layer", "backward", "output layer's f [M]", predicted),
         ]
         if recompute == "full":
             found.append(one("all_reduce", reduced_again, "layers", "recompute", "g again [K]"))
@@ -83,10 +94,17 @@ def tensor_parallel_collectives(
         one("all_gather", twice, "layers", "backward", "column-parallel inputs again, for weight gradients [K]"),
         one("reduce_scatter", 1, "embedding", "forward", "after the embedding [K]"),
         one("all_gather", 1, "embedding", "backward", "after the embedding [K]"),
-        one("all_gather", 1, "output layer", "forward", "before the output layer [K]"),
-        one("reduce_scatter", 1, "output layer", "backward", "before the output layer [K]"),
-        one("all_gather", 1, "output layer", "backward", "its input again, for the weight gradient [K]"),
+        one("all_gather", 1, "output layer", "forward", "before the output layer [K]", predicted),
+        one("reduce_scatter", 1, "output layer", "backward", "before the output layer [K]", predicted),
+        one("all_gather", 1, "output layer", "backward", "its input again, for the weight gradient [K]", predicted),
     ]
+    if predictions is not None:
+        found.append(one("reduce_scatter", 1, "MLM head", "forward", "rows at the masked positions", predicted))
+        found.append(one("all_gather", 1, "MLM head", "backward", "rows at the masked positions", predicted))
+    if shape.model == "bert" and order_head:
+        found.append(
+            one("all_reduce", 1, "pooler", "forward", "first tokens, from the first rank's shard", of_position)
+        )
     if recompute == "full":
         found.append(one("all_gather", twice, "layers", "recompute", "before attention and MLP, again [K]"))
         found.append(one("reduce_scatter", reduced_again, "layers", "recompute", "after attention and MLP, again [K]"))
@@ -97,8 +115,9 @@ def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes
     """Return the sums, once a step, of the gradients of parameters that act on sequence shards.
 
     Each rank of the tensor group has a part of such a gradient, and the group sums the parts. partial: the number of
-    elements of these parameters: LayerNorms, biases after a reduce-scatter, position embedding. The papers do not count
-    these collectives; Megatron-LM runs them, too.
+    elements of these parameters: LayerNorms, biases after a reduce-scatter, the embeddings of positions and token
+    types, and the dense layer of a BERT's head of masked tokens. The papers do not count these collectives; Megatron-LM
+    runs them, too.
     """
     if tensor == 1 or not partial:
         return []
@@ -107,17 +126,24 @@ def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes
 
 
 def loss_collectives(
-    shape: TransformerShape, batch: int, tensor: int, *, parallel: bool = True, together: bool = False
+    shape: TransformerShape,
+    batch: int,
+    tensor: int,
+    *,
+    parallel: bool = True,
+    together: bool = False,
+    predictions: int | None = None,
 ) -> list[Collective]:
     """Return the collectives of the loss of vocabulary-parallel logits [M, section 3].
 
     The tensor group reduces b s fp32 numbers three times: the maximum, the target logit and the sum of exponentials of
     each token. together: the last two are one collective of twice the size. parallel=False: gather the b s v fp16
-    logits instead.
+    logits instead. predictions: the positions of a sequence that have logits, instead of s
+    (`tensor_parallel_collectives`).
     """
     if tensor == 1:
         return []
-    tokens = shape.seq * batch
+    tokens = (shape.seq if predictions is None else predictions) * batch
 
     def one(operation: str, size: float, count: int, why: str) -> Collective:
         return Collective(operation, size, tensor, count, why, "loss", "forward")
@@ -163,21 +189,23 @@ def data_parallel_collectives(
 
 
 def scalar_collectives(
-    tensor: int, data: int, *, zero1: bool = False, fp16: bool = False
+    tensor: int, data: int, *, zero1: bool = False, fp16: bool = False, terms: int = 1
 ) -> list[tuple[str, Collective]]:
     """Return (group, collective) for the few numbers that the ranks exchange in a step. The papers do not count them.
 
+    terms: the losses of which the objective is the sum: 2 for a BERT with a sentence-order head.
+
     | group        | numbers                                                                                          |
     |--------------|--------------------------------------------------------------------------------------------------|
-    | data         | 2 int64: the labels that the loss counts, and whether a token is outside the vocabulary          |
-    | data         | float64: the loss                                                                                |
+    | data         | int64: the labels that each term counts, and whether a token is outside the vocabulary           |
+    | data         | float64: each term of the loss                                                                   |
     | tensor       | float64: the squared norm of the gradients of split parameters                                   |
     | data         | ZeRO-1 only, 2 float64: that norm, and the squared norm of the gradients of replicated parameters |
     | tensor, data | fp16 only, int64: whether a gradient overflowed                                                  |
     """
     found = [
-        ("data", Collective("all_reduce", 16, data, 1, "labels counted, tokens outside", "labels")),
-        ("data", Collective("all_reduce", 8, data, 1, "loss", "loss and norm")),
+        ("data", Collective("all_reduce", 8 * (terms + 1), data, 1, "labels counted, tokens outside", "labels")),
+        ("data", Collective("all_reduce", 8 * terms, data, 1, "loss", "loss and norm")),
         ("tensor", Collective("all_reduce", 8, tensor, 1, "squared norm of split gradients", "loss and norm")),
     ]
     if zero1:

@@ -71,11 +71,19 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
 
 
 def parameter_sizes(
-    shape: TransformerShape, tensor: int = 1, *, mlp: int | None = None, positions: int | None = None
+    shape: TransformerShape,
+    tensor: int = 1,
+    *,
+    mlp: int | None = None,
+    positions: int | None = None,
+    post_norm: bool = False,
+    order_head: bool = True,
 ) -> list[tuple[str, int]]:
     """Return (name, elements) of each parameter of one rank of a tensor group of ``tensor`` ranks.
 
     mlp: width of the feed-forward block (default 4 h). positions: number of positions that the model knows (default s).
+    post_norm: layers normalise after each sum, and a norm follows the embedding instead of the last layer. order_head:
+    whether a BERT has the pooler and the sentence-order head.
     Names and order are those of this project's GPT and BERT. Without the options the elements add up to `parameters`.
     """
     h = shape.hidden
@@ -84,6 +92,8 @@ def parameter_sizes(
     if shape.model == "bert":
         found.append(("token_type_embedding", 2 * h))
     found.append(("embedding.weight", shape.vocab * h // tensor))
+    if post_norm:
+        found += [("embedding_norm.weight", h), ("embedding_norm.bias", h)]
     layer = {
         "attention_norm.weight": h, "attention_norm.bias": h,
         "attention.qkv.weight": 3 * h * h // tensor, "attention.qkv.bias": 3 * h // tensor,
@@ -93,13 +103,20 @@ def parameter_sizes(
         "mlp.down.weight": mlp * h // tensor, "mlp.down.bias": h,
     }  # fmt: skip
     found += [(f"layers.{number}.{name}", size) for number in range(shape.layers) for name, size in layer.items()]
-    found += [("final_norm.weight", h), ("final_norm.bias", h)]
+    if not post_norm:
+        found += [("final_norm.weight", h), ("final_norm.bias", h)]
     if shape.model == "bert":
         found += [
             ("mlm_head.bias", shape.vocab // tensor), ("mlm_head.dense.weight", h * h), ("mlm_head.dense.bias", h),
-            ("mlm_head.norm.weight", h), ("mlm_head.norm.bias", h), ("pooler.weight", h * h), ("pooler.bias", h),
-            ("order_head.weight", 2 * h), ("order_head.bias", 2),
+            ("mlm_head.norm.weight", h), ("mlm_head.norm.bias", h),
         ]  # fmt: skip
+        if order_head:
+            found += [
+                ("pooler.weight", h * h),
+                ("pooler.bias", h),
+                ("order_head.weight", 2 * h),
+                ("order_head.bias", 2),
+            ]
     return found
 
 

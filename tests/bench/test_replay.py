@@ -246,7 +246,10 @@ def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeyp
     with Communicator(mpi_world) as world:
         for argv, message in [
             ([str(folder)], "not a recording"),
-            ([str(folder), "--num-layers", "2"], "--num-layers 2: unknown; pretrain_gpt's options go with --record"),
+            (
+                [str(folder), "--num-layers", "2"],
+                "--num-layers 2: unknown; a training command's options go with --record",
+            ),
             ([], "the following arguments are required: TRACE"),
             ([str(folder), "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
             ([str(folder), "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),

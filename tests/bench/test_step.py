@@ -4,11 +4,13 @@ import csv
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import step
-from bench.step_study import recording, step_tables, volumes
+from bench.step_study import recorder, recording, step_tables, volumes
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
 from commengine import CollectiveEvent, UsageError, cost
@@ -20,6 +22,7 @@ TINY = [
     "--ddp-bucket-size", "5000",
 ]  # fmt: skip
 TP2 = ["--tensor-model-parallel-size", "2"]
+BERT = ["--model", "bert", "--mask-prob", "0.25"]  # 3 masked tokens in a sample of 16
 SBH = 16 * 2 * 32  # elements of an activation
 
 
@@ -113,6 +116,12 @@ def check_chrome(entries, ranks):
         [*TP2, "--recompute-granularity", "full", "--bf16", "--grad-reduce-in-fp32", "--hidden-dropout", "0"],
         ["--use-distributed-optimizer", "--fp16", "--initial-loss-scale", "16", "--max-position-embeddings", "20"],
         ["--use-distributed-optimizer", "--fp16", "--loss-scale", "1e30"],  # every step overflows
+        [*BERT, *TP2, "--recompute-granularity", "full", "--hidden-dropout", "0"],
+        [*BERT, *TP2, "--sequence-parallel", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
+         "--async-tensor-model-parallel-allreduce"],
+        [*BERT, *TP2, "--sequence-parallel", "--norm-placement", "post", "--bert-no-binary-head",
+         "--recompute-granularity", "full", "--hidden-dropout", "0"],
+        [*BERT, "--norm-placement", "post", "--use-distributed-optimizer", "--fp16", "--initial-loss-scale", "16"],
     ],
 )  # fmt: skip
 def test_formulas_hold_whatever_the_step_is(options, world, folder):
@@ -138,7 +147,9 @@ def test_formulas_hold_whatever_the_step_is(options, world, folder):
     ]
     if world.rank == 0:  # what the methods were given, not what a trace says of it
         assert sorted(formulas) == sorted(moved)
-    if "--recompute-granularity" in options and "full" in options:
+    if "bert" in options:
+        check_heads(found, options)
+    elif "--recompute-granularity" in options and "full" in options:
         layers = [counts(found, f"layer {number}") for number in range(3)]
         if "--sequence-parallel" in options:
             size = 2 * SBH
@@ -150,6 +161,35 @@ def test_formulas_hold_whatever_the_step_is(options, world, folder):
         else:  # without dropout nothing needs the MLP's sum again
             expected = {"forward": 2, "recompute": 1, "backward": 2}
             assert layers == [{(phase, "all_reduce"): (n, 2 * SBH) for phase, n in expected.items()}] * 3
+
+
+def check_heads(found, options):
+    """A BERT's collectives behind its layers, written out: 3 positions and, in shards of the sequence, 4."""
+    rows, size = 2 * 32, 2 if "--bf16" in options else 4  # elements of a position in a micro-batch, and their bytes
+    loss = [(row["count"], row["bytes"]) for row in found["parts"] if row["part"] == "loss"]
+    heads = {part: counts(found, part) for part in ("MLM head", "output layer", "pooler")}
+    if "--sequence-parallel" in options:
+        once = (1, 4 * rows * size)
+        assert heads["MLM head"] == {("forward", "reduce_scatter"): once, ("backward", "all_gather"): once}
+        again = {("backward", "all_gather"): once, ("backward", "reduce_scatter"): once}
+        assert heads["output layer"] == {("forward", "all_gather"): once, **again}
+        pooled = "--bert-no-binary-head" not in options
+        assert heads["pooler"] == ({("forward", "all_reduce"): (1, rows * size)} if pooled else {})
+        assert loss == [(1, 4 * 4 * 2), (1, 8 * 4 * 2)]
+    elif TP2[0] in options:
+        assert heads == {
+            "MLM head": {},
+            "output layer": {("backward", "all_reduce"): (1, 3 * rows * size)},
+            "pooler": {},
+        }
+        assert loss == [(1, 4 * 3 * 2), (1, 8 * 3 * 2)]
+    else:
+        assert not loss and not any(heads.values())
+    if "full" in options:  # the last sum runs again if a norm after it needs it
+        again = 2 if "post" in options else 1
+        operation = "reduce_scatter" if "--sequence-parallel" in options else "all_reduce"
+        for number in range(3):
+            assert counts(found, f"layer {number}")["recompute", operation] == (again, SBH * size)
 
 
 def labels_by_the_stack(model, seen):
@@ -286,6 +326,47 @@ def test_exposed_is_what_the_caller_waited_for_while_it_ran():
     assert traced("tensor", None, **after) == ("gradients", "", "gradients", (2.0, 3.0))
 
 
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_parameters_of_a_bert_are_the_models(placement, alone):
+    """Their names, sizes and order, and which gradients are partial on sequence shards, against the model's own."""
+    import tplayers
+
+    options = [*TINY, *BERT, *TP2, "--sequence-parallel", "--norm-placement", placement]
+    given = step.read(options + ["--bert-no-binary-head"] * alone, 2)
+    config = recorder.from_json(given)
+    with torch.device("meta"):
+        model = tplayers.BERT(config.model(), SimpleNamespace(size=2, rank=1))
+    sizes = volumes.Variant.of(config).sizes(config, 2)
+    assert sizes == [(name, parameter.numel()) for name, parameter in model.named_parameters()]
+    partial = {name for name, placed in tplayers.placements(model).items() if placed.partial}
+    assert {name for name, _ in sizes if name.endswith(volumes.PARTIAL)} == partial
+
+
+def test_the_head_of_masked_tokens_runs_at_their_positions_alone():
+    """BERT-336M's samples of 512 tokens have at most 76 masked ones, 80 in 8 equal shards; 2 terms, and 3 counts."""
+    given = ["--preset", "bert-336m", "--mock-data", "--micro-batch-size", "4", "--bf16", "--ddp-bucket-size", "1000"]
+    given += ["--tensor-model-parallel-size", "8"]
+    found = {}
+    for name, more in (("whole", []), ("shards", ["--sequence-parallel"]), ("alone", ["--bert-no-binary-head"])):
+        config = recorder.from_json(step.read([*given, *more], 16))
+        found[name] = {
+            (one.group, one.what.part, one.what.phase, one.what.operation): (one.what.count, one.what.size)
+            for one in volumes.expected(config, 16, 0) if one.what.part in ("output layer", "pooler", "labels")
+        }  # fmt: skip
+    of_position, times = 4 * 1024 * 2, 1024 // (4 * 2)
+    labels = {("data", "labels", "", "all_reduce"): (1, 24)}
+    whole = {("tensor", "output layer", "backward", "all_reduce"): (times, 76 * of_position)}
+    assert found["whole"] == whole | labels
+    assert found["alone"] == whole | dict.fromkeys(labels, (1, 16))
+    assert found["shards"] == labels | {
+        ("tensor", "output layer", "forward", "all_gather"): (times, 80 * of_position),
+        ("tensor", "output layer", "backward", "all_gather"): (times, 80 * of_position),
+        ("tensor", "output layer", "backward", "reduce_scatter"): (times, 80 * of_position),
+        ("tensor", "pooler", "forward", "all_reduce"): (times, of_position),
+    }
+
+
 def test_a_difference_is_told():
     rows = volumes.compared([], [("layer 0", "forward", "tensor", "all_reduce", 8)])
     assert [(row["equal"], row["source"], row["formula_count"]) for row in rows] == [(False, "no formula", 0)]
@@ -340,6 +421,36 @@ def test_a_preset_is_the_papers_model_and_flags_win():
     assert (config["tensor_model_parallel_size"], config["global_batch_size"]) == (8, 512)
     with pytest.raises(UsageError, match=r"--preset gpt-8.3b: its tensor-model-parallel size 8 does not divide the 4"):
         step.read(argv, 4)
+
+
+def test_a_preset_or_an_option_decides_on_the_model(tmp_path, capsys):
+    few = ["--mock-data", "--num-layers", "2"]
+    found = step.read(["--preset", "bert-336m", *few], 2)
+    assert found["model"] == "bert" and found["config"]["hidden_size"] == 1024
+    assert found["config"]["seq_length"] == 512 and found["config"]["tensor_model_parallel_size"] == 1
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: bert-3.9b\nmask_prob: 0.2\n")
+    found = step.read(["--config", str(file), *few], 4)
+    assert (found["model"], found["config"]["hidden_size"], found["config"]["mask_prob"]) == ("bert", 2560, 0.2)
+    assert step.read(TINY, 2)["model"] == "gpt" and step.read([*TINY, *BERT], 2)["config"]["mask_prob"] == 0.25
+    for argv, message in [
+        (
+            ["--model", "gpt", "--preset", "bert-336m"],
+            "--preset bert-336m: is a model of pretrain_bert; valid here: gpt",
+        ),
+        (
+            ["--model", "bert", "--preset", "gpt-355m"],
+            "--preset gpt-355m: is a model of pretrain_gpt; valid here: bert",
+        ),
+        (["--preset", "none"], "--preset none: valid here: gpt-355m, .*bert-3.9b, or list"),
+        (["--preset", "bert-1.3b", "--compile"], "--compile: a compiled graph runs no hooks"),
+        (["--model", "t5"], r"argument --model: invalid choice: 't5' \(choose from '?gpt'?, '?bert'?\)"),
+    ]:
+        with pytest.raises((ValueError, UsageError), match=message):
+            step.read([*argv, *few], 2)
+    with pytest.raises(SystemExit):
+        step.read(["--preset", "list"], 2)
+    assert "| gpt-355m |" in capsys.readouterr().out
 
 
 def test_a_recording_is_replaced_only_when_asked(tmp_path):

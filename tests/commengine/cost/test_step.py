@@ -48,6 +48,33 @@ def test_parts_of_a_step():
         assert len(found) == 2 * (tensor > 1) + 4 * (data > 1)
 
 
+def test_heads_of_a_bert():
+    """Only the collectives behind the layers differ from a GPT's of the same sizes, and only with these options."""
+    gpt, bert = (TransformerShape(24, 1024, 16, 512, 30720, model) for model in ("gpt", "bert"))
+    for sequence in (False, True):
+        more = {"recompute": "full", "sequence_parallel": sequence}
+        as_gpt = cost.tensor_parallel_collectives(gpt, 4, 8, **more)
+        assert cost.tensor_parallel_collectives(bert, 4, 8, order_head=False, **more) == as_gpt
+        both = cost.tensor_parallel_collectives(bert, 4, 8, **more)
+        pooled = [(one.part, one.phase, one.operation, one.count, one.size) for one in both if one not in as_gpt]
+        assert pooled == ([("pooler", "forward", "all_reduce", 1, 4 * 1024 * 2)] if sequence else [])
+        masked = cost.tensor_parallel_collectives(bert, 4, 8, predictions=80, **more)
+        assert [one for one in masked if one.part not in ("MLM head", "output layer")] == [
+            one for one in both if one.part != "output layer"
+        ]
+        heads = [one for one in masked if one.part in ("MLM head", "output layer")]
+        assert {one.size for one in heads} == {80 * 4 * 1024 * 2} and len(heads) == (5 if sequence else 1)
+    assert cost.tensor_parallel_collectives(bert, 4, 1, predictions=80, sequence_parallel=True) == []
+    assert [one.size for one in cost.loss_collectives(bert, 4, 8, predictions=80, together=True)] == [1280, 2560]
+    assert [one.size for _, one in cost.scalar_collectives(1, 2, terms=2)] == [24, 16]
+    sizes = cost.parameter_sizes(bert, 8)
+    post = cost.parameter_sizes(bert, 8, post_norm=True)
+    assert sorted(size for _, size in post) == sorted(size for _, size in sizes)
+    assert [name for name, _ in post if name not in dict(sizes)] == ["embedding_norm.weight", "embedding_norm.bias"]
+    alone = cost.parameter_sizes(bert, 8, order_head=False)
+    assert sum(size for _, size in sizes) - sum(size for _, size in alone) == 1024 * 1024 + 1024 + 2 * 1024 + 2
+
+
 def test_parameter_by_parameter():
     for shape in (*PAPER.values(), GPT3):
         for tensor in (1, 2, 8):
