@@ -13,7 +13,7 @@ from trainers.training.trainer import Trainer
 
 TINY = [
     "--mock-data", "--vocab-size", "60", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
-    "--global-batch-size", "4", "--micro-batch-size", "2", "--lr-warmup-iters", "2", "--depths", "1", "3",
+    "--global-batch-size", "4", "--micro-batch-size", "1", "--lr-warmup-iters", "2", "--depths", "1", "3",
     "--steps", "6", "--slice", "2",
 ]  # fmt: skip
 
