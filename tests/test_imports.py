@@ -42,6 +42,7 @@ ROOMS = {
         {"models"},
     ),
     "trainers": (
+        {"files"},  # reading what users name, checksums
         {"options", "presets"},
         {"config"},
         {"data", "weights"},
