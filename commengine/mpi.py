@@ -18,7 +18,8 @@ def load_mpi() -> Any:
 def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:
     """Return the rank in ``other`` of each rank of ``comm``, in the order of ``comm``. Not collective."""
     mine, theirs = comm.Get_group(), other.Get_group()
-    ranks = list(mine.Translate_ranks(None, theirs))
+    # mpi4py 3.1 has a class method of two groups, and takes no None for all ranks; a call on the class serves both.
+    ranks = list(load_mpi().Group.Translate_ranks(mine, list(range(mine.size)), theirs))
     mine.Free()
     theirs.Free()
     return ranks
