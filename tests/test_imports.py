@@ -22,7 +22,7 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 ROOMS = {
     "commengine": (
         {"errors", "mpi", "job_end", "dtypes", "operations"},
-        {"agreement", "trace", "cost"},
+        {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
         {"timeout", "stream"},
