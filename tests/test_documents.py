@@ -77,6 +77,9 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
         return
+    if name == "trainers.supervise":  # with the command that it starts
+        module.read([*arguments, "--data-path", str(data)])
+        return
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
     parser = module.parser() if hasattr(module, "parser") else module._parser()
     _, rest = parser.parse_known_args(arguments)

@@ -51,6 +51,7 @@ ROOMS = {
         {"checkpoints"},
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),
     "bench": (
