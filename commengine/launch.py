@@ -29,6 +29,9 @@ TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLUR
 #: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0
 
+#: seconds by which an interrupted rank speaks later than rank 0, which ends the job if Ctrl-C reached all ranks
+INTERRUPTED_SECONDS = 1.0
+
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raise `LaunchError` when the launcher started another number of tasks than MPI has ranks.
@@ -63,8 +66,9 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
     main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device, which
     becomes torch's current device.
 
-    An uncaught exception, ``sys.exit`` with an error, or Ctrl-C on any rank ends all ranks at once, with the traceback
-    of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
+    An uncaught exception or ``sys.exit`` with an error on any rank ends all ranks at once, with the traceback of that
+    rank and a non-zero exit code; Ctrl-C does so with one line and 130. Every rank must raise a `UsageError` together;
+    only rank 0 prints it. If ``main`` returns EX_TEMPFAIL (75: start the job again), all ranks must return it.
     """
     with abort_on_error():
         mpi = load_mpi()
@@ -104,7 +108,7 @@ def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -
             abort(code)
         time.sleep(1e-3)
     farewell.Free()
-    if code == 0:  # after an error its streams may hold collectives that not every rank has enqueued
+    if code in (0, os.EX_TEMPFAIL):  # after an error its streams may hold collectives that not every rank has enqueued
         world.close()
 
 
@@ -128,9 +132,15 @@ def abort_on_error() -> Iterator[None]:
         if next((task for task in tasks if task is not None), "0") == "0":
             say(f"error: {error}")
         abort(1)
+    except KeyboardInterrupt:
+        rank = _world_rank()
+        if rank not in (0, "?"):
+            time.sleep(INTERRUPTED_SECONDS)
+        say(f"[rank {rank}] interrupted (SIGINT)")
+        abort(130)
     except BaseException as error:
         say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
-        abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+        abort(1)
 
 
 def _world_rank() -> int | str:
