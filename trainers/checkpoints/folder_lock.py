@@ -100,7 +100,8 @@ def _start(pid: int) -> str | None:
     """When a living process started, in its kernel's ticks, or "hidden"; None if it is gone or has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]
+        # The threads of a process that was killed may outlive its first one, and may still write.
+        return None if state in "ZX" and int(rest[16]) <= 1 else rest[18]
     except (FileNotFoundError, ProcessLookupError):
         pass
     try:

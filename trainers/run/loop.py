@@ -21,6 +21,7 @@ from .evaluation import Evaluation, evaluate_sources, total
 from .metrics import Metrics
 from .report import communication_rows, is_written
 from .step_agreement import StepAgreement
+from .step_file import StepFile
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
 
@@ -121,6 +122,7 @@ def _train(
     evaluated: Evaluation | None = None
     evaluated_at = saved = trainer.iteration if trainer.iteration else -1
     stop = 0
+    begun = StepFile(Path(config.step_file) if config.step_file and grid.world.rank == 0 else None)
     with trace(grid.tensor, grid.data) as log:
         if goes_on and _lacks_evaluation(trainer, metrics):  # the run was ended in it
             with log.paused():
@@ -128,6 +130,7 @@ def _train(
         for iteration in _iterations(trainer) if not stop else ():
             traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
             with contextlib.nullcontext() if traced else log.paused():
+                begun.begin(iteration)
                 began = time.perf_counter()
                 course.step = step = trainer.step()
                 course.seconds.append(time.perf_counter() - began)
@@ -152,6 +155,7 @@ def _train(
                     (evaluated, stop), evaluated_at = _evaluate(task, metrics, agreement), iteration
             if stop:
                 break
+    begun.close()
     last = trainer.iteration >= config.train_iters
     if folder is not None and saved != trainer.iteration:  # before the evaluation, which may take long
         run_state.save(trainer)

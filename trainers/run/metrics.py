@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from trainers.checkpoints import disk
 
 
 class Metrics:
@@ -36,7 +38,7 @@ class Metrics:
             if start and self._path.exists():
                 every, damaged = read_rows(self._path)
                 self.rows = [row for row in every if row["iteration"] <= start]
-            _replace(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_rows(self._path, self.rows)
             if damaged:
                 shown = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
                 self.say(f"{self._path}: {len(damaged)} damaged rows are left out (lines {shown})")
@@ -124,14 +126,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < math.inf and (type(value) is float or abs(value) < 2**63)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Give ``path`` a new content: a kill leaves the old one or the new one. Raises OSError."""
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Give ``path`` new rows: a kill leaves all the old ones or all the new ones. Raises OSError."""
     beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    disk.remove(beside)
+    disk.write(beside, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    disk.replace(beside, path)
 
 
 def _summary_writer(folder: Path, start: int) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine.trace import Total
+from trainers.checkpoints import disk
 
 from .metrics import as_json
 
@@ -137,8 +138,9 @@ class Report:
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
         beside = folder / f"{NAME}.tmp"  # last and by a rename: if report.json is there, the report is complete
-        beside.write_text(json.dumps(values, indent=1) + "\n")
-        beside.replace(folder / NAME)
+        disk.remove(beside)
+        disk.write(beside, (json.dumps(values, indent=1) + "\n").encode())
+        disk.replace(beside, folder / NAME)
 
 
 def is_written(folder: Path, iteration: int) -> bool:
