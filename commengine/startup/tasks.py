@@ -17,7 +17,7 @@ TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLUR
 TASK_NUMBERS = ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 LOCAL_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
-#: seconds that the other tasks leave to the first one to speak, and one more tenth for each
+#: seconds that the other tasks leave to the first one to speak; each waits a second longer than the one before it
 SPEAK_SECONDS = 5.0
 
 
@@ -70,7 +70,7 @@ def seconds_to_wait(environ: Mapping[str, str] = os.environ) -> float:
     other tasks when one has failed, so they wait before they speak: also for a first task that starts late.
     """
     number = _first(TASK_NUMBERS, environ)
-    return SPEAK_SECONDS + 0.1 * min(number, 50) if number else 0.0
+    return SPEAK_SECONDS + min(number, 10) if number else 0.0
 
 
 def first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
