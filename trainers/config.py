@@ -158,6 +158,18 @@ class TrainConfig:
         1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
         valid=NOT_NEGATIVE,
     )  # fmt: skip
+    # checks while it trains
+    check_replicas: int | None = option(
+        None, "after each step whose number is a multiple of this, compare checksums of all that several ranks hold",
+        valid=AT_LEAST_ONE,
+    )  # fmt: skip
+    check_for_spiky_loss: float | None = option(
+        None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10",
+        valid=ValidRange(lambda limit: 0 < limit < math.inf, "must be positive, and finite"),
+    )  # fmt: skip
+    log_straggler: bool = option(
+        False, "log each rank's own time, and name a rank that keeps the others waiting; traces every step"
+    )
     step_file: str | None = option(
         None, "file for the number of the step under way, which trainers.supervise asks for and removes"
     )
@@ -195,6 +207,7 @@ class TrainConfig:
             self.keep_every is None or self.keep_last is not None,
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
+        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.

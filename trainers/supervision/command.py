@@ -59,7 +59,7 @@ class TrainingCommand:
         #: the folder of --save
         self.folder = Path(config.save or "")
         #: the signal of --exit-signal, or None
-        self.exit_signal = getattr(config, "exit_signal", None)
+        self.exit_signal = config.exit_signal
         require(config.save is not None, "the command after -- needs --save DIR, the folder for its checkpoints")
         require(
             config.load is not None and Path(config.load).resolve() == self.folder.resolve(),
