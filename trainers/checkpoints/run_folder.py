@@ -9,7 +9,7 @@ from pathlib import Path
 from commengine import UsageError
 from trainers.config import TrainConfig
 
-from . import checkpoint
+from . import checkpoint, pointer
 
 #: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
 #: new run's rows in place of theirs.
@@ -49,8 +49,7 @@ def require_free(config: TrainConfig) -> None:
         return
     if _goes_on(config, found):
         assert found is not None
-        complete = sorted(path.parent.name for path in folder.glob("iter_*/state.json"))
-        if newer := [name for name in complete if name > found.name]:
+        if newer := [path.name for path in pointer.complete(folder) if path.name > found.name]:
             raise UsageError(
                 f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
                 "replace; give another --save, or --overwrite"

@@ -11,6 +11,7 @@ from typing import TypeVar
 from commengine import Communicator, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, run_folder, run_state
+from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
@@ -117,6 +118,8 @@ def _train(
     batch_tokens = trainer.batches.size * task.tokens_per_sample
     agreement.add("stop", stopping.reason)
     agreement.add_failure(metrics.problem)
+    checks = InRunChecks(trainer, folder, metrics.say)
+    agreement.add_failure(checks.problem)
     stopping.begin()
     course = Course()
     evaluated: Evaluation | None = None
@@ -129,7 +132,7 @@ def _train(
                 evaluated, stop = _evaluate(task, metrics, agreement)
         for iteration in _iterations(trainer) if not stop else ():
             traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
-            with contextlib.nullcontext() if traced else log.paused():
+            with contextlib.nullcontext() if traced else log.paused(), checks.watching():
                 begun.begin(iteration)
                 began = time.perf_counter()
                 course.step = step = trainer.step()
@@ -137,6 +140,8 @@ def _train(
             if traced:
                 course.traced.append(course.seconds[-1])
                 log.settle()
+            with log.paused():
+                checked = checks.after(step, course.seconds[-1])
             speed = batch_tokens / course.seconds[-1]
             metrics.progress(step.loss, speed)
             if iteration % config.log_interval == 0 or iteration == config.train_iters:
@@ -145,6 +150,7 @@ def _train(
                      "learning_rate": step.rate, "tokens_per_second": speed,
                      "iteration_ms": 1e3 * course.seconds[-1]}
                     | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
+                    | checked
                 )  # fmt: skip
             with log.paused():
                 stop = agreement.exchange()["stop"]
