@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from commengine import Communicator, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.checks.in_run import InRunChecks
 from trainers.checkpoints import folder_lock, run_folder, run_state
+from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commengine import UsageError
 from trainers import options
-from trainers.checkpoints import checkpoint
+from trainers.checkpoints import pointer
 from trainers.config import TrainConfig
 from trainers.options import OptionError, require
 
@@ -128,6 +128,6 @@ class TrainingCommand:
 
     def _saved(self) -> int:
         with contextlib.suppress(OSError, ValueError):
-            found = checkpoint.latest(self.folder)
+            found = pointer.latest(self.folder)
             return 0 if found is None else int(found.name.removeprefix("iter_").removesuffix(".old"))
         return 0
