@@ -31,11 +31,6 @@ def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
     return bytes(data.numpy())
 
 
-def broadcast_text(world: Communicator, text: str, root: int) -> str:
-    """Return ``text`` of the rank ``root`` on every rank. Collective."""
-    return _broadcast_bytes(world, text.encode(), root).decode()
-
-
 def gather_json(world: Communicator, value: Any) -> list[Any]:
     """Return every rank's ``value``, which must be representable in JSON, in rank order on rank 0. Collective.
 
@@ -51,6 +46,11 @@ def gather_json(world: Communicator, value: Any) -> list[Any]:
     if everybody is None:
         return []
     return [json.loads(bytes(row[:length].numpy())) for row, length in zip(everybody, lengths.tolist(), strict=True)]
+
+
+def broadcast_text(world: Communicator, text: str, root: int) -> str:
+    """Return ``text`` of the rank ``root`` on every rank. Collective."""
+    return _broadcast_bytes(world, text.encode(), root).decode()
 
 
 def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:

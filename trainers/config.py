@@ -201,13 +201,13 @@ class TrainConfig:
             flag = f"--{name.replace('_', '-')}"
             require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
-        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
         require(not self.async_save or saved, "--async-save: needs --save DIR")
         require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
         require(
             self.keep_every is None or self.keep_last is not None,
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
+        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.
