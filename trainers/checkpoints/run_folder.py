@@ -16,6 +16,8 @@ FILES = (
     "latest", "latest.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
     "loss.png",
 )  # fmt: skip
+#: the folder for batches of steps whose loss was not finite, or jumped
+BATCHES = "batches"
 CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
@@ -87,7 +89,8 @@ def clear(config: TrainConfig) -> None:
 def _left(folder: Path) -> list[Path]:
     # A run that ended before its first row leaves an empty file, which is nothing to lose.
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
-    return files + sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    folders = sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    return files + folders + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:
