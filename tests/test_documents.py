@@ -45,7 +45,7 @@ SMALLER = {
 #: the commands that pass options on to a training run: its settings
 TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig}
 #: what a reader has made before, or names as an example
-OF_THE_READER = ("runs/", "iter_", "tensorboard/", "site/", "/dev/", "bin/")
+OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 
 
 def ids(command: Command) -> str:
@@ -76,6 +76,9 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
+        return
+    if name == "trainers.supervise":  # with the command that it starts
+        module.read([*arguments, "--data-path", str(data)])
         return
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
     parser = module.parser() if hasattr(module, "parser") else module._parser()

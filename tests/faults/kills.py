@@ -11,8 +11,9 @@ from tests.support.faults import runs
 from tests.support.faults.parts import Case
 
 PHASES = ("starting", "training", "saving", "evaluation", "reporting")
+LAYOUTS = ("TP 2", "DP 2", "ZeRO-1 bf16")
 VICTIMS = ("a rank", "the launcher", "its proxy", "all")
-KINDS = [(layout, victim, phase) for phase in PHASES for victim in VICTIMS for layout in runs.LAYOUTS]
+KINDS = [(layout, victim, phase) for phase in PHASES for victim in VICTIMS for layout in LAYOUTS]
 
 TITLE = (
     "SIGKILL of a rank, the launcher, its proxy or all, at a random moment of each phase; TP 2, DP 2, ZeRO-1 in bf16"

@@ -18,6 +18,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["--tensor-model-parallel-size", "2"]),
     "DP 2": (2, []),
     "ZeRO-1 bf16": (2, ["--use-distributed-optimizer", "--bf16"]),
+    "DP 4": (4, []),
+    "TP 2 x DP 2": (4, ["--tensor-model-parallel-size", "2"]),
 }
 _OPTIONS = {
     "num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64, "vocab-size": 500,

@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 120.0
+END_S = 2.0  # for a process that runs no case
 GRACE_S = 45.0  # for a case to end its processes after its limit
 
 
@@ -68,6 +69,8 @@ class Worker:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 self._process.send_signal(sign)
@@ -103,6 +106,7 @@ def main(name: str, folder: Path, descriptor: int) -> None:
             outcome = part.attempt(number, folder / f"case-{number}", shared)
             signal.setitimer(signal.ITIMER_REAL, 0)
             answers.write(json.dumps(vars(outcome)) + "\n")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already
 
 
 if __name__ == "__main__":
