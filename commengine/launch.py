@@ -21,6 +21,7 @@ from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError
 from .job_end import abort, process_status, say
 from .mpi import load_mpi
+from .pmi import start_relay
 
 #: the environment variables in which launchers tell their tasks the number of tasks. The first one that is set counts:
 #: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
@@ -67,6 +68,7 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
     of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
     """
     with abort_on_error():
+        start_relay()
         mpi = load_mpi()
         if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
             mpi.Init_thread(mpi.THREAD_MULTIPLE)

@@ -21,7 +21,7 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 #: commands, which may import each other
 ROOMS = {
     "commengine": (
-        {"errors", "mpi", "job_end", "dtypes", "operations"},
+        {"errors", "mpi", "pmi", "job_end", "dtypes", "operations"},
         {"agreement", "trace", "cost"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
