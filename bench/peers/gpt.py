@@ -38,7 +38,7 @@ def reference_gpt(task: StepTask) -> dict[str, Tensor]:
 
 
 def gpt_batch(task: StepTask, rank: int, ranks: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, float]]]:
-    """What the model is given, and for each of its outputs the targets and the factor of the sum of their losses."""
+    """The model's inputs, and for each of its outputs the targets and the factor of the sum of their losses."""
     tokens = torch.from_numpy(task.tokens()).chunk(ranks)[rank]
     targets = tokens[:, 1:].flatten()
     return (tokens[:, :-1].contiguous(),), [(targets, 1 / len(targets))]

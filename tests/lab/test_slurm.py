@@ -69,7 +69,7 @@ def test_srun_starts_ranks_on_both_nodes_and_each_node_has_memory_of_its_own(clu
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_srun_starts_ranks_whatever_lies_in_their_memory(cluster, ranks):
-    """Without the relay of commengine.pmi, MPI_Init fails on 2 ranks, and hangs on 4."""
+    """Without the relay of commengine.startup, MPI_Init fails on 2 ranks, and hangs on 4."""
     done = cluster.run("srun", cluster.mpi, "-N2", f"-n{ranks}", sys.executable, "-c", FULL_MEMORY, timeout=60)
     assert (done.returncode, done.stdout) == (0, "right\n" * ranks), done
 

@@ -13,15 +13,13 @@ there are any.
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 
 from commengine import ProcessGrid, UsageError
@@ -32,7 +30,10 @@ from trainers.data.stream import MOCK, record_of_one
 from trainers.training.optimizer import Optimizer
 from trainers.training.parameters import MOMENTS
 
-from . import parallel_safetensors
+from . import disk, parallel_safetensors
+
+#: the files of a checkpoint
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 FORMAT = 3
 
@@ -65,38 +66,77 @@ def save(
     settings: Mapping[str, Any],
     grid: ProcessGrid,
 ) -> None:
-    """Write the state after ``progress.iteration`` steps. Collective over the grid's world."""
+    """Write the state after ``progress.iteration`` steps. Collective over the grid's world.
+
+    Raises UsageError, on all ranks, if any rank cannot write: it names the file and the reason. The checkpoints that
+    were there before are as they were.
+    """
     name = f"iter_{progress.iteration:07d}"
     beside = folder / f"{name}.tmp"
-    on_rank_zero(grid.world, lambda: _make_empty(beside))
-    optimizer.wait_for_parameters()
     placed = placements(model)
-    if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
-        weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
-        parallel_safetensors.write(beside / "model.safetensors", weights, model.named_parameters(), grid.tensor)
-        state = optimizer.described()
-        parallel_safetensors.write(beside / "optimizer.safetensors", state, optimizer.tensors(), grid.tensor)
-    else:
-        for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
-            pass
-    grid.world.barrier()
+    weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
+    state = optimizer.described()
+    sizes = {MODEL: parallel_safetensors.file_size(weights), OPTIMIZER: parallel_safetensors.file_size(state)}
+    try:
+        on_rank_zero(grid.world, lambda: _told(folder, beside, sizes, lambda: disk.make_empty(beside)))
+        optimizer.wait_for_parameters()
+        problems = []
+        if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
+            for file, described, tensors in (
+                (MODEL, weights, model.named_parameters()),
+                (OPTIMIZER, state, optimizer.tensors()),
+            ):
+                with disk.RangeWriter(beside / file) as writer:
+                    for start, data in parallel_safetensors.ranges(described, tensors, grid.tensor):
+                        writer.write(start, data)
+                if writer.problem is not None:
+                    problems.append(disk.named(writer.problem, writer.path))
+        else:
+            for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
+                pass
+        on_every_rank(grid.world, lambda: _told(folder, beside, sizes, lambda: _raise_first(problems)))
 
-    def publish() -> None:
-        described = {key: _describe(placement) for key, placement in placed.items()}
-        written = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
-        _write_synced(beside / "state.json", json.dumps(written, indent=1))
-        final, old = folder / name, folder / f"{name}.old"
-        _sync_folder(beside)
-        if final.exists():  # a checkpoint of an earlier run: it stays whole until the new one is complete
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        beside.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-        _write_synced(folder / "latest.tmp", name + "\n")
-        (folder / "latest.tmp").rename(folder / "latest")
-        _sync_folder(folder)
+        def publish() -> None:
+            described = {key: _describe(placement) for key, placement in placed.items()}
+            written = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
+            for file, size in sizes.items():
+                if (found := (beside / file).stat().st_size) != size:
+                    raise OSError(errno.EIO, f"has {found} bytes after writing {size}", str(beside / file))
+            disk.write(beside / STATE, json.dumps(written, indent=1).encode())
+            disk.sync_folder(beside)
+            final, old = folder / name, folder / f"{name}.old"
+            if final.exists():  # a checkpoint of an earlier run: it stays whole until the new one is complete
+                disk.remove(old)
+                disk.replace(final, old)
+            disk.replace(beside, final)
+            disk.write(folder / "latest.tmp", f"{name}\n".encode())
+            disk.replace(folder / "latest.tmp", folder / "latest")
+            disk.remove(old)
 
-    on_rank_zero(grid.world, publish)
+        on_rank_zero(grid.world, lambda: _told(folder, beside, sizes, publish))
+    except UsageError:
+        if grid.world.rank == 0:
+            disk.remove_if_possible(beside)
+        raise
+
+
+def _told(folder: Path, beside: Path, sizes: Mapping[str, int], work: Callable[[], None]) -> None:
+    """Run ``work``, and turn its OSError into a UsageError that says what a user can do."""
+    try:
+        work()
+    except OSError as error:
+        file = str(error.filename or beside).replace(str(beside), str(beside.with_suffix("")))
+        said = f"--save {folder}: writing {file} failed: {error.strerror or error}"
+        if error.errno in disk.NO_ROOM:
+            said += f" (a checkpoint of this run takes {sum(sizes.values()) / 1e6:,.1f} MB)"
+        whole = latest(folder)
+        kept = f"the last checkpoint, {whole.name}, is as it was" if whole else "there is no older checkpoint"
+        raise UsageError(f"{said}; {kept}. The same command with --load {folder} goes on") from error
+
+
+def _raise_first(problems: Sequence[OSError]) -> None:
+    if problems:
+        raise problems[0]
 
 
 def latest(folder: Path) -> Path | None:
@@ -194,31 +234,9 @@ def _fill(
     try:
         for key, values in parallel_safetensors.read(path, parts):
             optimizer.fill(*targets[key], values)
-    except (SafetensorError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(f"--load: {path} cannot be read: {error}") from error
 
 
 def _describe(placement: Placement) -> dict[str, Any]:
     return {"shape": placement.shape, "view": placement.view, "dim": placement.dim, "count": placement.count}
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make sure that renames inside ``folder`` are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,6 +21,7 @@ from trainers.training.trainer import Step, Trainer
 from .evaluation import Evaluation, HeldOut, Mean, evaluate_sources, total
 from .metrics import Metrics
 from .report import Remarks, Report, communication_rows
+from .step_file import StepFile
 
 
 class TrainingTask(Protocol):
@@ -106,10 +107,12 @@ def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
     step: Step | None = None
     evaluated: Evaluation | None = None
     saved = evaluated_at = trainer.iteration if trainer.iteration else -1
+    begun = StepFile(Path(config.step_file) if config.step_file and grid.world.rank == 0 else None)
     with trace(grid.tensor, grid.data) as log:
         for iteration in _iterations(trainer):
             traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
             with contextlib.nullcontext() if traced else log.paused():
+                begun.begin(iteration)
                 began = time.perf_counter()
                 step = trainer.step()
                 step_times.append(time.perf_counter() - began)
@@ -130,6 +133,7 @@ def _train(task: TrainingTask, metrics: Metrics, folder: Path | None) -> Report:
                 if config.save_interval and iteration % config.save_interval == 0:
                     run_state.save(trainer)
                     saved = iteration
+    begun.close()
     if evaluated_at != trainer.iteration or evaluated is None:
         evaluated = _evaluate(task, metrics)
     if folder is not None and saved != trainer.iteration:

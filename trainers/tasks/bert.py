@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +31,7 @@ from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTrainConfig, held_out_sources, outside_vocabulary, transformer_trainer
+from .transformer import TransformerTask, TransformerTrainConfig, transformer_trainer
 
 #: the number of samples among which one with masks is looked for, to be shown in the report
 SHOWN = 100
@@ -213,13 +214,10 @@ def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -
 
     config: valid for ``world``, with its vocabulary known (`BERTTrainConfig.validate`, `BERTTrainConfig.completed`).
     """
-    stream = corpus.stream(config.seed)
-    unusable = outside_vocabulary(config, "", given(config, "data_path"))
     return transformer_trainer(
-        config, world,
+        config, world, corpus,
         lambda tensor, dtype, overlap: BERT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
-        MaskedTokens(binary_head=not config.bert_no_binary_head),
-        lambda data: _batches(config, stream, data, unusable),
+        MaskedTokens(binary_head=not config.bert_no_binary_head), partial(_batches, config),
     )  # fmt: skip
 
 
@@ -232,22 +230,16 @@ def _batches(
     )  # fmt: skip
 
 
-class BERTTask:
+class BERTTask(TransformerTask):
     """The training of a BERT as `trainers.run.loop.train` runs it. Collective over ``world``, as are its methods.
 
     config: as for `bert_trainer`.
     """
 
     def __init__(self, config: BERTTrainConfig, world: Communicator) -> None:
-        self.corpus = on_every_rank(world, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
+        corpus = on_every_rank(world, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
+        super().__init__(config, corpus, bert_trainer(config, world, corpus), partial(_batches, config))
         self.config = config
-        self.trainer = bert_trainer(config, world, self.corpus)
-        self.tokens_per_sample = config.seq_length
-        self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
-        self.held_out = held_out_sources(
-            config, self._evaluated,
-            lambda samples, unusable: _batches(config, samples, self.trainer.grid.data, unusable),
-        )  # fmt: skip
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,13 @@ from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import NOT_NEGATIVE, given, option
+from trainers.options import NOT_NEGATIVE, option
 from trainers.run.evaluation import Mean
 from trainers.run.generation import generate
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTrainConfig, held_out_sources, outside_vocabulary, transformer_trainer
+from .transformer import TransformerTask, TransformerTrainConfig, transformer_trainer
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
@@ -110,12 +111,10 @@ def gpt_trainer(config: GPTTrainConfig, world: Communicator, corpus: Corpus) -> 
 
     config: valid for ``world``, with its vocabulary known (`GPTTrainConfig.validate`, `GPTTrainConfig.completed`).
     """
-    stream = corpus.stream(config.seed)
-    unusable = outside_vocabulary(config, "", given(config, "data_path"))
     return transformer_trainer(
-        config, world,
+        config, world, corpus,
         lambda tensor, dtype, overlap: GPT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
-        NextToken(), lambda data: _batches(config, stream, data, unusable),
+        NextToken(), partial(_batches, config),
     )  # fmt: skip
 
 
@@ -128,22 +127,16 @@ def _batches(
     )  # fmt: skip
 
 
-class GPTTask:
+class GPTTask(TransformerTask):
     """The training of a GPT as `trainers.run.loop.train` runs it. Collective over ``world``, as are its methods.
 
     config: as for `gpt_trainer`.
     """
 
     def __init__(self, config: GPTTrainConfig, world: Communicator) -> None:
-        self.corpus = on_every_rank(world, lambda: open_corpus(config))
+        corpus = on_every_rank(world, lambda: open_corpus(config))
+        super().__init__(config, corpus, gpt_trainer(config, world, corpus), partial(_batches, config))
         self.config = config
-        self.trainer = gpt_trainer(config, world, self.corpus)
-        self.tokens_per_sample = config.seq_length
-        self._evaluated = self.corpus.held_out(config.eval_iters, self.trainer.batches.size)
-        self.held_out = held_out_sources(
-            config, self._evaluated,
-            lambda samples, unusable: _batches(config, samples, self.trainer.grid.data, unusable),
-        )  # fmt: skip
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """A text that the model continues, and the loss of a unigram model on the held-out samples."""

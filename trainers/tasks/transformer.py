@@ -1,9 +1,9 @@
-"""What the training of any transformer shares: the settings of its layers, and how its trainer is made."""
+"""The parts that the training of every transformer shares: the settings of its layers, its trainer, its task."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,11 +15,12 @@ from tplayers import initialize
 from tplayers.attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import overlapped
-from trainers.data.corpus import HeldOutPart, TextConfig
+from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
+from trainers.data.stream import SampleStream
 from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
 from trainers.run.evaluation import HeldOut
-from trainers.training.interfaces import BatchSource, FiniteBatchSource, Objective
+from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 
@@ -124,45 +125,65 @@ class TransformerTrainConfig(TextConfig, ABC):
         return self.global_batch_size or self.micro_batch_size * replicas
 
 
+class NewBatches(Protocol):
+    """Makes the batches of ``samples`` for one rank of ``data``, the data group.
+
+    unusable: the error message about a batch with tokens outside of the vocabulary.
+    """
+
+    def __call__(
+        self, samples: Samples | SampleStream, data: Communicator, unusable: str
+    ) -> FiniteBatchSource[Any]: ...
+
+
 def transformer_trainer(
     config: TransformerTrainConfig,
     world: Communicator,
+    corpus: Corpus,
     new_model: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
     objective: Objective[Any],
-    new_batches: Callable[[Communicator], BatchSource[Any]],
+    new_batches: NewBatches,
 ) -> Trainer:
-    """A trainer of a new model with its initial values. Collective over ``world``.
+    """A trainer of a new model, with its initial values, on training samples of ``corpus``. Collective over ``world``.
 
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
-    new_batches: called with the data group.
     """
+    samples = corpus.stream(config.seed)
     grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
     stream = None
     if overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1:
         stream = grid.tensor.new_stream()
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), stream)
     initialize(model, config.seed)
-    return Trainer(config, grid, model, objective, new_batches(grid.data))
+    unusable = outside_vocabulary(config, "", given(config, "data_path"))
+    return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
 
 
-def held_out_sources(
-    config: TransformerTrainConfig,
-    parts: Sequence[HeldOutPart],
-    new_batches: Callable[[Samples, str], FiniteBatchSource[Any]],
-) -> list[HeldOut]:
-    """What an evaluation reads: the ``parts`` of `Corpus.held_out`, in batches.
+class TransformerTask:
+    """The part of a `trainers.run.loop.TrainingTask` that all transformers share; a subclass adds ``remarks``.
 
-    new_batches: called with the samples and with the error message about tokens outside of the vocabulary.
+    config: valid and complete. corpus: its sources. trainer: on the corpus's training samples. new_batches: as for
+    `transformer_trainer`.
     """
-    return [
-        HeldOut(
-            part.name, part.weight,
-            new_batches(part.held_out, outside_vocabulary(config, "held-out ", f"--data-path {part.name}")),
-            part.iterations,
-        )
-        for part in parts
-    ]  # fmt: skip
+
+    def __init__(
+        self, config: TransformerTrainConfig, corpus: Corpus, trainer: Trainer, new_batches: NewBatches
+    ) -> None:
+        self.corpus, self.trainer = corpus, trainer
+        self.tokens_per_sample = config.seq_length
+        self._evaluated = corpus.held_out(config.eval_iters, trainer.batches.size)
+        self.held_out = [
+            HeldOut(
+                part.name, part.weight,
+                new_batches(
+                    part.held_out, trainer.grid.data,
+                    outside_vocabulary(config, "held-out ", f"--data-path {part.name}"),
+                ),
+                part.iterations,
+            )
+            for part in self._evaluated
+        ]  # fmt: skip
 
 
 def outside_vocabulary(config: TransformerTrainConfig, kind: str, data_path: str) -> str:

@@ -8,6 +8,8 @@ from tplayers import BERT, BERTConfig, Randomness, initialize, placements, sum_p
 VOCAB, S, B, H = 13, 8, 3, 8
 LENGTHS = torch.tensor([8, 3, 5])
 
+MODEL = BERT  # of the fixture `pair`
+
 
 def config(**changes):
     base = {
@@ -25,18 +27,6 @@ def batch(rows=slice(None), seed=0):
     labels[torch.arange(S) >= LENGTHS[:, None]] = -100
     named = {"labels": labels[rows], "order_labels": torch.tensor([1, -100, 0])[rows]}
     return (tokens[rows], types[rows], LENGTHS[rows]), named
-
-
-@pytest.fixture
-def pair(group, alone):
-    """From a config: the model over all ranks, and the same one over this rank alone."""
-
-    def pair(shape):
-        split, whole = (BERT(shape, side.comm, dtype=torch.float64) for side in (group, alone))
-        alone.load(whole, group.fill(split, scale=0.3))
-        return split, whole
-
-    return pair
 
 
 def step(model, randomness=None, **changes):

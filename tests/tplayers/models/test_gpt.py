@@ -12,6 +12,8 @@ CONFIG = {
     "make_vocab_size_divisible_by": 16,
 }  # fmt: skip
 
+MODEL = GPT  # of the fixture `pair`
+
 
 def config(**changes):
     return GPTConfig(**{**CONFIG, "hidden_dropout": 0.0, "attention_dropout": 0.0, **changes})
@@ -22,18 +24,6 @@ def batch(vocab=VOCAB, seed=0):
     labels = tokens[:, 1:].clone()
     labels[1, 2:4] = -100
     return tokens[:, :-1], labels
-
-
-@pytest.fixture
-def pair(group, alone):
-    """From a config: the model over all ranks, and the same one over this rank alone."""
-
-    def pair(shape):
-        split, whole = (GPT(shape, side.comm, dtype=torch.float64) for side in (group, alone))
-        alone.load(whole, group.fill(split, scale=0.3))
-        return split, whole
-
-    return pair
 
 
 def step(model, randomness=None):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import Named
 from trainers.data.batches import GlobalBatches
-from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
 
 
@@ -19,22 +19,6 @@ class Rank:
 
     size: int
     rank: int
-
-
-class Numbers(Samples):
-    """Samples that are their source, epoch and index."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, n: int) -> Any:
-        return self.draw(0, n)
-
-    def draw(self, epoch: int, n: int) -> Any:
-        return self.name, epoch, n
 
 
 class Lists(GlobalBatches[list[tuple[int, Any, bool]]]):
@@ -48,7 +32,7 @@ class Lists(GlobalBatches[list[tuple[int, Any, bool]]]):
 
 def blend(first: str = "0.7") -> SampleStream:
     counts = {"A": (first, 30), "B": ("0.3", 11), "C": ("0.05", 2)}
-    return SampleStream([Source(name, name, Fraction(w), Numbers(name, n)) for name, (w, n) in counts.items()], seed=3)
+    return SampleStream([Source(name, name, Fraction(w), Named(name, n)) for name, (w, n) in counts.items()], seed=3)
 
 
 def read(samples: Any, k: int, ranks: int, micro: int, record: Any = None, at: int = 0) -> list[tuple[int, Any, bool]]:
@@ -90,7 +74,7 @@ def test_a_resumed_blend_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_evaluation_reads_each_sample_once_and_pads_the_end(ranks: int) -> None:
-    samples = Numbers("A", 50)
+    samples = Named("A", 50)
     assert len(Lists(samples, size=24, micro=2, data=Rank(ranks, 0))) == 3
     found = [one for k in range(3) for one in read(samples, k, ranks, 2)]
     assert [row for _, row, past in found if not past] == [("A", 0, n) for n in range(50)]

@@ -10,29 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import Named
 from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
-from trainers.data.samples import EpochPermutation, Samples
+from trainers.data.samples import EpochPermutation
 from trainers.data.sentence_samples import SampleRules, SentenceSamples
 from trainers.data.stream import MOCK, SampleStream, Source, record_of_one
 from trainers.data.wordpiece import WordPieces
 
 SEED = 5
-
-
-class Named(Samples):
-    """Samples that say what they are: the name of their source, the epoch in which they are drawn, their index."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, n: int) -> Any:
-        return self.draw(0, n)
-
-    def draw(self, epoch: int, n: int) -> Any:
-        return self.name, epoch, n
 
 
 def source(name: str, weight: str, count: int, data: str = "") -> Source:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from commengine.pmi import needs_relay, start_relay
+from commengine.startup.pmi_relay import needs_relay, start_relay
 
 TASK = {"PMI_FD": "11", "SLURM_STEP_NUM_NODES": "2"}
 
