@@ -7,6 +7,7 @@ MPI itself, uses `Communicator` alone, or `abort_on_error` besides.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -24,6 +25,9 @@ from .startup.tasks import check_world_size, seconds_to_wait
 #: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0
 
+#: seconds by which an interrupted rank speaks later than rank 0, which ends the job if Ctrl-C reached all ranks
+INTERRUPTED_SECONDS = 1.0
+
 
 def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
     """Run ``main(world)`` as one rank of a job, then exit the process with the code that it returns (None is 0).
@@ -31,8 +35,9 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
     main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device, which
     becomes torch's current device.
 
-    An uncaught exception, ``sys.exit`` with an error, or Ctrl-C on any rank ends all ranks at once, with the traceback
-    of that rank and a non-zero exit code. Every rank must raise a `UsageError` together; only rank 0 prints it.
+    An uncaught exception or ``sys.exit`` with an error on any rank ends all ranks at once, with the traceback of that
+    rank and a non-zero exit code; Ctrl-C does so with one line and 130. Every rank must raise a `UsageError` together;
+    only rank 0 prints it. If ``main`` returns EX_TEMPFAIL (75: start the job again), all ranks must return it.
     """
     with abort_on_error():
         mpi = start_mpi()
@@ -69,7 +74,7 @@ def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -
             abort(code)
         time.sleep(1e-3)
     farewell.Free()
-    if code == 0:  # after an error its streams may hold collectives that not every rank has enqueued
+    if code in (0, os.EX_TEMPFAIL):  # after an error its streams may hold collectives that not every rank has enqueued
         world.close()
 
 
@@ -91,9 +96,15 @@ def abort_on_error() -> Iterator[None]:
         time.sleep(seconds_to_wait())
         say(f"error: {error}")
         abort(1)
+    except KeyboardInterrupt:
+        rank = _world_rank()
+        if rank not in (0, "?"):
+            time.sleep(INTERRUPTED_SECONDS)
+        say(f"[rank {rank}] interrupted (SIGINT)")
+        abort(130)
     except BaseException as error:
         say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
-        abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+        abort(1)
 
 
 def _world_rank() -> int | str:

@@ -31,6 +31,11 @@ def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
     return bytes(data.numpy())
 
 
+def broadcast_text(world: Communicator, text: str, root: int) -> str:
+    """Return ``text`` of the rank ``root`` on every rank. Collective."""
+    return _broadcast_bytes(world, text.encode(), root).decode()
+
+
 def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
     """Run ``work()`` on rank 0, and return its result, which must be representable in JSON, on all ranks. Collective.
 
@@ -68,5 +73,5 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     world.all_reduce(ranks, "min")
     first = int(ranks)
     if first < world.size:
-        raise UsageError(_broadcast_bytes(world, problem.encode(), first).decode())
+        raise UsageError(broadcast_text(world, problem, first))
     return result

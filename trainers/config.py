@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 
-from .options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, ValidRange, given, option, require, require_ranges
+from .options import AT_LEAST_ONE, FRACTION, NOT_EMPTY, NOT_NEGATIVE, ValidRange, given, option, require, require_ranges
+
+#: the signals that ``--exit-signal`` may name
+SIGNALS = ("USR1", "USR2", "HUP", "QUIT", "ALRM", "XCPU", "TERM", "INT")
 
 POSITIVE = ValidRange(lambda value: value > 0, "must be positive: rows of padding have no gradient at all")
+SIGNAL = ValidRange(
+    lambda name: name.upper().removeprefix("SIG") in SIGNALS, f"must be one of {', '.join(SIGNALS)}, also as SIGUSR1"
+)
 FP32_SCALE = ValidRange(
     lambda scale: 2.0**-126 <= scale <= 2.0**127, "must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)"
 )
@@ -52,6 +59,18 @@ class TrainConfig:
     exit_interval: int | None = option(
         None, "save and stop early after a step whose number is a multiple of this", valid=AT_LEAST_ONE
     )
+    exit_signal: str | None = option(
+        None, "save and stop after the step in which this signal comes, such as USR1; SIGTERM and SIGINT always do so",
+        valid=SIGNAL,
+    )  # fmt: skip
+    exit_duration_in_mins: float | None = option(
+        None, "save and stop after the step in which the run has lasted this long, start included",
+        valid=ValidRange(lambda minutes: 0 < minutes < math.inf, "must be positive, and finite"),
+    )  # fmt: skip
+    exit_before_limit: float = option(
+        120.0, "with --save in a Slurm job: save and stop this many seconds before the job's time limit; 0: do not",
+        valid=NOT_NEGATIVE,
+    )  # fmt: skip
     seed: int = option(
         1234, "seed of the initial weights, the order of samples and dropout", fixed=True,
         valid=(NOT_NEGATIVE, ValidRange(lambda seed: seed < 2**63, "must be below 2**63")),
@@ -110,11 +129,12 @@ class TrainConfig:
     eval_iters: int = option(
         100, "global batches of an evaluation, at most the whole split; 0 turns evaluation off", valid=NOT_NEGATIVE
     )
-    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
+    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report", valid=NOT_EMPTY)
     load: str | None = option(
         None,
         "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
         "checkpoint, unless this is also the folder of --save: then a new run starts",
+        valid=NOT_EMPTY,
     )
     overwrite: bool = option(
         False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
@@ -129,7 +149,7 @@ class TrainConfig:
         None, "file for the number of the step under way, which trainers.supervise asks for and removes"
     )
     tensorboard_dir: str | None = option(
-        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
+        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)", valid=NOT_EMPTY
     )
 
     def validate(self, ranks: int) -> None:
@@ -152,7 +172,9 @@ class TrainConfig:
             f"times the data-parallel size {ranks // tensor}, such as {max(step, batch // step * step)}",
         )
         saved = self.save is not None
-        require(self.exit_interval is None or saved, "--exit-interval: needs --save DIR, or the run is lost")
+        for name in ("exit_interval", "exit_signal", "exit_duration_in_mins"):
+            flag = f"--{name.replace('_', '-')}"
+            require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
 
     def completed(self, ranks: int) -> Self:

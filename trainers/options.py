@@ -37,6 +37,7 @@ class ValidRange:
 
 AT_LEAST_ONE = ValidRange(lambda value: value >= 1, "must be at least 1")
 NOT_NEGATIVE = ValidRange(lambda value: 0 <= value < math.inf, "must not be negative, and finite")
+NOT_EMPTY = ValidRange(lambda text: text.strip() != "", "must not be empty: is a variable of the shell not set?")
 FRACTION = ValidRange(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
@@ -136,6 +137,8 @@ def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
 def given(settings: DataclassInstance, name: str) -> str:
     """An option and its value as they stand on a command line: ``--train-iters 1000``."""
     value = getattr(settings, name)
+    if isinstance(value, str) and not value.strip():
+        value = shlex.quote(value)
     return f"--{name.replace('_', '-')} {shlex.join(value) if isinstance(value, list | tuple) else value}"
 
 
