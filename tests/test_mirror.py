@@ -32,6 +32,7 @@ TESTED_BY = {
     "tplayers/checks.py": ["tplayers/test_embedding.py", "tplayers/models/test_bert.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
+    "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
     "trainers/checkpoints/safetensors_file.py": ["trainers/checkpoints/test_parallel_safetensors.py"],
     "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
     "trainers/cleaning/candidates.py": ["trainers/cleaning/test_duplicates.py"],

@@ -136,15 +136,40 @@ class TrainConfig:
         "checkpoint, unless this is also the folder of --save: then a new run starts",
         valid=NOT_EMPTY,
     )
+    verify_checkpoints: bool = option(
+        True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
+    )
     overwrite: bool = option(
         False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
     )
     save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)", valid=AT_LEAST_ONE)
+    async_save: bool = option(
+        False, "write checkpoints in the background: ranks copy their share in memory, and training goes on meanwhile"
+    )
+    keep_last: int | None = option(
+        None, "after saving, remove all but this number of the newest checkpoints (default: keep all)",
+        valid=AT_LEAST_ONE,
+    )  # fmt: skip
+    keep_every: int | None = option(
+        None, "with --keep-last, also keep the checkpoints whose iteration is a multiple of this", valid=AT_LEAST_ONE
+    )
     log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
     log_communication_interval: int = option(
         1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
         valid=NOT_NEGATIVE,
     )  # fmt: skip
+    # checks while it trains
+    check_replicas: int | None = option(
+        None, "after each step whose number is a multiple of this, compare checksums of all that several ranks hold",
+        valid=AT_LEAST_ONE,
+    )  # fmt: skip
+    check_for_spiky_loss: float | None = option(
+        None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10",
+        valid=ValidRange(lambda limit: 0 < limit < math.inf, "must be positive, and finite"),
+    )  # fmt: skip
+    log_straggler: bool = option(
+        False, "log each rank's own time, and name a rank that keeps the others waiting; traces every step"
+    )
     step_file: str | None = option(
         None, "file for the number of the step under way, which trainers.supervise asks for and removes"
     )
@@ -176,6 +201,13 @@ class TrainConfig:
             flag = f"--{name.replace('_', '-')}"
             require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
+        require(not self.async_save or saved, "--async-save: needs --save DIR")
+        require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
+        require(
+            self.keep_every is None or self.keep_last is not None,
+            f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
+        )
+        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.

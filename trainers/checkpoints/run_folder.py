@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 from commengine import UsageError
 from trainers.config import TrainConfig
 
-from . import checkpoint
+from . import checkpoint, pointer
 
 #: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
 #: new run's rows in place of theirs.
@@ -17,6 +16,8 @@ FILES = (
     "latest", "latest.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
     "loss.png",
 )  # fmt: skip
+#: the folder for batches of steps whose loss was not finite, or jumped
+BATCHES = "batches"
 CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
@@ -49,8 +50,7 @@ def require_free(config: TrainConfig) -> None:
         return
     if _goes_on(config, found):
         assert found is not None
-        complete = sorted(path.parent.name for path in folder.glob("iter_*/state.json"))
-        if newer := [name for name in complete if name > found.name]:
+        if newer := [path.name for path in pointer.complete(folder) if path.name > found.name]:
             raise UsageError(
                 f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
                 "replace; give another --save, or --overwrite"
@@ -81,7 +81,7 @@ def clear(config: TrainConfig) -> None:
         return
     for path in _left(Path(config.save)):  # the pointer first, so that it never names a missing folder
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            pointer.discard(path)
         else:
             path.unlink()
 
@@ -89,7 +89,8 @@ def clear(config: TrainConfig) -> None:
 def _left(folder: Path) -> list[Path]:
     # A run that ended before its first row leaves an empty file, which is nothing to lose.
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
-    return files + sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    folders = sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    return files + folders + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commengine import UsageError
 from trainers import options
-from trainers.checkpoints import checkpoint
+from trainers.checkpoints import pointer
 from trainers.config import TrainConfig
 from trainers.options import OptionError, require
 
@@ -59,7 +59,7 @@ class TrainingCommand:
         #: the folder of --save
         self.folder = Path(config.save or "")
         #: the signal of --exit-signal, or None
-        self.exit_signal = getattr(config, "exit_signal", None)
+        self.exit_signal = config.exit_signal
         require(config.save is not None, "the command after -- needs --save DIR, the folder for its checkpoints")
         require(
             config.load is not None and Path(config.load).resolve() == self.folder.resolve(),
@@ -127,7 +127,7 @@ class TrainingCommand:
         return None
 
     def _saved(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            found = checkpoint.latest(self.folder)
-            return 0 if found is None else int(found.name.removeprefix("iter_").removesuffix(".old"))
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            found = pointer.latest(self.folder)
+            return 0 if found is None else int(found.stem.removeprefix("iter_"))
         return 0

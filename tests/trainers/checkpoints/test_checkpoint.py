@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import mpirun
+from trainers.checkpoints import pointer
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (4, 2)}  # TP x DP: ranks, TP
@@ -51,13 +52,15 @@ def stopped(tmp_path_factory, pretrain, base):
         split = ["--tensor-model-parallel-size", str(tensor)]
         commands.append((n, [*base, *split, "--save", root / f"straight-{name}"]))
         commands.append((n, [*base, *split, "--save", root / f"halves-{name}", "--exit-interval", "10"]))
+    later = ["--async-save", "--save-interval", "3", "--keep-last", "2", "--keep-every", "12"]
+    commands.append((2, [*base, "--tensor-model-parallel-size", "2", "--save", root / "later", *later]))
     for outcome in pretrain(*commands):
         assert set(outcome.codes) == {0}, outcome.err
     crash = [*base, "--tensor-model-parallel-size", "2", "--save-interval", "10", "--save", str(root / "crashed")]
     died = mpirun.run(2, "-c", CRASH, *crash, timeout=60)
     assert died.returncode != 0
     left = sorted(path.name for path in (root / "crashed").glob("*iter*"))
-    assert left == ["iter_0000010", f"{LAST}.tmp"] and (root / "crashed" / "latest").read_text() == "iter_0000010\n"
+    assert left == ["iter_0000010", f"{LAST}.tmp"] and pointer.latest(root / "crashed").name == "iter_0000010"
     return root
 
 
@@ -107,7 +110,7 @@ def test_resuming_is_bit_for_bit(stopped, resumed, rows, name):
     straight, halves = stopped / f"straight-{name}", stopped / f"halves-{name}"
     assert f"starting from iteration 10 of {halves}" in resumed[f"halves-{name}"].err[0]
     same_rows(rows, straight, halves)
-    assert (halves / "latest").read_text() == f"{LAST}\n"
+    assert pointer.latest(halves).name == LAST
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (straight / LAST / file).read_bytes() == (halves / LAST / file).read_bytes()
     losses = [row["lm_loss"] for row in rows(straight)]
@@ -141,6 +144,15 @@ def test_a_death_while_saving_leaves_the_checkpoint_before_complete(stopped):
 
 
 @pytest.mark.slow
+def test_saving_in_the_background_changes_nothing_and_older_checkpoints_go(stopped, rows):
+    folder = stopped / "later"
+    same_rows(rows, stopped / "straight-2x1", folder)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (stopped / "straight-2x1" / LAST / file).read_bytes() == (folder / LAST / file).read_bytes()
+    assert sorted(path.name for path in folder.glob("iter*")) == ["iter_0000012", "iter_0000018", LAST]
+
+
+@pytest.mark.slow
 def test_another_tensor_size_goes_on_with_the_same_run(stopped, resumed, rows):
     assert f"starting from iteration 10 of {stopped / 'other-tp'}" in resumed["other-tp"].err[0]
     one, other = (
@@ -166,6 +178,7 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(stopped, resumed, rows):
 def test_the_files_say_what_they_are_and_nothing_is_pickled(stopped):
     folder = stopped / "straight-2x2"
     assert sorted(path.name for path in (folder / LAST).iterdir()) == [
+        "checksums",
         "model.safetensors",
         "optimizer.safetensors",
         "state.json",
@@ -205,9 +218,10 @@ def exchange_names(path: Path) -> None:
     path.write_bytes(data.replace(b'"final_norm.bias"', b'"final_norm.bIAS"'))
 
 
+UNCHECKED = ["--no-verify-checkpoints"]
 DAMAGE = {  # what is done to the checkpoint, more options, what the one line must say
     "pointer": (lambda f: (f / "latest").write_text("iter_0000099\n"), [], ["--load", "iter_0000099"]),
-    "empty pointer": (lambda f: (f / "latest").write_text(""), [], ["--load", "latest", "not a complete"]),
+    "empty pointer": (lambda f: (f / "latest").write_text(""), [], ["--load", "latest is damaged", LAST]),
     "no state": (lambda f: (f / LAST / "state.json").unlink(), [], ["--load", LAST, "not a complete checkpoint"]),
     "cut state": (lambda f: shorten(f / LAST / "state.json", 100), [], ["--load", "state.json", "damaged"]),
     "empty state": (lambda f: (f / LAST / "state.json").write_text("{}"), [], ["--load", "state.json"]),
@@ -216,7 +230,9 @@ DAMAGE = {  # what is done to the checkpoint, more options, what the one line mu
     "empty model": (lambda f: shorten(f / LAST / "model.safetensors", 0), [], ["--load", "model.safetensors"]),
     "garbage": (lambda f: overwrite(f / LAST / "optimizer.safetensors", b"\xff" * 64), [], ["optimizer.safetensors"]),
     "no optimizer": (lambda f: (f / LAST / "optimizer.safetensors").unlink(), [], ["--load", "optimizer.safetensors"]),
-    "other names": (lambda f: exchange_names(f / LAST / "model.safetensors"), [], ["lacks final_norm.bias;", "bIAS"]),
+    "other names": (
+        lambda f: exchange_names(f / LAST / "model.safetensors"), UNCHECKED, ["lacks final_norm.bias;", "bIAS"],
+    ),
     "layers": (None, ["--num-layers", "3"], ["--num-layers 3", "saved with 2"]),
     "hidden": (None, ["--hidden-size", "64"], ["--hidden-size 64", "saved with 32"]),
     "heads": (None, ["--num-attention-heads", "2"], ["--num-attention-heads 2", "saved with 4"]),
@@ -285,13 +301,13 @@ def progress(iteration):
 @pytest.mark.every_size
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, tensor):
-    from trainers.checkpoints import checkpoint
+    from trainers.checkpoints.checkpoint_writer import CheckpointWriter
 
     if world.size % tensor:
         pytest.skip(f"{world.size} ranks do not form groups of {tensor}")
     grid, model, optimizer = made(world, tensor)
     stepped(model, optimizer)
-    checkpoint.save(folder, progress(1), model, optimizer, SETTINGS, grid)
+    CheckpointWriter(folder, progress(1), model, optimizer, SETTINGS, grid).finish()
     whole_grid, whole, whole_optimizer = made(alone, 1)
     stepped(whole, whole_optimizer)
     files = [load_file(folder / "iter_0000001" / f"{name}.safetensors") for name in ("model", "optimizer")]
@@ -311,12 +327,13 @@ def test_files_hold_the_assembled_parameters_and_moments(world, alone, folder, t
 @pytest.mark.every_size
 def test_a_round_trip_between_all_tensor_sizes(world, folder):
     from trainers.checkpoints import checkpoint
+    from trainers.checkpoints.checkpoint_writer import CheckpointWriter
 
     sizes = [n for n in (1, 2, 4) if world.size % n == 0]
     for saved in sizes:
         grid, model, optimizer = made(world, saved)
         stepped(model, optimizer)
-        checkpoint.save(folder / str(saved), progress(3), model, optimizer, SETTINGS, grid)
+        CheckpointWriter(folder / str(saved), progress(3), model, optimizer, SETTINGS, grid).finish()
         for loaded in sizes:
             other_grid, other, other_optimizer = made(world, loaded, seed=99)
             checkpoint.load(folder / str(saved) / "iter_0000003", progress(3), other, other_optimizer, other_grid)
@@ -336,21 +353,21 @@ def test_a_round_trip_between_all_tensor_sizes(world, folder):
 @pytest.mark.mpi
 def test_saving_again_replaces_the_checkpoint(world, folder):
     """A second run into the same folder: the files are the new ones, and nothing else is left behind."""
-    from trainers.checkpoints import checkpoint
+    from trainers.checkpoints.checkpoint_writer import CheckpointWriter
 
     grid, model, optimizer = made(world, 1)
     stepped(model, optimizer)
     for value in (1.0, 2.0):
         with torch.no_grad():
             model.final_norm.bias.fill_(value)
-        checkpoint.save(folder, progress(5), model, optimizer, SETTINGS, grid)
-        found = checkpoint.latest(folder)
+        CheckpointWriter(folder, progress(5), model, optimizer, SETTINGS, grid).finish()
+        found = pointer.latest(folder)
         assert found == folder / "iter_0000005"
         assert bool((load_file(found / "model.safetensors")["final_norm.bias"] == value).all())
         assert sorted(path.name for path in folder.iterdir()) == ["iter_0000005", "latest"]
         world.barrier()
-    checkpoint.save(folder, progress(6), model, optimizer, SETTINGS, grid)
-    assert checkpoint.latest(folder) == folder / "iter_0000006"
+    CheckpointWriter(folder, progress(6), model, optimizer, SETTINGS, grid).finish()
+    assert pointer.latest(folder) == folder / "iter_0000006"
     assert (folder / "iter_0000005" / "state.json").is_file()  # the older one stays
     world.barrier()
     grid.close()
