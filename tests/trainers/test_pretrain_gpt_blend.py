@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainers.data.indexed import IndexedDatasetWriter
+from trainers.data.indexed_writer import IndexedDatasetWriter
 
 pytestmark = pytest.mark.slow
 
