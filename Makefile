@@ -1,4 +1,5 @@
-# make train | train-bert | test | test-quick | test-long | lint | docs | clean. Each creates .venv with what it needs, once.
+# make train | train-bert | test | test-quick | test-long | test-slurm | lint | docs | clean.
+# Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
@@ -31,7 +32,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert test test-quick test-long lint format docs install clean
+.PHONY: train train-bert test test-quick test-long test-slurm lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -70,6 +71,11 @@ test-quick: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python tests/run --long $(ARGS)
+
+# Jobs under a real Slurm of emulated hosts. As root on Debian or Ubuntu it installs Slurm first; see docs/clusters.md.
+test-slurm: $(STAMP)
+	$(BIN)/python -m tests.support.lab.slurm
+	$(BIN)/python tests/run --slurm $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

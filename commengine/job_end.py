@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from typing import Any, NoReturn
@@ -11,6 +12,9 @@ from typing import Any, NoReturn
 #: seconds that an aborting rank leaves to the launcher to forward its last message. MPICH's launcher kills the rank at
 #: once, and without this pause the message is lost
 FORWARD_SECONDS = 0.5
+
+#: seconds after which a process that MPI_Abort keeps, because the launcher cannot be reached, ends by SIGALRM
+ABORT_SECONDS = 10
 
 
 def say(text: str) -> None:
@@ -34,5 +38,7 @@ def abort(code: int) -> NoReturn:
     time.sleep(FORWARD_SECONDS)
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        with contextlib.suppress(Exception):
+            signal.alarm(ABORT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
     os._exit(code)

@@ -31,6 +31,28 @@ def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
     return bytes(data.numpy())
 
 
+def gather_json(world: Communicator, value: Any) -> list[Any]:
+    """Return every rank's ``value``, which must be representable in JSON, in rank order on rank 0. Collective.
+
+    The other ranks get an empty list.
+    """
+    mine = json.dumps(value).encode()
+    lengths = torch.empty(world.size, dtype=torch.int64)
+    world.all_gather(lengths, torch.tensor([len(mine)]))
+    longest = int(lengths.max())
+    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+    everybody = torch.empty((world.size, longest), dtype=torch.uint8) if world.rank == 0 else None
+    world.gather(everybody, padded[None])
+    if everybody is None:
+        return []
+    return [json.loads(bytes(row[:length].numpy())) for row, length in zip(everybody, lengths.tolist(), strict=True)]
+
+
+def broadcast_text(world: Communicator, text: str, root: int) -> str:
+    """Return ``text`` of the rank ``root`` on every rank. Collective."""
+    return _broadcast_bytes(world, text.encode(), root).decode()
+
+
 def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
     """Run ``work()`` on rank 0, and return its result, which must be representable in JSON, on all ranks. Collective.
 
@@ -68,5 +90,5 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     world.all_reduce(ranks, "min")
     first = int(ranks)
     if first < world.size:
-        raise UsageError(_broadcast_bytes(world, problem.encode(), first).decode())
+        raise UsageError(broadcast_text(world, problem, first))
     return result

@@ -73,9 +73,12 @@ def python_words(words: list[str]) -> tuple[int, list[str]]:
 def parse_module(command: Command, words: list[str], data: Path) -> None:
     """Give the arguments of ``python -m`` to that command's own parser."""
     name, arguments = words[1], words[2:]
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
+        return
+    if name == "trainers.supervise":  # with the command that it starts
+        module.read([*arguments, "--data-path", str(data)])
         return
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
     parser = module.parser() if hasattr(module, "parser") else module._parser()

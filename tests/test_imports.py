@@ -22,7 +22,7 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 ROOMS = {
     "commengine": (
         {"errors", "mpi", "job_end", "dtypes", "operations"},
-        {"agreement", "trace", "cost"},
+        {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
         {"timeout", "stream"},
@@ -48,9 +48,10 @@ ROOMS = {
         {"data", "weights"},
         {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
-        {"checkpoints"},
+        {"checkpoints", "checks"},
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),
     "bench": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -12,6 +13,7 @@ from .options import (
     AT_LEAST_ONE,
     BATCH,
     FRACTION,
+    NOT_EMPTY,
     NOT_NEGATIVE,
     SEED,
     ValidRange,
@@ -21,6 +23,12 @@ from .options import (
     require_ranges,
 )
 
+#: the signals that ``--exit-signal`` may name
+SIGNALS = ("USR1", "USR2", "HUP", "QUIT", "ALRM", "XCPU", "TERM", "INT")
+
+SIGNAL = ValidRange(
+    lambda name: name.upper().removeprefix("SIG") in SIGNALS, f"must be one of {', '.join(SIGNALS)}, also as SIGUSR1"
+)
 POSITIVE = ValidRange(lambda value: value > 0, "must be positive: rows of padding have no gradient at all")
 #: of learning rates and weight decays: far above all that trains
 RATE = (NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 1000"))
@@ -70,6 +78,18 @@ class TrainConfig:
     exit_interval: int | None = option(
         None, "save and stop early after a step whose number is a multiple of this", valid=AT_LEAST_ONE
     )
+    exit_signal: str | None = option(
+        None, "save and stop after the step in which this signal comes, such as USR1; SIGTERM and SIGINT always do so",
+        valid=SIGNAL,
+    )  # fmt: skip
+    exit_duration_in_mins: float | None = option(
+        None, "save and stop after the step in which the run has lasted this long, start included",
+        valid=ValidRange(lambda minutes: 0 < minutes < math.inf, "must be positive, and finite"),
+    )  # fmt: skip
+    exit_before_limit: float = option(
+        120.0, "with --save in a Slurm job: save and stop this many seconds before the job's time limit; 0: do not",
+        valid=NOT_NEGATIVE,
+    )  # fmt: skip
     seed: int = option(
         1234, "seed of the initial weights, the order of samples and dropout", fixed=True,
         valid=SEED,
@@ -128,23 +148,52 @@ class TrainConfig:
     eval_iters: int = option(
         100, "global batches of an evaluation, at most the whole split; 0 turns evaluation off", valid=NOT_NEGATIVE
     )
-    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
+    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report", valid=NOT_EMPTY)
     load: str | None = option(
         None,
         "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
         "checkpoint, unless this is also the folder of --save: then a new run starts",
+        valid=NOT_EMPTY,
+    )
+    verify_checkpoints: bool = option(
+        True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
     )
     overwrite: bool = option(
         False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
     )
     save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)", valid=AT_LEAST_ONE)
+    async_save: bool = option(
+        False, "write checkpoints in the background: ranks copy their share in memory, and training goes on meanwhile"
+    )
+    keep_last: int | None = option(
+        None, "after saving, remove all but this number of the newest checkpoints (default: keep all)",
+        valid=AT_LEAST_ONE,
+    )  # fmt: skip
+    keep_every: int | None = option(
+        None, "with --keep-last, also keep the checkpoints whose iteration is a multiple of this", valid=AT_LEAST_ONE
+    )
     log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
     log_communication_interval: int = option(
         1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
         valid=NOT_NEGATIVE,
     )  # fmt: skip
+    # checks while it trains
+    check_replicas: int | None = option(
+        None, "after each step whose number is a multiple of this, compare checksums of all that several ranks hold",
+        valid=AT_LEAST_ONE,
+    )  # fmt: skip
+    check_for_spiky_loss: float | None = option(
+        None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10",
+        valid=ValidRange(lambda limit: 0 < limit < math.inf, "must be positive, and finite"),
+    )  # fmt: skip
+    log_straggler: bool = option(
+        False, "log each rank's own time, and name a rank that keeps the others waiting; traces every step"
+    )
+    step_file: str | None = option(
+        None, "file for the number of the step under way, which trainers.supervise asks for and removes"
+    )
     tensorboard_dir: str | None = option(
-        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
+        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)", valid=NOT_EMPTY
     )
 
     def validate(self, ranks: int) -> None:
@@ -170,8 +219,17 @@ class TrainConfig:
             f"times the data-parallel size {ranks // tensor}, such as {max(step, batch // step * step)}",
         )
         saved = self.save is not None
-        require(self.exit_interval is None or saved, "--exit-interval: needs --save DIR, or the run is lost")
+        for name in ("exit_interval", "exit_signal", "exit_duration_in_mins"):
+            flag = f"--{name.replace('_', '-')}"
+            require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
+        require(not self.async_save or saved, "--async-save: needs --save DIR")
+        require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
+        require(
+            self.keep_every is None or self.keep_last is not None,
+            f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
+        )
+        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.

@@ -41,6 +41,7 @@ class ValidRange:
 
 AT_LEAST_ONE = ValidRange(lambda value: value >= 1, "must be at least 1")
 NOT_NEGATIVE = ValidRange(lambda value: 0 <= value < math.inf, "must not be negative, and finite")
+NOT_EMPTY = ValidRange(lambda text: text.strip() != "", "must not be empty: is a variable of the shell not set?")
 FRACTION = ValidRange(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 OPEN_FRACTION = ValidRange(lambda value: 0 < value < 1, "must be a number above 0 and below 1")
 ABOVE_ZERO = ValidRange(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")
@@ -263,6 +264,8 @@ def as_flags(message: str, kind: type[DataclassInstance]) -> str:
 def given(settings: DataclassInstance, name: str) -> str:
     """An option and its value as they stand on a command line: ``--train-iters 1000``."""
     value = getattr(settings, name)
+    if isinstance(value, str) and not value.strip():
+        value = shlex.quote(value)
     return f"--{name.replace('_', '-')} {shlex.join(value) if isinstance(value, list | tuple) else value}"
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from .run import signals
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    signals.end_on_interrupt()
+
 from commengine import Communicator, launch
 
 from .run.startup import run_command
@@ -11,9 +16,9 @@ from .tasks.bert import BERTTask, BERTTrainConfig
 CONFIG = BERTTrainConfig
 
 
-def main(world: Communicator) -> None:
-    """One rank of the run, collective over ``world``."""
-    run_command(world, "pretrain_bert", CONFIG, BERTTask)
+def main(world: Communicator) -> int:
+    """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
+    return run_command(world, "pretrain_bert", CONFIG, BERTTask)
 
 
 if __name__ == "__main__":

@@ -58,3 +58,15 @@ def missing_ranks(entry: Entry, root_rank: int, told: Mapping[int, dict[str, Any
             elif number == entry.number and operation != entry.operation:
                 found.append(f"rank {rank}, {what} (it is in {operation} #{number} instead)")
     return found
+
+
+def suspects(entry: Entry, root_rank: int) -> list[str]:
+    """Name the ranks that ``entry`` exchanges messages with, after a crash in it: at least one of them may be dead."""
+    group = entry.group
+    members = entry.peers or range(len(group.ranks))
+    others = [group.world_ranks[member] for member in members if group.ranks[member] != root_rank]
+    what = f"{entry.operation} #{entry.number}"
+    if len(others) == 1:
+        return [f"rank {others[0]}, {what} (the crash was in this call)"]
+    shown = ", ".join(map(str, others[:NAMED])) + (" ..." if len(others) > NAMED else "")
+    return [f"perhaps one of ranks {shown}, {what} (the crash was in this call)"] if others else []

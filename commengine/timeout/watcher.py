@@ -3,7 +3,8 @@
 Every rank remembers its last collectives, and its watcher looks at those that run, ten times a second. Shortly before
 one of them runs out of time, its rank asks all ranks of the root communicator how far they are, on an MPI communicator
 of the watchers' own. A rank that has not started that collective, or does not answer, is missing. At the deadline each
-rank that can still speak prints its report, and the job ends.
+rank that can still speak prints its report, tells the ranks that answered, and the job ends. A rank whose last message
+has not been received gets no other: MPICH over UCX crashes at the second send to a rank that died.
 
 The watcher is a thread, which also answers while its rank computes or waits inside MPI. If MPI offers less than
 THREAD_MULTIPLE there is no thread: a rank then watches while it waits for a collective, and `CollectiveTimeout` is
@@ -13,10 +14,12 @@ raised in the call that ran out of time.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from commengine.errors import CollectiveError, CollectiveTimeout
@@ -24,8 +27,9 @@ from commengine.host.polling import SLEEP_SECONDS
 from commengine.job_end import abort, say
 from commengine.mpi import load_mpi, ranks_in
 
+from .crash import CrashReport
 from .entries import Entry, WatchedGroup
-from .report import missing_ranks, out_of_time, write_report
+from .report import missing_ranks, out_of_time, suspects, write_report
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -66,17 +70,23 @@ class Watch:
         #: after the root closes nobody looks any more: communicators split from it then have no timeout
         self.closed = False
         self._comm = comm
+        self._rank: int = comm.rank
+        self._world_ranks = ranks_in(comm, mpi.COMM_WORLD)
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is
+        self._reachable: list[int] = []  # the ranks that are told that this one has run out of time
         self._asked_for: Entry | None = None  # the collective that the other ranks were asked about
         self._asked_at = 0.0
-        self._sent: list[Any] = []
+        self._sent: dict[int, tuple[Any, bytes]] = {}  # by rank: its message that it has not received yet
+        self._telling: int | None = None  # the rank to which a message is being sent
         self._looked = 0.0
         self._before = min(ASK_SECONDS, timeout / 4)
         self._ending = threading.Event()
         self._threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
+        self._crash: CrashReport | None = None
         if self._threaded:
+            self._crash = CrashReport(self._report_crash)
             self._thread = threading.Thread(target=self._serve, name="commengine watch", daemon=True)
             self._thread.start()
             atexit.register(self._stop)  # a thread that is inside MPI while MPI is finalised crashes
@@ -108,6 +118,8 @@ class Watch:
         self.closed = True
         self.running.clear()
         atexit.unregister(self._stop)
+        if self._crash is not None:
+            self._crash.close()
         if load_mpi().Is_finalized():
             return
         # A message left behind would be received by the communicator that gets this one's number next. The sends are
@@ -115,7 +127,7 @@ class Watch:
         barrier = None
         while barrier is None or not barrier.Test():
             self._listen(answer=False)
-            self._sent = [request for request in self._sent if not request[0].Test()]
+            self._forget_received()
             if barrier is None and not self._sent:
                 barrier = self._comm.Ibarrier()
             time.sleep(SLEEP_SECONDS)
@@ -133,17 +145,23 @@ class Watch:
             try:
                 self._look()
             except CollectiveTimeout as timeout:
-                say(str(timeout))
+                say(str(timeout))  # before all else: whatever calls MPI now may crash
+                with contextlib.suppress(Exception):
+                    self._tell(_OVER, self._reachable)
                 time.sleep(LINGER_SECONDS)
                 abort(EXIT_CODE)
             except Exception as error:  # of MPI, for example: a rank must not go on without its watcher
-                say(f"[rank {load_mpi().COMM_WORLD.rank}] the watcher of collectives failed: {error!r}")
+                say(self._report(None, f"the watcher of collectives failed: {error!r}"))
                 abort(1)
 
     def look(self) -> None:
         """Look if it is time to, on a rank that waits and has no watcher thread. Raises CollectiveTimeout."""
         if not self._threaded and not self.closed and time.monotonic() - self._looked > TICK_SECONDS:
-            self._look()
+            try:
+                self._look()
+            except CollectiveTimeout:
+                self._tell(_OVER, self._reachable)
+                raise
 
     def _look(self) -> None:
         """Answer the other ranks, then see whether a collective of this rank has run out of time."""
@@ -153,7 +171,7 @@ class Watch:
         self._update_running(last, now)
         for alarm in [alarm for group in list(self._groups.values()) for alarm in list(group.alarms)]:
             if (problem := alarm()) is not None:
-                self._tell_all(_OVER)
+                self._reachable = list(range(self._comm.size))
                 raise CollectiveTimeout(self._report(None, problem))
         oldest = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
         if over is not None:
@@ -164,9 +182,9 @@ class Watch:
         if left < self._before and self._asked_for is not oldest:
             self._asked_for, self._asked_at = oldest, now
             self._told.clear()
-            self._tell_all(_ASKED)
+            self._tell(_ASKED, range(self._comm.size))
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
-            self._tell_all(_OVER)
+            self._reachable = list(self._told)
             raise CollectiveTimeout(self._report(oldest))
 
     def _update_running(self, last: float, now: float) -> None:
@@ -193,30 +211,48 @@ class Watch:
             if message["kind"] == _OVER:
                 over = int(message["world_rank"])
         if asked and answer:
-            self._tell_all(_TOLD)
+            self._tell(_TOLD, range(self._comm.size))
         return over
 
-    def _tell_all(self, kind: str) -> None:
-        """Send every other rank how far this rank is: in each sequence, and with which peers it exchanges messages."""
+    def _tell(self, kind: str, ranks: Iterable[int]) -> None:
+        """Send ``ranks`` how far this rank is: in each sequence, and with which peers it exchanges messages.
+
+        A rank that has not received this rank's last message gets none.
+        """
         mpi = load_mpi()
         groups = list(self._groups.values())
         sequences = {f"{group.key} {name}": last for group in groups for name, last in list(group.started.items())}
         peers: dict[str, list[int]] = {}
         for entry in list(self.running.values()):
             peers.setdefault(entry.group.key, []).extend(entry.peers)
-        said = {"kind": kind, "world_rank": mpi.COMM_WORLD.rank, "sequences": sequences, "peers": peers}
+        said = {"kind": kind, "world_rank": self._world_ranks[self._rank], "sequences": sequences, "peers": peers}
         message = json.dumps(said).encode()
-        self._sent = [request for request in self._sent if not request[0].Test()]
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._sent.append((self._comm.Issend([message, mpi.BYTE], rank), message))
+        self._forget_received()
+        for rank in ranks:
+            if rank != self._rank and rank not in self._sent:
+                self._telling = rank
+                self._sent[rank] = self._comm.Issend([message, mpi.BYTE], rank), message
+        self._telling = None
+
+    def _forget_received(self) -> None:
+        self._sent = {rank: sent for rank, sent in self._sent.items() if not sent[0].Test()}
 
     def _report(self, entry: Entry | None, problem: str = "") -> str:
         """Return the report about ``entry``, the collective that waits, or about another ``problem``."""
         missing = None
         if entry is not None:
-            problem, missing = out_of_time(entry, self.timeout), missing_ranks(entry, self._comm.rank, self._told)
-        return write_report(load_mpi().COMM_WORLD.rank, problem, missing, list(self.entries))
+            problem, missing = out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, self._told)
+        return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
+
+    def _report_crash(self, problem: str) -> str:
+        """Return the report of a crash, without a call of MPI: a thread that crashed may hold MPI's lock."""
+        missing = None
+        entry = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
+        if self._telling is not None:
+            missing = [f"rank {self._world_ranks[self._telling]} (the crash was in a message to it)"]
+        elif entry is not None:
+            missing = suspects(entry, self._rank)
+        return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
 
 
 def check_timeout(timeout: Any) -> None:

@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from commengine.errors import LaunchError
-from commengine.launch import check_world_size
 from tests.support import mpirun
 
 pytestmark = pytest.mark.slow
@@ -130,7 +128,7 @@ def test_ctrl_c_on_one_rank(job):
         """
     )
     assert_ended(done, seconds, 130)
-    assert done.stderr.count("KeyboardInterrupt") >= 1 and done.stderr.count("Traceback") == 1
+    assert done.stderr.count("[rank 0] interrupted (SIGINT)\n") == 1 and "Traceback" not in done.stderr
 
 
 def test_killed_rank(job):
@@ -199,49 +197,6 @@ def test_usage_error_of_one_rank_alone_is_said_and_ends_the_job(job):
     done, seconds = job("if world.rank == 1: raise UsageError('only here')\nworld.barrier()")
     assert_ended(done, seconds, 2)
     assert "[rank 1] error: only here" in done.stderr
-
-
-# The launcher and MPI disagree
-
-
-@pytest.mark.parametrize("variable", ["SLURM_NTASKS", pytest.param("OMPI_COMM_WORLD_SIZE", marks=pytest.mark.long)])
-def test_launcher_of_four_tasks_with_a_world_of_one(tmp_path, variable):
-    program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
-    done = mpirun.command([sys.executable, "-c", program], timeout=40, env={variable: "4"})
-    assert done.returncode != 0 and "ran" not in done.stdout
-    assert f"error: {variable}=4, but MPI's world has 1 rank. Likely cause: " in done.stderr
-    assert ("srun" if variable.startswith("SLURM") else "mpiexec on PATH belongs to another MPI") in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_launcher_mismatch_is_said_by_the_first_task_alone():
-    program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
-    env = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
-    done = mpirun.command([sys.executable, "-c", program], timeout=40, env=env)
-    assert done.returncode != 0 and "SLURM_NTASKS" not in done.stderr and "ran" not in done.stdout
-
-
-def test_mpiexec_inside_a_slurm_allocation(job):
-    """Slurm counts its own tasks; mpiexec's count, which comes first, is the one that matters."""
-    done, _ = job("return 0", env={"SLURM_NTASKS": "16"})
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
-def test_check_world_size(variable):
-    check_world_size(1, {})
-    check_world_size(4, {variable: "4"})
-    with pytest.raises(LaunchError, match=rf"^{variable}=4, but MPI's world has 1 rank\. Likely cause: "):
-        check_world_size(1, {variable: "4"})
-    with pytest.raises(LaunchError, match=rf"^{variable}=1, but MPI's world has 4 ranks\. "):
-        check_world_size(4, {variable: "1"})
-
-
-def test_check_world_size_believes_the_innermost_launcher():
-    check_world_size(2, {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "2"})
-    check_world_size(2, {"SLURM_NTASKS": "16", "PMI_SIZE": "2"})
-    with pytest.raises(LaunchError, match="PMI_SIZE"):
-        check_world_size(2, {"SLURM_NTASKS": "2", "PMI_SIZE": "16"})
 
 
 # Programs that are not ours

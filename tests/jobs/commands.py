@@ -2,12 +2,16 @@
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt]. OUTCOMES: for each run, the exit code,
+whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt, signals]; signals: a list of
+[place, iteration, rank, name], where the rank sends itself a signal in a "step", a "save" or an "evaluation" of this
+iteration. OUTCOMES: for each run, the exit code,
 standard output and standard error of each of its ranks.
 """
 
 import io
 import json
+import os
+import signal
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,8 +21,13 @@ from mpi4py import MPI
 
 from commengine import Communicator, UsageError, launch
 from trainers import pretrain_bert, pretrain_gpt
+from trainers.checkpoints import run_state
+from trainers.run import loop
+from trainers.training.trainer import Trainer
 
 MAINS = {"pretrain_gpt": pretrain_gpt.main, "pretrain_bert": pretrain_bert.main}
+
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
 
 class Tee(io.StringIO):
@@ -29,27 +38,51 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
+class Signals:
+    """Sends the signals of one run, at the place where each belongs, before the real work is done there."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[str, int, int, str]] = []
+        self.step, self.save, self.evaluate = Trainer.step, run_state.save, loop.evaluate_sources
+        self.iteration = 0
+        Trainer.step = lambda trainer: self.in_step(trainer)
+        run_state.save = lambda trainer: self.send("save", trainer) or self.save(trainer)
+        loop.evaluate_sources = lambda *rest: self.send("evaluation") or self.evaluate(*rest)
+
+    def in_step(self, trainer):
+        self.iteration = trainer.iteration + 1
+        self.send("step", trainer)
+        return self.step(trainer)
+
+    def send(self, place, trainer=None):
+        for planned, iteration, rank, name in self.planned:
+            if (planned, iteration, rank) == (place, self.iteration, MPI.COMM_WORLD.rank):
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+
+
 def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, object]:
     sys.argv = [command, *arguments]
     out, err = io.StringIO(), Tee()
     with redirect_stdout(out), redirect_stderr(err), launch.abort_on_error():
         try:
             with Communicator(comm) as world:
-                MAINS[command](world)
-                code: object = 0
+                code: object = MAINS[command](world)
         except UsageError as error:
             code = 2
             if comm.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
         except SystemExit as stop:
             code = stop.code or 0
+    for number, handler in HANDLERS.items():  # a command ignores signals after its end
+        signal.signal(number, handler)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
 if __name__ == "__main__":
     runs, outcomes = map(Path, sys.argv[1:])
-    world, mine = MPI.COMM_WORLD, []
-    for ranks, arguments, command in json.loads(runs.read_text()):
+    world, mine, signals = MPI.COMM_WORLD, [], Signals()
+    for ranks, arguments, command, planned in json.loads(runs.read_text()):
+        signals.planned = planned
         part = world.Split(0 if world.rank < ranks else 1)
         if world.rank < ranks:
             mine.append(run(part, arguments, command))

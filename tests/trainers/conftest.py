@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,16 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run a training command as each of several (ranks, arguments), in one job."""
+    """Run a training command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py)."""
     numbers = itertools.count()
 
-    def pretrain(
-        *runs: tuple[int, Sequence[str | Path]], timeout: float = 110, command: str = "pretrain_gpt"
-    ) -> list[Outcome]:
+    def pretrain(*runs: tuple[Any, ...], timeout: float = 110, command: str = "pretrain_gpt") -> list[Outcome]:
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
         (folder / "runs.json").write_text(
-            json.dumps([[n, [str(word) for word in words], command] for n, words in runs])
+            json.dumps([[n, [str(word) for word in words], command, *(more or [[]])] for n, words, *more in runs])
         )
         words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
-        done = mpirun.run(max(n for n, _ in runs), *words, timeout=timeout)
+        done = mpirun.run(max(n for n, *_ in runs), *words, timeout=timeout)
         assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"
         found: list[list[dict[str, Any]]] = json.loads((folder / "outcomes.json").read_text())
         return [Outcome(*([rank[key] for rank in ranks] for key in ("code", "out", "err"))) for ranks in found]

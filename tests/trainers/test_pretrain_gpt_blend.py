@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.checkpoints import rewrite_state
 from trainers.data.indexed_writer import IndexedDatasetWriter
 
 pytestmark = pytest.mark.slow
@@ -61,17 +62,15 @@ def begun(tmp_path_factory, pretrain, tiny, sets) -> Path:
 
 def without_record(folder: Path) -> None:
     """Make the checkpoint one that a version without blends wrote."""
-    path = folder / "iter_0000006" / "state.json"
-    state = json.loads(path.read_text()) | {"format": 2}
+    state = json.loads((folder / "iter_0000006" / "state.json").read_text()) | {"format": 2}
     del state["data"]
-    path.write_text(json.dumps(state))
+    rewrite_state(folder / "iter_0000006", state, listed=False)
 
 
 def damaged(folder: Path) -> None:
-    path = folder / "iter_0000006" / "state.json"
-    state = json.loads(path.read_text())
+    state = json.loads((folder / "iter_0000006" / "state.json").read_text())
     state["data"]["sources"][0]["consumed"] += 1
-    path.write_text(json.dumps(state))
+    rewrite_state(folder / "iter_0000006", state)
 
 
 #: what goes on from a run of 6 steps: the run, what is done to it first, and the words of its --data-path

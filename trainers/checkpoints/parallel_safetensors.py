@@ -1,104 +1,155 @@
-"""A safetensors file that a whole group writes at once through MPI-IO.
+"""A safetensors file of global tensors that a whole group writes at once, and of which each rank reads its parts.
 
-The file holds global tensors, so a reader needs to know nothing about the run that wrote it.
+The file says nothing of the ranks that wrote it. A rank writes contiguous ranges of bytes only: where the parts of a
+tensor alternate in the file, the ranks first exchange them through the engine, so that each has whole rows.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from commengine import CollectiveError, Communicator
+from commengine import Communicator
 from tplayers import Placement
 
-_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+from .safetensors_file import StoredTensor, lay_out, read_layout
+
+#: bytes of the longest range that is written or read at once
+CHUNK = 32 << 20
+
+#: bytes from which on all ranks share in writing a tensor that each of them holds whole
+SHARED_FROM = 1 << 20
+
+#: bytes; where a rank's rows in the file are shorter, it reads the rows of all ranks and drops those of the others
+SHORT_ROW = 64 << 10
 
 
-def write(
-    path: Path,
+def ranges(
     described: Mapping[str, tuple[torch.dtype, Placement]],
     tensors: Iterable[tuple[str, Tensor]],
     comm: Communicator,
-) -> None:
-    """Write global tensors. Each rank of ``comm`` holds the parts that their placements describe.
+) -> Iterator[tuple[int, memoryview]]:
+    """This rank's (first byte in the file, bytes); the ranks' ranges together are the file.
 
     described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
-    any order that is the same on every rank; an iterator is advanced when the tensors before are written. Collective
-    over ``comm``. The file is on disk when this returns, and the caller gives it its final name. Raises CollectiveError
-    if MPI cannot write it.
+    any order that is the same on every rank; an iterator is advanced when the caller is done with the tensor before.
+    The bytes are valid until the next range is asked for. Collective over ``comm``: every rank must exhaust it.
     """
-    from mpi4py import MPI
+    header, stored = lay_out(described)
+    if comm.rank == 0:
+        yield 0, memoryview(header)
+    for number, (name, tensor) in enumerate(tensors):
+        part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        start, placement = stored[name].start, described[name][1]
+        if not placement.sharded or placement.count == 1:
+            yield from _cut(start, *_share(part, number, comm))
+        elif (outer := math.prod(placement.view[: placement.dim])) == 1:
+            yield from _cut(start, comm.rank * part.numel(), part)
+        elif part.numel():
+            yield from _exchanged(start, part.view(outer, -1), comm)
 
-    header, starts, total = _layout(described)
-    file = MPI.File.Open(comm.mpi, str(path), MPI.MODE_CREATE | MPI.MODE_WRONLY)
-    try:
-        file.Set_size(total)
-        if comm.rank == 0:
-            file.Write_at(0, header)
-        for name, tensor in tensors:
-            _write_tensor(file, starts[name], tensor, described[name][1], comm)
-        file.Sync()
-    except MPI.Exception as error:
-        raise CollectiveError(f"writing {path}: {error}") from error
-    finally:
-        file.Close()
+
+def file_size(described: Mapping[str, tuple[torch.dtype, Placement]]) -> int:
+    """The bytes of the file that `ranges` gives."""
+    header, stored = lay_out(described)
+    return max((one.stop for one in stored.values()), default=len(header))
+
+
+def _cut(start: int, offset: int, part: Tensor) -> Iterator[tuple[int, memoryview]]:
+    """``part``, which begins ``offset`` bytes after ``start``, in pieces of `CHUNK` bytes."""
+    for low in range(0, part.numel(), CHUNK):
+        yield start + offset + low, _bytes(part[low : low + CHUNK])
+
+
+def _share(whole: Tensor, number: int, comm: Communicator) -> tuple[int, Tensor]:
+    """(offset, bytes): what this rank writes of a tensor that all ranks hold; small ones go to the ranks in turn."""
+    if whole.numel() < SHARED_FROM:
+        return 0, whole if comm.rank == number % comm.size else whole[:0]
+    each = -(-whole.numel() // comm.size)
+    return comm.rank * each, whole[comm.rank * each : (comm.rank + 1) * each]
+
+
+def _exchanged(start: int, part: Tensor, comm: Communicator) -> Iterator[tuple[int, memoryview]]:
+    """Whole rows of a tensor of which each rank has a part of every row: ``part`` [rows, bytes]."""
+    outer, width = part.shape
+    most = max(1, CHUNK // (comm.size * width))
+    top = 0
+    while top < outer:
+        rows = min(most, -(-(outer - top) // comm.size))  # of each rank
+        sent = part[top : top + rows * comm.size]
+        if len(sent) < rows * comm.size:
+            sent = torch.cat([sent, sent.new_zeros(rows * comm.size - len(sent), width)])
+        received = torch.empty_like(sent)
+        comm.all_to_all(received, sent.contiguous())
+        mine = top + comm.rank * rows
+        whole = received.view(comm.size, rows, width).transpose(0, 1).reshape(rows, -1)[: max(0, outer - mine)]
+        if len(whole):
+            yield start + mine * comm.size * width, _bytes(whole.reshape(-1))
+        top += rows * comm.size
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor of bytes."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parts of the file's tensors, one after the other. Raises ValueError if names or shapes differ."""
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        if names != set(placements):
-            missing, extra = sorted(set(placements) - names), sorted(names - set(placements))
+    """This rank's parts of the file's tensors, one after the other, in new memory. It reads these parts only.
+
+    Raises ValueError, naming the file, if names, shapes or dtypes differ, and OSError if it cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        stored = read_layout(file, path)
+        if set(stored) != set(placements):
+            missing, extra = sorted(set(placements) - set(stored)), sorted(set(stored) - set(placements))
             raise ValueError(f"{path}: lacks {_some(missing)}; has unknown {_some(extra)}")
         for name, placement in placements.items():
-            whole = file.get_tensor(name)
-            if tuple(whole.shape) != placement.shape:
-                raise ValueError(f"{path}: {name} is {list(whole.shape)}, the model's is {list(placement.shape)}")
-            yield name, placement.part(whole)
+            one = stored[name]
+            if one.shape != placement.shape:
+                raise ValueError(f"{path}: {name} is {list(one.shape)}, the model's is {list(placement.shape)}")
+            if not one.dtype.is_floating_point:
+                raise ValueError(f"{path}: {name} is of {one.dtype}; a parameter or its state is never")
+            yield name, _part(file, path, one, placement)
+    finally:
+        os.close(file)
 
 
-def _layout(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[bytes, dict[str, int], int]:
-    """The header, each tensor's first byte in the file, and the file's size."""
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name, (dtype, placement) in described.items():
-        end = offset + math.prod(placement.shape) * dtype.itemsize
-        entries[name] = {"dtype": _CODES[dtype], "shape": list(placement.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format's alignment
-    header = len(text).to_bytes(8, "little") + text
-    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
-    return header, starts, len(header) + offset
+def _part(file: int, path: Path, one: StoredTensor, placement: Placement) -> Tensor:
+    part = torch.empty(placement.local_shape, dtype=one.dtype)
+    rows = math.prod(placement.view[: placement.dim]) if placement.sharded else 1
+    if not part.numel():
+        return part
+    target = part.view(-1).view(torch.uint8).view(rows, -1)
+    width, (index, count) = target.shape[1], (placement.index, placement.count) if placement.sharded else (0, 1)
+    if count == 1 or width >= SHORT_ROW:
+        for row in range(rows):
+            _fill(file, path, target[row], one.start + (row * count + index) * width)
+        return part
+    most = max(1, CHUNK // (count * width))
+    whole = torch.empty(min(most, rows), count, width, dtype=torch.uint8)
+    for top in range(0, rows, most):
+        block = whole[: min(most, rows - top)]
+        _fill(file, path, block.view(-1), one.start + top * count * width)
+        target[top : top + most] = block[:, index]
+    return part
 
 
-def _write_tensor(file: Any, start: int, tensor: Tensor, placement: Placement, comm: Communicator) -> None:
-    from mpi4py import MPI
-
-    tensor = tensor.detach().cpu().contiguous()
-    buffer = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    if not placement.sharded:
-        if comm.rank == 0:
-            file.Write_at(start, [buffer, MPI.BYTE])
-        return
-    element = MPI.BYTE.Create_contiguous(tensor.element_size()).Commit()
-    part = element.Create_subarray(placement.view, placement.part_view, placement.part_start).Commit()
-    file.Set_view(start, element, part)
-    file.Write_at_all(0, [buffer, tensor.numel(), element])
-    file.Set_view(0)
-    part.Free()
-    element.Free()
+def _fill(file: int, path: Path, target: Tensor, start: int) -> None:
+    """Fill ``target`` [bytes] from byte ``start`` of the file on."""
+    left = _bytes(target)
+    while left:
+        count = os.preadv(file, [left], start)
+        if not count:
+            raise ValueError(f"{path}: ends at byte {start}, while it is read")
+        start, left = start + count, left[count:]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,11 +9,14 @@ from pathlib import Path
 from commengine import UsageError
 from trainers.config import TrainConfig
 
-from . import checkpoint
+from . import checkpoint, pointer
 
 #: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
 #: new run's rows in place of theirs.
-FILES = ("latest", "latest.tmp", "metrics.jsonl", "report.json", "report.txt", "loss.png")
+FILES = (
+    "latest", "latest.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
+    "loss.png",
+)  # fmt: skip
 CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
@@ -46,8 +49,7 @@ def require_free(config: TrainConfig) -> None:
         return
     if _goes_on(config, found):
         assert found is not None
-        complete = sorted(path.parent.name for path in folder.glob("iter_*/state.json"))
-        if newer := [name for name in complete if name > found.name]:
+        if newer := [path.name for path in pointer.complete(folder) if path.name > found.name]:
             raise UsageError(
                 f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
                 "replace; give another --save, or --overwrite"
@@ -59,6 +61,17 @@ def require_free(config: TrainConfig) -> None:
             f"--save {folder}: holds a run already ({names}); continue it with --load {folder}, give another --save, "
             "or replace it by a new run with --overwrite"
         )
+
+
+def require_new(config: TrainConfig) -> None:
+    """Raise UsageError if ``--save``, which was not there a moment ago, holds a run now."""
+    if config.save is not None and not config.overwrite and _left(Path(config.save)):
+        raise UsageError(f"--save {config.save}: another run has begun there at the same time; start this one again")
+
+
+def goes_on(config: TrainConfig) -> bool:
+    """Whether the run continues one in ``--save``. Raises UsageError as `checkpoint_to_load` does."""
+    return config.load is not None and _goes_on(config, checkpoint_to_load(config))
 
 
 def clear(config: TrainConfig) -> None:

@@ -12,19 +12,71 @@ from trainers.config import TrainConfig
 from trainers.training.interfaces import ResumableBatchSource
 from trainers.training.trainer import Trainer
 
-from . import checkpoint, run_folder
+from . import checkpoint, pointer, run_folder
+from .checkpoint_writer import DONE, WRITING, CheckpointWriter
 
 
 def save(trainer: Trainer) -> None:
-    """Write a checkpoint of the trainer's iteration into ``--save``, which must be given. Collective over its world."""
-    assert trainer.config.save is not None
-    scaler = None if trainer.scaler is None else trainer.scaler.to_json()
-    optimizer = trainer.optimizer
-    batches = trainer.batches
-    data = batches.record(trainer.iteration) if isinstance(batches, ResumableBatchSource) else None
-    progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters, data)
-    settings = _settings(trainer).to_json()
-    checkpoint.save(Path(trainer.config.save), progress, trainer.model, optimizer, settings, trainer.grid)
+    """Write a checkpoint of the trainer's iteration into ``--save``, which must be given. Collective over its world.
+
+    Raises UsageError, on all ranks, if any rank cannot write.
+    """
+    saver = CheckpointSaver(trainer)
+    saver.start(background=False)
+    saver.finish()
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run, one after the other, and removes those that ``--keep-last`` does not keep.
+
+    With ``--async-save`` a checkpoint is written in the background. After each step the ranks agree on the largest
+    `state` of them all and give it to `settle`; at the end of the run they call `finish`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._writer: CheckpointWriter | None = None
+
+    def start(self, *, background: bool | None = None) -> None:
+        """Save the trainer's iteration into ``--save``, which must be given. Collective over the trainer's world.
+
+        background: None for what ``--async-save`` says; then the checkpoint before is finished first, so that there is
+        one copy in memory at most. Raises UsageError, on all ranks, if any rank cannot write.
+        """
+        self.finish()
+        trainer, config = self._trainer, self._trainer.config
+        assert config.save is not None
+        scaler = None if trainer.scaler is None else trainer.scaler.to_json()
+        optimizer, batches = trainer.optimizer, trainer.batches
+        data = batches.record(trainer.iteration) if isinstance(batches, ResumableBatchSource) else None
+        progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters, data)
+        self._writer = CheckpointWriter(
+            Path(config.save), progress, trainer.model, optimizer, _settings(trainer).to_json(), trainer.grid,
+            background=config.async_save if background is None else background,
+        )  # fmt: skip
+
+    def state(self) -> int:
+        """This rank's flag of the ranks' agreement: `CheckpointWriter.state`, or DONE. Not collective."""
+        return DONE if self._writer is None else self._writer.state
+
+    def settle(self, agreed: int) -> None:
+        """Finish the checkpoint if all ranks have written their shares, or one has failed; otherwise do nothing.
+
+        agreed: the largest `state` of all ranks, the same on all. Collective. Raises UsageError as `start` does.
+        """
+        if agreed != WRITING:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written has its name. Collective. Raises UsageError as `start`."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        writer.finish()
+        config = self._trainer.config
+        if config.keep_last is not None:
+            folder, last, every = Path(config.save or ""), config.keep_last, config.keep_every
+            on_rank_zero(self._trainer.grid.world, lambda: pointer.keep(folder, last, every))
 
 
 def resume(trainer: Trainer) -> list[str] | None:
@@ -45,7 +97,9 @@ def resume(trainer: Trainer) -> list[str] | None:
     if found is None:
         return None
     progress = checkpoint.Progress(**state)
-    checkpoint.load(Path(found), progress, trainer.model, trainer.optimizer, trainer.grid)
+    checkpoint.load(
+        Path(found), progress, trainer.model, trainer.optimizer, trainer.grid, verify=settings.verify_checkpoints
+    )
     trainer.continue_from(progress.iteration, progress.loss_scaler)
     lines = [f"starting from iteration {progress.iteration} of {trainer.config.load}"]
     if progress.data is not None and isinstance(trainer.batches, ResumableBatchSource):

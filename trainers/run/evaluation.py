@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +47,15 @@ def total(means: Mapping[str, Mean]) -> float:
 
 
 def evaluate_sources(
-    model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], data: Communicator
-) -> Evaluation:
-    """The objective's terms, by name, over at least one source. Collective and with errors as `evaluate`.
+    model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], data: Communicator,
+    between: Callable[[], object] = lambda: None,
+) -> Evaluation:  # fmt: skip
+    """The objective's terms, by name, over at least one source. Collective, with errors and ``between`` as `evaluate`.
 
     A source counts by its weight, however many items it has; one without any item of a term does not count there.
     """
     found = {
-        source.name: evaluate(model, objective, source.batches, data, iterations=source.iterations)
+        source.name: evaluate(model, objective, source.batches, data, iterations=source.iterations, between=between)
         for source in sources
     }
     means = {}
@@ -68,9 +69,13 @@ def evaluate_sources(
 
 
 def evaluate(
-    model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], data: Communicator, *, iterations: int
-) -> dict[str, Mean]:
+    model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], data: Communicator, *,
+    iterations: int, between: Callable[[], object] = lambda: None,
+) -> dict[str, Mean]:  # fmt: skip
     """The objective's terms, by name, over the first ``iterations`` global batches, at most all samples.
+
+    between: called before each global batch, on all ranks. It may be collective over the world, and may end the
+    evaluation by an exception that it raises on all ranks.
 
     Collective over ``data`` and the model's tensor group. Leaves the model in training mode. Raises UsageError, on all
     ranks, where a batch is not usable.
@@ -79,17 +84,20 @@ def evaluate(
     totals = torch.zeros(2 * terms + 1, dtype=torch.float64)  # sums, counts, microbatches that are not usable
     sums = torch.zeros(terms, dtype=torch.float64, device=data.device)  # read once, because reading waits for a device
     model.eval()
-    with torch.no_grad():
-        for k in range(min(iterations, len(batches))):
-            for batch in batches(k):
-                if not batch.usable:
-                    totals[-1] += 1
-                    continue
-                totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
-                losses = objective(model, batch.to(data.device), None)
-                for total, of_term in zip(sums, losses, strict=True):
-                    total += of_term.sum(dtype=torch.float64)
-    model.train()
+    try:
+        with torch.no_grad():
+            for k in range(min(iterations, len(batches))):
+                between()
+                for batch in batches(k):
+                    if not batch.usable:
+                        totals[-1] += 1
+                        continue
+                    totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
+                    losses = objective(model, batch.to(data.device), None)
+                    for total, of_term in zip(sums, losses, strict=True):
+                        total += of_term.sum(dtype=torch.float64)
+    finally:
+        model.train()
     totals[:terms] = sums
     data.all_reduce(totals)
     if totals[-1]:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from trainers.checkpoints import disk
 
 
 class Metrics:
     """Rows of ``SAVE/metrics.jsonl``, scalars for TensorBoard, and a progress bar on standard error.
 
     folder: the folder of the rows; None writes none. start: the iteration at which the run begins. Rows of later
-    iterations are dropped: an earlier run left them that went further than its last checkpoint. total: the iteration at
-    which the run ends. active: False on all ranks but 0; then nothing is written.
+    iterations are dropped: an earlier run left them that went further than its last checkpoint. Damaged rows are
+    dropped, too, and named; but a last row that is cut off, as a crash leaves it, is not worth a word. total: the
+    iteration at which the run ends. active: False on all ranks but 0; then nothing is written.
     """
 
     def __init__(self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool) -> None:
         self.rows: list[dict[str, Any]] = []
         self._active = active
+        self._problem: str | None = None
         self._path = folder / "metrics.jsonl" if folder is not None and active else None
         self._board = _summary_writer(tensorboard, start) if active and tensorboard is not None else None
         self._bar = tqdm(
@@ -31,23 +34,42 @@ class Metrics:
             mininterval=1 if sys.stderr.isatty() else 15,  # so that a log file does not fill with bars
         )  # fmt: skip
         if self._path is not None:
+            damaged: list[int] = []
             if start and self._path.exists():
-                self.rows = [row for row in _rows(self._path) if row["iteration"] <= start]
-            self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+                every, damaged = read_rows(self._path)
+                self.rows = [row for row in every if row["iteration"] <= start]
+            write_rows(self._path, self.rows)
+            if damaged:
+                shown = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
+                self.say(f"{self._path}: {len(damaged)} damaged rows are left out (lines {shown})")
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row, which has an ``iteration``. A value that is None, infinite or NaN is written as null."""
+        """Write one row: an ``iteration`` and numbers. A value that is None, infinite or NaN is written as null.
+
+        An error of writing is kept for `problem`.
+        """
         if not self._active:
             return
         row = {name: as_json(value) for name, value in row.items()}
         self.rows.append(row)
         if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            try:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                self._problem = f"{self._path} cannot be written: {error.strerror}; the last checkpoint is as it was"
         if self._board is not None:
             for name, value in row.items():
                 if name != "iteration" and value is not None:
                     self._board.add_scalar(name, value, row["iteration"])
+
+    def problem(self) -> str | None:
+        """Why a row could not be written, or None."""
+        return self._problem
+
+    def has(self, iteration: int, name: str) -> bool:
+        """Whether there is a row of this iteration with this value. False on all ranks but 0."""
+        return any(row["iteration"] == iteration and name in row for row in self.rows)
 
     def progress(self, loss: float, tokens_per_second: float) -> None:
         """Advance the bar by one step."""
@@ -71,11 +93,45 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete rows of a file. A crash may have cut its last row."""
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a metrics.jsonl, and the numbers of the lines that are none. Raises OSError.
+
+    A row is an object of numbers and nulls with a whole, positive ``iteration``. A last line without its end, as a
+    crash leaves it, counts as neither.
+    """
+    rows, damaged = [], []
+    *lines, last = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is None:
+            damaged.append(number)
+        else:
+            rows.append(row)
+    if (row := _row(last)) is not None:
+        rows.append(row)
+    return rows, damaged
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # an encoding that is not UTF-8 is a ValueError, too
+        return None
+    if not isinstance(row, dict) or type(row.get("iteration")) is not int or row["iteration"] < 1:
+        return None
+    return row if all(value is None or _is_number(value) for value in row.values()) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf and (type(value) is float or abs(value) < 2**63)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Give ``path`` new rows: a kill leaves all the old ones or all the new ones. Raises OSError."""
+    beside = path.with_name(f"{path.name}.tmp")
+    disk.remove(beside)
+    disk.write(beside, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    disk.replace(beside, path)
 
 
 def _summary_writer(folder: Path, start: int) -> Any:

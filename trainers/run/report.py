@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from commengine.trace import Total
+from trainers.checkpoints import disk
 
 from .metrics import as_json
+
+#: the report for programs, written last
+NAME = "report.json"
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,21 @@ class Report:
         """
         values = {name: as_json(value) for name, value in asdict(self).items() if name not in ("measures", "completes")}
         values |= {name: as_json(value) for name, value in self.measures.items()}
-        (folder / "report.json").write_text(json.dumps(values, indent=1) + "\n")
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
+        beside = folder / f"{NAME}.tmp"  # last and by a rename: if report.json is there, the report is complete
+        disk.remove(beside)
+        disk.write(beside, (json.dumps(values, indent=1) + "\n").encode())
+        disk.replace(beside, folder / NAME)
+
+
+def is_written(folder: Path, iteration: int) -> bool:
+    """Whether ``folder`` holds the complete report of a run of ``iteration`` steps. Raises OSError."""
+    try:
+        written = json.loads((folder / NAME).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(written, dict) and written.get("iteration") == iteration
 
 
 def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:

@@ -14,23 +14,28 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers import options
 from trainers.config import TrainConfig
 
-from .loop import TrainingTask, train
+from .loop import train
+from .stopping import StopRequests
+from .task import TrainingTask
 
 Config = TypeVar("Config", bound=TrainConfig)
 
 
 def run_command(
     world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask]
-) -> None:
-    """One rank of the training command ``command``, from its flags to its report. Collective over ``world``.
+) -> int:
+    """One rank of the training command ``command``, from its flags to its report: the exit status.
 
     kind: of the settings. new_task: as for `trainers.run.loop.train`. Rank 0 reads the flags and the files; an error in
-    them is raised on every rank.
+    them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that end a run
+    (`StopRequests`), so that its status is the returned one.
     """
-    config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
-    verify_files(config, world)  # before there is a timeout: reading all data may take long
-    with watched(config, world) as comm:
-        train(config, comm, new_task)
+    with StopRequests(world) as stopping:
+        config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+        verify_files(config, world)  # before there is a timeout: reading all data may take long
+        stopping.configure(config)
+        with watched(config, world) as comm:
+            return train(config, comm, new_task, stopping)
 
 
 def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ranks: int) -> Config:

@@ -69,6 +69,17 @@ class Optimizer:
             for one in owner.updated:
                 yield from (("master", one.values), *one.moments.items())
 
+    def unsharded(self) -> Iterator[tuple[str, Tensor]]:
+        """(Name, tensor) of the state, named as by `tensors`, that every rank of the data group holds whole.
+
+        There is none with ZeRO-1.
+        """
+        for owner in self._owners:
+            if not owner.layout.sharded:
+                for kind in owner.kinds:
+                    for parameter, tensor in owner.tensors(kind, wanted=True):
+                        yield f"{kind}.{owner.layout.names[parameter]}", tensor
+
     # Checkpoints ----------------------------------------------------------------------------------------------
 
     @property

@@ -22,6 +22,10 @@ from .reduction import GradientBuckets
 from .schedule import learning_rate
 
 
+class Diverged(UsageError):
+    """The loss or the gradient of a step is not finite. All ranks raise it, and ``Trainer.iteration`` stays."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The result of one step, the same on every rank.
@@ -148,7 +152,7 @@ class Trainer:
 
     def _require_finite(self, step: Step) -> None:
         if not math.isfinite(step.norm):
-            raise UsageError(  # on all ranks, because the norm is the same on all
+            raise Diverged(  # on all ranks, because the norm is the same on all
                 f"step {self.iteration + 1}: the loss is {step.loss}, the gradient's norm {step.norm}: the run has "
                 "diverged; the last checkpoint is as it was (a lower --lr, a longer --lr-warmup-iters or --clip-grad "
                 "may help)"

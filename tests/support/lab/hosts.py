@@ -7,6 +7,7 @@ relay.py emulates the wire. Nothing outlives the block, because the namespaces h
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -14,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,16 +34,28 @@ def why_not() -> str | None:
         return "network namespaces need root"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "there is no /dev/net/tun to read and write"
-    if "hydra" not in _launcher_version().lower():
-        return "only MPICH's mpiexec is known to start ranks on such hosts"
+    if not (is_mpich() or is_open_mpi()):
+        return "only the mpiexec of MPICH and of Open MPI are known to start ranks on such hosts"
     probe = [sys.executable, "-c", "import namespaces; namespaces.leave(); namespaces.new_tun('wan0')"]
     done = subprocess.run(probe, cwd=HERE, capture_output=True, text=True, timeout=START_S, check=False)
     return f"namespaces or TUN devices are not allowed here: {done.stderr.strip()[-200:]}" if done.returncode else None
 
 
+@functools.cache
 def _launcher_version() -> str:
-    done = subprocess.run([mpirun.mpiexec(), "--version"], capture_output=True, text=True, timeout=START_S, check=False)
-    return done.stdout
+    argv = [mpirun.mpiexec(), "--version"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=START_S, check=False, env=mpirun.environment())
+    return done.stdout.lower()
+
+
+def is_mpich() -> bool:
+    """Whether the launcher is MPICH's hydra."""
+    return "hydra" in _launcher_version()
+
+
+def is_open_mpi() -> bool:
+    """Whether the launcher is that of Open MPI 5."""
+    return "open mpi" in _launcher_version()
 
 
 @dataclass(frozen=True)
@@ -56,20 +69,50 @@ class Hosts:
 
         After ``timeout`` seconds it ends the job and raises subprocess.TimeoutExpired.
         """
-        environment = {
-            "LAB_HOSTS": json.dumps(self.pids),
-            # Without this, UCX finds that the hosts share memory, and uses that.
-            "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": "wan0",
-        }
-        addresses = list(self.pids)
-        launch = [
-            mpirun.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.py"),
-            "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
-            "-n", str(len(addresses) * ranks_each), sys.executable, *args,
-        ]  # fmt: skip
+        argv, environment = self._job(args, ranks_each)
+        return mpirun.command(argv, timeout=timeout, env=environment)
+
+    def start(self, *args: str, ranks_each: int = 1, options: Sequence[str] = ()) -> "subprocess.Popen[str]":
+        """Start the same job, to be watched by the caller, who ends it with ``mpirun.stop``; its output is in pipes.
+
+        options: further ones of the launcher.
+        """
+        argv, environment = self._job(args, ranks_each, options)
+        return mpirun.start(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def cut(self, address: str) -> None:
+        """Cut the link of the host ``address`` for good."""
+        program = "import namespaces; namespaces.bring_down('wan0')"
+        argv = [sys.executable, "enter.py", address, shlex.join([sys.executable, "-c", program])]
+        subprocess.run(argv, cwd=HERE, env=os.environ | self._environment(), timeout=START_S, check=True)
+
+    def _environment(self) -> dict[str, str]:
+        return {"LAB_HOSTS": json.dumps(self.pids)}
+
+    def _job(
+        self, args: Sequence[str], ranks_each: int, options: Sequence[str] = ()
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of a job, and what its environment has besides this process's."""
+        addresses, size = list(self.pids), str(len(self.pids) * ranks_each)
+        if is_mpich():
+            # Without the variable, UCX finds that the hosts share memory, and uses that.
+            network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "wan0"}
+            launch = [
+                mpirun.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.py"),
+                "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
+            ]  # fmt: skip
+        else:
+            network = {
+                "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "wan0",
+                "PRTE_MCA_plm_ssh_agent": str(HERE / "enter.py"), "PRTE_MCA_prte_if_include": "wan0",
+            }  # fmt: skip
+            launch = [
+                mpirun.mpiexec(), "--host", ",".join(f"{address}:{ranks_each}" for address in addresses),
+                "--bind-to", "none",
+            ]  # fmt: skip
+        launch += [*options, "-n", size, sys.executable, *args]
         first = [sys.executable, str(HERE / "enter.py"), addresses[0], shlex.join(launch)]
-        return mpirun.command(first, timeout=timeout, env=environment)
+        return first, self._environment() | network
 
     def processes(self) -> list[int]:
         """The ids of all processes on the hosts."""

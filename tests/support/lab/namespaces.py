@@ -86,6 +86,17 @@ def bring_up(name: str, address: str | None = None, mtu: int | None = None, queu
         for request, value in ((SIOCSIFMTU, mtu), (SIOCSIFTXQLEN, queue)):
             if value is not None:
                 fcntl.ioctl(control, request, struct.pack("16si20x", name.encode(), value))
+    _set_up(name, up=True)
+
+
+def bring_down(name: str) -> None:
+    """Stop a device of this namespace, as a cable that is pulled out does: routes go, connections stay and starve."""
+    _set_up(name, up=False)
+
+
+def _set_up(name: str, *, up: bool) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         answer = fcntl.ioctl(control, SIOCGIFFLAGS, struct.pack("16sH22x", name.encode(), 0))
         flags = struct.unpack("16sH22x", answer)[1]
-        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags | IFF_UP))
+        flags = flags | IFF_UP if up else flags & ~IFF_UP
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags))

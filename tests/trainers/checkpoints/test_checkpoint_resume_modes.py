@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.checkpoints import rewrite_state
 from trainers.checkpoints import run_state
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
@@ -123,13 +124,12 @@ def test_a_checkpoint_of_the_first_format_loads(world, trainer, folder):
     steps(made, 2)
     run_state.save(made)
     if world.rank == 0:
-        path = folder / "iter_0000002" / "state.json"
-        old = json.loads(path.read_text()) | {"format": 1}
+        old = json.loads((folder / "iter_0000002" / "state.json").read_text()) | {"format": 1}
         for key in ("updates", "loss_scaler", "masters"):
             del old[key]
         for key in ("bf16", "fp16", "use_distributed_optimizer", "loss_scale", "initial_loss_scale", "hysteresis"):
             del old["settings"][key]
-        path.write_text(json.dumps(old))
+        rewrite_state(folder / "iter_0000002", old, listed=False)
     resumed = trainer(world, load=str(folder), **SHARDED)
     assert run_state.resume(resumed)
     assert (resumed.iteration, resumed.optimizer.updates) == (2, 2)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from commengine import UsageError
+from trainers.checkpoints import pointer
 from trainers.checkpoints.run_folder import require_free
 from trainers.config import TrainConfig
 
@@ -48,7 +49,7 @@ def met(finished, pretrain, mock):
         "one checkpoint": (1, ["--load", "{old}/iter_0000002", "--save", "{new}", "--train-iters", "6"]),
         "branch": (1, ["--load", "{old}/iter_0000002", "--save", "{old}", "--train-iters", "6", "--overwrite"]),
         "branch unasked": (1, ["--load", "{old}/iter_0000002", "--save", "{old}", "--train-iters", "6"]),
-        "no pointer": (2, ["--load", "{unnamed}", "--save", "{unnamed}"]),
+        "no pointer": (2, ["--load", "{unnamed}", "--save", "{unnamed}", "--train-iters", "6"]),
         "started again": (1, ["--load", "{begun}", "--save", "{begun}"]),
         "done": (2, ["--load", "{old}", "--save", "{old}"]),
         "beyond": (1, ["--load", "{old}", "--save", "{old}", "--train-iters", "3"]),
@@ -59,6 +60,7 @@ def met(finished, pretrain, mock):
         for key in ("old", "other", "unnamed"):
             shutil.copytree(finished, places[key])
         (places["unnamed"] / "latest").unlink()
+        (places["unnamed"] / "iter_0000005.tmp").mkdir()  # which was under way
         for key in ("new", "begun"):
             places[key].mkdir()
         (places["begun"] / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0}\n')
@@ -75,7 +77,6 @@ REFUSED = {
     "empty folder": ["--load", "holds no checkpoint", "iter_*", "--save"],
     "pointer": ["--load", "latest", "iter_*"],
     "branch unasked": ["--load", "newer checkpoints (iter_0000004)", "--overwrite"],
-    "no pointer": ["--load", "there is no", "latest", "iter_0000002, iter_0000004"],
 }
 
 
@@ -95,7 +96,7 @@ def test_overwrite_is_a_run_from_scratch_and_leaves_what_is_not_a_runs(finished,
     assert left == ["iter_0000003", "iter_notes", *OLD[2:-2], "notes.txt", *OLD[-2:]]
     assert [row["iteration"] for row in rows(folder / "old")] == [1, 2, 3]
     assert rows(folder / "old")[0]["lm_loss"] == pytest.approx(rows(finished)[0]["lm_loss"], abs=1e-6)
-    assert (folder / "old" / "latest").read_text() == "iter_0000003\n"
+    assert pointer.latest(folder / "old").name == "iter_0000003"
     assert met["overwrite nothing"][0].codes == [0]
 
 
@@ -115,7 +116,15 @@ def test_a_checkpoint_itself_can_be_loaded(finished, met, rows, name, into, step
     found = rows(folder / into)
     assert [row["iteration"] for row in found] == steps
     assert found[-4]["lm_loss"] == rows(finished)[2]["lm_loss"]  # of step 3, before the learning rates part
-    assert (folder / into / "latest").read_text() == "iter_0000006\n"
+    assert pointer.latest(folder / into).name == "iter_0000006"
+
+
+def test_a_run_that_was_killed_before_its_first_pointer_goes_on_from_the_newest_whole_checkpoint(met, rows):
+    outcome, folder = met["no pointer"]
+    assert outcome.codes == [0, 0] and "starting from iteration 4" in outcome.err[0], outcome.err
+    assert [row["iteration"] for row in rows(folder / "unnamed")] == [1, 2, 3, 4, 5, 6]
+    assert pointer.latest(folder / "unnamed").name == "iter_0000006"
+    assert not list((folder / "unnamed").glob("*.*p"))  # that run's iter_0000005.tmp
 
 
 def test_a_job_that_is_started_again_before_its_first_checkpoint_starts_anew(met, rows):

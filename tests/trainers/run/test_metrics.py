@@ -1,10 +1,14 @@
 """What a run writes for programs to read: JSON as everybody's parser knows it, whatever became of the loss."""
 
+import itertools
 import json
+import os
+import signal
+import sys
 
 import pytest
 
-from trainers.run.metrics import Metrics
+from trainers.run.metrics import Metrics, read_rows, write_rows
 from trainers.run.report import Report
 
 
@@ -31,3 +35,70 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     written = strictly((tmp_path / "report.json").read_text())
     assert (written["train_loss"], written["validation_loss"], written["unigram_entropy"]) == (None, None, 4.0)
     assert "training loss                  nan nats/token" in (tmp_path / "report.txt").read_text()
+
+
+DAMAGED = (
+    b'{"iteration": 1, "lm_loss": 4.5}\n{"iteration": 2, "lm\xff_loss": 4.0}\n5\n{"iteration": 3, "lm_loss": 3.5}\n'
+)
+#: lines that are no rows, each between two that are
+NO_ROWS = [
+    b"\xff\xfe", b"", b"5", b"null", b"[1]", b"{}", b'"text"', b"[" * 20_000, b'{"iteration": "3"}',
+    b'{"iteration": true}', b'{"iteration": -5}', b'{"iteration": 2.5}', b'{"iteration": 3, "lm_loss": "x"}',
+    b'{"iteration": 3, "a": {"b": 1}}',
+    b'{"iteration": 3, "lm_loss": NaN}', b'{"iteration": 3, "lm_loss": 1' + b"0" * 400 + b"}",
+]  # fmt: skip
+
+
+def test_damaged_rows_are_left_out_and_named(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(DAMAGED + b'{"iteration": 4, "lm_loss": 3.0}\n{"iteration": 5, "lm_l')
+    metrics = Metrics(tmp_path, 3, 9, tensorboard=None, active=True)
+    metrics.log({"iteration": 4, "lm_loss": 2.5})
+    metrics.close()
+    assert [strictly(line) for line in path.read_text().splitlines()] == [
+        {"iteration": 1, "lm_loss": 4.5}, {"iteration": 3, "lm_loss": 3.5}, {"iteration": 4, "lm_loss": 2.5},
+    ]  # fmt: skip
+    assert f"{path}: 2 damaged rows are left out (lines 2, 3)" in capsys.readouterr().err.replace("\n", "")
+    assert metrics.has(3, "lm_loss") and not metrics.has(3, "validation_loss") and not metrics.has(2, "lm_loss")
+
+
+@pytest.mark.parametrize("line", NO_ROWS, ids=lambda line: repr(line[:40]))
+def test_what_is_no_row(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n' + line + b'\n{"iteration": 2, "lm_loss": null}\n')
+    assert read_rows(path) == ([{"iteration": 1}, {"iteration": 2, "lm_loss": None}], [2])
+
+
+def test_a_kill_while_the_rows_are_written_anew_loses_none(tmp_path):
+    """The process is killed before every open, write, fsync and rename: the file has its old rows or its new ones."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"iteration": number, "lm_loss": 4.5} for number in range(1, 400)]
+    killed = []
+    for call in range(1, 12):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        child = os.fork()
+        if child == 0:
+            calls = itertools.count(1)
+
+            def die(frame, event, function, calls=calls, call=call):
+                named = getattr(function, "__name__", "") in ("open", "pwrite", "fsync", "rename", "replace", "unlink")
+                if event == "c_call" and named and next(calls) == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.setprofile(die)
+            write_rows(path, rows[:200])
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert read_rows(path) in ((rows, []), (rows[:200], []))
+        killed.append(os.WIFSIGNALED(status))
+    assert killed == [True] * killed.index(False) + [False] * killed.count(False) and killed.index(False) >= 4
+
+
+def test_a_row_that_cannot_be_written_is_a_problem_and_no_exception(tmp_path):
+    metrics = Metrics(tmp_path, 0, 2, tensorboard=None, active=True)
+    assert metrics.problem() is None
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    metrics.log({"iteration": 1, "lm_loss": 4.5})
+    metrics.close()
+    assert f"{tmp_path}/metrics.jsonl cannot be written: No space left on device" in metrics.problem()

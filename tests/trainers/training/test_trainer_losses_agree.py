@@ -78,7 +78,7 @@ def numbers(runs, rows, layout, variant, key):
 
 
 def model(runs, layout, variant):
-    last = (runs[(*layout, variant)] / "latest").read_text().strip()
+    last = (runs[(*layout, variant)] / "latest").read_text().split()[0]
     return load_file(runs[(*layout, variant)] / last / "model.safetensors")
 
 

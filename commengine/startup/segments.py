@@ -1,0 +1,87 @@
+"""MPI's own files in /dev/shm: unlinked once all ranks have opened them, so that a killed job leaves none behind.
+
+MPICH and Open MPI unlink these files in MPI_Finalize only. A job that is killed leaves them, and a requeued job, whose
+files get the same names, fails in MPI_Init or hangs there. A file that is unlinked while it is mapped stays usable, and
+the system frees it with the last process. The windows and slots of this package have no names: both MPIs unlink theirs
+when they make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .tasks import first_on_node
+
+#: where Linux keeps shared memory
+FOLDER = Path("/dev/shm")
+
+#: the files of MPICH, of Open MPI 5 and of Open MPI 4
+NAMES = ("mpich_shm_", "sm_segment.", "vader_segment.")
+
+#: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it
+STALE_SECONDS = 30.0
+
+
+def unlink_own(folder: Path = FOLDER) -> list[Path]:
+    """Unlink the files of MPI that this process maps, and return them.
+
+    Every rank of the node must have opened them: call it after MPI_Init and a barrier. Not collective.
+    """
+    unlinked = []
+    for path, inode in sorted(set(_mapped("self", folder))):
+        with contextlib.suppress(OSError):  # another rank of the node was first
+            if path.stat().st_ino == inode:
+                path.unlink()
+                unlinked.append(path)
+    return unlinked
+
+
+def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Remove the files of MPI of this user that no process maps, before MPI_Init; return them.
+
+    Only the first task of a node does it. Processes in other PID namespaces are not seen; a job there that has started
+    does not need the name any more.
+    """
+    if not first_on_node(environ):
+        return []
+    found = {inode: path for path, inode in _of_this_user(folder)}
+    if not found:
+        return []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            for _, inode in _mapped(process.name, folder):
+                found.pop(inode, None)
+    removed = []
+    for inode, path in found.items():
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino == inode:
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _of_this_user(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield MPI's files that are old enough to be stale, and their inodes."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(NAMES):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_SECONDS:
+                        yield Path(entry.path), status.st_ino
+
+
+def _mapped(process: str, folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield MPI's files in ``folder`` that ``process`` maps under their names, and their inodes."""
+    with contextlib.suppress(OSError), Path("/proc", process, "maps").open(errors="replace") as maps:
+        for line in maps:
+            if f" {folder}/" not in line:
+                continue
+            fields = line.rstrip("\n").split(None, 5)  # address, permissions, offset, device, inode, path
+            path = Path(fields[5])
+            if path.parent == folder and path.name.startswith(NAMES) and not path.name.endswith(" (deleted)"):
+                yield path, int(fields[4])

@@ -1,0 +1,91 @@
+"""Starting MPI in a process that a launcher started, and ending the process with its launcher."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from commengine.mpi import load_mpi
+
+from .segments import remove_stale
+from .tasks import first_on_node, number_of_tasks
+
+#: seconds after which a task says that MPI has not started, and after which it ends itself
+SLOW_SECONDS, NEVER_SECONDS = 60.0, 600.0
+
+#: MPICH's process on each node that starts the ranks. When it dies alone, its ranks would go on as orphans: no output
+#: reaches anybody, and mpiexec waits for them for ever
+PROXY = "hydra_pmi_proxy"
+
+_SET_PDEATHSIG = 1  # linux/prctl.h
+
+#: a process beside MPI_Init, which holds Python's lock. It dies with its parent
+_BESIDE = """
+import ctypes, os, signal, sys, time
+parent, slow, never, text = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != parent:
+    sys.exit()
+time.sleep(slow)
+sys.stderr.write(text + chr(10))
+sys.stderr.flush()
+time.sleep(never - slow)
+os.kill(parent, signal.SIGKILL)
+"""
+
+
+def start_mpi() -> Any:
+    """Return ``mpi4py.MPI`` with MPI initialised, by this call or before it. Collective over the launcher's tasks."""
+    if "mpi4py.MPI" not in sys.modules:
+        remove_stale()
+    end_with_launcher()
+    with _watched_start():
+        mpi = load_mpi()
+        if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+            # mpi4py finalises only what it has initialised. Exit functions run in reverse order: this one is registered
+            # first and runs after our threads have ended.
+            atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
+    return mpi
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this process when the ``hydra_pmi_proxy`` that started it dies. Does nothing elsewhere.
+
+    Open MPI's ranks and those of srun end by themselves.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() == PROXY:
+            ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died before the call
+                os._exit(1)
+
+
+@contextlib.contextmanager
+def _watched_start() -> Iterator[None]:
+    """Say what may be wrong when MPI_Init does not return, on one task of each node, and end the task in the end."""
+    tasks = number_of_tasks()
+    if "mpi4py.MPI" in sys.modules or tasks is None or tasks[1] == 1 or not first_on_node():
+        yield
+        return
+    text = (
+        f"MPI has not started after {SLOW_SECONDS:g} s: it waits for all {tasks[1]} tasks of the launcher "
+        f"({tasks[0]}={tasks[1]}). One of them has not started, has ended, or is a program that was built with another "
+        f"MPI than this Python's. After {NEVER_SECONDS:g} s this task ends."
+    )
+    argv = [sys.executable, "-I", "-S", "-c", _BESIDE, str(os.getpid()), str(SLOW_SECONDS), str(NEVER_SECONDS), text]
+    beside = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        beside.kill()
+        beside.wait()

@@ -1,0 +1,82 @@
+"""The tasks that a launcher started, held against the ranks that MPI sees."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from commengine.errors import LaunchError
+
+#: the environment variables in which launchers tell their tasks the number of tasks. The first one that is set counts:
+#: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
+TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+#: the variables in which launchers tell a task its number in the job, and on its node
+TASK_NUMBERS = ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+LOCAL_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+#: seconds that the other tasks leave to the first one to speak; each waits a second longer than the one before it
+SPEAK_SECONDS = 5.0
+
+
+def check_world_size(size: int, environ: Mapping[str, str] = os.environ, library: str = "") -> None:
+    """Raise `LaunchError` when the launcher started another number of tasks than MPI has ranks.
+
+    size: the size of MPI.COMM_WORLD. library: MPI's own name and version. With the wrong launcher, N tasks become N
+    worlds of size 1. Each of them would train, and all would overwrite one checkpoint.
+    """
+    tasks = number_of_tasks(environ)
+    if tasks is None or tasks[1] == size:
+        return
+    variable, count = tasks
+    name = library.replace("Version:", "").split(",")[0].split("\n")[0]
+    this = f"this Python's MPI is {' '.join(name.split())}" if name else "see which MPI this Python has"
+    # Slurm's PMI 2 sets PMI_SIZE as MPICH's mpiexec does, which alone sets MPI_LOCALRANKID.
+    by_srun = variable.startswith("SLURM") or (
+        variable == "PMI_SIZE" and "SLURM_PROCID" in environ and "MPI_LOCALRANKID" not in environ
+    )
+    if by_srun and "Open MPI" in name:
+        cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmix`"
+    elif by_srun and "MPICH" in name:
+        cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmi2`"
+    elif by_srun:
+        cause = (
+            f"srun and this MPI do not speak the same PMI ({this}): MPICH needs `srun --mpi=pmi2`, Open MPI "
+            "`srun --mpi=pmix`"
+        )
+    else:
+        beside = Path(sys.executable).parent / "mpiexec"
+        right = f"use the one installed beside this Python ({beside})" if beside.exists() else f"use its own ({this})"
+        cause = f"the mpiexec on PATH belongs to another MPI than mpi4py's: {right}"
+    if by_srun:
+        cause += "; inside sbatch, start the program with srun or mpiexec"
+    raise LaunchError(f"{variable}={count}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
+
+
+def number_of_tasks(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Return the launcher's variable and the number of its tasks, or None where no launcher started this process."""
+    for variable in TASK_COUNTS:
+        if environ.get(variable, "").isdecimal():
+            return variable, int(environ[variable])
+    return None
+
+
+def seconds_to_wait(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds after which this task tells of an error that all tasks have.
+
+    Each task is a world of its own, so nobody can agree who speaks. The first task speaks at once. Launchers end the
+    other tasks when one has failed, so they wait before they speak: also for a first task that starts late.
+    """
+    number = _first(TASK_NUMBERS, environ)
+    return SPEAK_SECONDS + min(number, 10) if number else 0.0
+
+
+def first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher calls this task the first one on its node; True if no launcher says."""
+    return _first(LOCAL_NUMBERS, environ) == 0
+
+
+def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> int:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)

@@ -1,0 +1,129 @@
+"""The last words of a rank that crashes: some MPIs crash the survivors when another rank died or a link failed.
+
+A crash (SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL) ends a process at once, its watcher included. So two signal
+handlers of C code are stacked here: Python's faulthandler writes the stack into a pipe, and then the thread that
+crashed sleeps in libc's ``sleep``, which a thread may call at any time. A thread of ours reads the pipe, prints the
+report, and lets the signal end the process as it would have. The thread that crashed inside MPI does not hold Python's
+lock; one that does hold it keeps the report from being printed, and its process ends after its sleep of 4 to 11 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from commengine.job_end import FORWARD_SECONDS, say
+
+#: faulthandler's first line says "Segmentation fault", for example
+SIGNALS = {
+    signal.SIGILL: "Illegal instruction",
+    signal.SIGABRT: "Aborted",
+    signal.SIGBUS: "Bus error",
+    signal.SIGFPE: "Floating",
+    signal.SIGSEGV: "Segmentation fault",
+}
+
+#: the longest text of faulthandler that is read, in bytes; a pipe holds as much
+LONGEST = 65536
+
+_OVER = b"\0"
+
+
+class CrashReport:
+    """Prints ``report(problem)`` if this process crashes, until `close`. Not collective; one at a time in a process.
+
+    report: gets what happened in one line, and returns the report. It must not call MPI.
+    It stands back, and does nothing, where somebody else handles these signals (Python's ``-X faulthandler``, a Java
+    machine, UCX's own handler), and where the C library is not glibc.
+    """
+
+    def __init__(self, report: Callable[[str], str]) -> None:
+        self._report = report
+        self._pipe: tuple[int, int] | None = None
+        if faulthandler.is_enabled() or not _sleep_on_crash():
+            return
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)  # a thread that crashed must never wait for a reader
+        faulthandler.enable(self._pipe[1], all_threads=False)
+        os.register_at_fork(after_in_child=self._forked)
+        threading.Thread(target=self._wait, name="commengine crash", daemon=True).start()
+
+    @property
+    def active(self) -> bool:
+        """Whether a crash would be reported."""
+        return self._pipe is not None
+
+    def close(self) -> None:
+        """Restore the signals."""
+        if self._pipe is not None:
+            faulthandler.disable()
+            _end_on_crash()
+            os.write(self._pipe[1], _OVER)
+            self._pipe = None
+
+    def _forked(self) -> None:
+        """A child of this process crashes by itself."""
+        if self._pipe is not None:
+            faulthandler.disable()
+            _end_on_crash()
+            self._pipe = None
+
+    def _wait(self) -> None:
+        assert self._pipe is not None
+        reading, writing = self._pipe
+        said = os.read(reading, LONGEST)
+        if said == _OVER:
+            os.close(reading)
+            os.close(writing)
+            return
+        time.sleep(0.1)  # faulthandler writes line by line
+        os.set_blocking(reading, False)
+        with contextlib.suppress(BlockingIOError):  # there was no more
+            said += os.read(reading, LONGEST)
+        text = said.decode(errors="replace").strip()
+        number = next((number for number, name in SIGNALS.items() if name in text.split("\n")[0]), signal.SIGABRT)
+        problem = f"crashed ({number.name}). A rank that died or a network that failed makes some MPIs crash the others"
+        say(f"{self._report(problem)}\n{text}")
+        time.sleep(FORWARD_SECONDS)
+        _end_on_crash()
+        os.kill(os.getpid(), number)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.sysv_signal.restype = ctypes.c_void_p
+    libc.sysv_signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    return libc
+
+
+def _sleep_on_crash() -> bool:
+    """Let a thread that crashes sleep as many seconds as the signal's number says, once; then the signal ends it.
+
+    Returns False, with nothing changed, if one of the signals is handled already.
+    """
+    try:
+        libc = _libc()
+    except (AttributeError, OSError):
+        return False
+    sleep = ctypes.cast(libc.sleep, ctypes.c_void_p)
+    for number in SIGNALS:
+        before = libc.sysv_signal(number, sleep)
+        if before is not None:
+            libc.sysv_signal(number, before)
+            for changed in SIGNALS:
+                if changed == number:
+                    return False
+                libc.sysv_signal(changed, None)
+    return True
+
+
+def _end_on_crash() -> None:
+    libc = _libc()
+    for number in SIGNALS:
+        libc.sysv_signal(number, None)

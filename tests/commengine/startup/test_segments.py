@@ -1,0 +1,115 @@
+"""MPI's files in /dev/shm: a job that is killed leaves none, and those that older jobs left are removed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commengine.startup import segments
+from tests.support import mpirun
+
+#: a job with everything that lies in shared memory, which then waits: each rank prints what it maps there
+PROGRAM = """
+import os, re, sys, time
+import torch
+from commengine import Communicator, launch
+def main(world):
+    with Communicator(world.mpi, timeout=60) as comm:
+        kept = comm.empty((1 << 18,)).fill_(1)
+        lane = comm.new_stream()
+        private = torch.ones(1 << 18)
+        comm.all_reduce(private, stream=lane).wait()
+        comm.all_reduce(private)
+        comm.all_reduce(kept)
+        assert kept.eq(world.size).all()
+        with open("/proc/self/maps") as maps:
+            found = sorted({line.split(None, 5)[5].strip() for line in maps if " /dev/shm/" in line})
+        sys.stdout.write("".join(f"{os.getpid()} {path}\\n" for path in found) + "ready\\n")
+        sys.stdout.flush()
+        if "wait" in sys.argv:
+            time.sleep(100)
+launch.run(main)
+"""
+
+
+def start(folder, *words):
+    (folder / "program.py").write_text(PROGRAM)
+    argv = [mpirun.mpiexec(), "-n", "2", sys.executable, str(folder / "program.py"), *words]
+    return mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def told(job):
+    """What the ranks said before they waited: {process id: the files that it maps}."""
+    found, ready = {}, 0
+    while ready < 2:
+        line = job.stdout.readline()
+        assert line, job.communicate()
+        if line == "ready\n":
+            ready += 1
+        else:
+            pid, path = line.rstrip("\n").split(" ", 1)
+            found.setdefault(int(pid), []).append(path)
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_leaves_nothing_in_shared_memory(tmp_path):
+    """SIGKILL for the ranks and the launcher at once: nobody can clean up."""
+    job = start(tmp_path, "wait")
+    try:
+        mapped = told(job)
+        for pid in mapped:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+    paths = {path for found in mapped.values() for path in found}
+    assert len(mapped) == 2 and len(paths) > 3, "MPI's own, a tensor's, slots and flags"
+    assert [path for path in paths if not path.endswith(" (deleted)") and Path(path).exists()] == []
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_well_does_not_miss_its_files(tmp_path):
+    job = start(tmp_path)
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (0, ""), (out, err)
+
+
+def aged(path, seconds):
+    path.write_bytes(b"0" * 100)
+    when = time.time() - seconds
+    os.utime(path, (when, when))
+    return path
+
+
+def test_only_what_no_process_maps_is_stale(tmp_path, monkeypatch):
+    import mmap
+
+    monkeypatch.setattr(segments, "_mapped", lambda process, folder, real=segments._mapped: real(process, tmp_path))
+    stale = aged(tmp_path / "mpich_shm_12ab_0", 60)
+    also = aged(tmp_path / "sm_segment.node.0.12ab.0", 60)
+    used = aged(tmp_path / "mpich_shm_34cd_0", 60)
+    young = aged(tmp_path / "mpich_shm_56ef_0", 5)
+    other = aged(tmp_path / "sem.mine", 60)
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert segments.remove_stale(tmp_path, {"SLURM_LOCALID": "1"}) == []
+        assert sorted(segments.remove_stale(tmp_path, {})) == [stale, also]
+        assert used.exists() and young.exists() and other.exists()
+        assert segments.unlink_own(tmp_path) == [used]
+    assert segments.unlink_own(tmp_path) == []
+    assert segments.remove_stale(tmp_path / "missing", {}) == []
+
+
+def test_a_name_that_another_job_has_taken_since_is_left_alone(tmp_path):
+    import mmap
+
+    path = aged(tmp_path / "mpich_shm_1_0", 60)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        path.rename(tmp_path / "kept")
+        aged(path, 0)
+        (tmp_path / "kept").unlink()
+        assert segments.unlink_own(tmp_path) == [] and path.exists()

@@ -1,0 +1,106 @@
+"""A real Slurm on emulated hosts: srun and sbatch start ranks on its nodes, and nothing of it is left behind."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import mpirun
+from tests.support.lab.slurm import ended, slurm_cluster, why_not
+from tests.trainers.conftest import MOCK, TINY
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
+    pytest.mark.slurm,
+    pytest.mark.slow,
+]
+
+WHERE = """
+import json, os, socket
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+here = world.Split_type(MPI.COMM_TYPE_SHARED)
+open(f"/dev/shm/of-{socket.gethostname()}", "w").close()
+world.Barrier()
+found = [name for name in os.listdir("/dev/shm") if name.startswith("of-")]
+every = world.allgather((world.rank, socket.gethostname(), here.size, sorted(found)))
+if world.rank == 0:
+    print(json.dumps(every))
+"""
+RUN = [*TINY, *MOCK, "--train-iters", "6", "--tensor-model-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster(2) as cluster:
+        yield cluster
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["lm_loss"] for row in rows if "lm_loss" in row]
+
+
+def test_srun_starts_ranks_on_both_nodes_and_each_node_has_memory_of_its_own(cluster):
+    done = cluster.run("srun", cluster.mpi, "-N2", "--ntasks-per-node=2", sys.executable, "-c", WHERE, timeout=60)
+    assert done.returncode == 0, done
+    assert json.loads(done.stdout) == [
+        [rank, host, 2, [f"of-{host}"]] for rank, host in enumerate(["lab2", "lab2", "lab3", "lab3"])
+    ]
+
+
+def test_training_across_nodes_equals_training_on_one_machine(cluster, tmp_path):
+    words = ["-m", "trainers.pretrain_gpt", *RUN]
+    done = cluster.run(
+        "srun", cluster.mpi, "-N2", "-n4", sys.executable, *words, "--save", str(tmp_path / "two"), timeout=110
+    )
+    assert done.returncode == 0, done
+    done = mpirun.run(4, *words, "--save", str(tmp_path / "one"), timeout=100)
+    assert done.returncode == 0, done
+    assert len(losses(tmp_path / "one")) == 6
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def test_the_status_of_a_job_is_that_of_its_script(cluster, tmp_path):
+    job = cluster.submit("--wrap", "sleep 0.2; exit 75", cwd=tmp_path)
+    after = cluster.wait(job, ended, timeout=20)
+    assert (after.state, after.status, after.restarts) == ("FAILED", 75, 0)
+
+
+def test_a_requeued_job_starts_again(cluster, tmp_path):
+    script = 'echo start ${SLURM_RESTART_COUNT:-0}; test -n "$SLURM_RESTART_COUNT" || sleep 100'
+    job = cluster.submit("--requeue", "--open-mode=append", "--output=job.out", "--wrap", script, cwd=tmp_path)
+    cluster.wait(job, lambda job: job.state == "RUNNING" and (tmp_path / "job.out").exists(), timeout=20)
+    assert cluster.run("scontrol", "requeue", str(job), timeout=20).returncode == 0
+    cluster.wait(job, lambda job: job.state == "PENDING", timeout=40)
+    cluster.start_again(job)
+    after = cluster.wait(job, ended, timeout=20)
+    assert (after.state, after.restarts) == ("COMPLETED", 1)
+    text = (tmp_path / "job.out").read_text()
+    assert "start 0" in text and "start 1" in text
+
+
+def test_everything_ends_with_whoever_started_it():
+    """Also when that is killed: daemons, a job's script and what it started."""
+    program = (
+        "import time; from tests.support.lab.slurm import slurm_cluster\n"
+        "with slurm_cluster(1) as cluster:\n"
+        "    job = cluster.submit('--wrap', 'sleep 1000', '--output=/dev/null')\n"
+        "    cluster.wait(job, lambda job: job.state == 'RUNNING', timeout=20)\n"
+        "    print(*cluster.hosts.processes(), flush=True); time.sleep(1000)\n"
+    )
+    process = mpirun.start([sys.executable, "-c", program], stdout=-1)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
+    assert names >= {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"}
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []

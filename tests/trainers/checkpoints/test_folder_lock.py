@@ -1,0 +1,274 @@
+"""The lock of a save folder: one holder at a time; a crash here frees it at once, one elsewhere after a minute."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from commengine import UsageError
+from tests.support import mpirun
+from trainers.checkpoints.folder_lock import DEAD_SECONDS, NAME, FolderLock, hold, read
+
+FORK = multiprocessing.get_context("fork")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let the file be touched last this long ago."""
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def record(folder: Path, **changed: object) -> Path:
+    """A lock file of this process, with some fields changed."""
+    lock = FolderLock(folder)
+    assert lock.attempt() is None
+    fields = {**read(lock.path).fields, **changed}
+    lock.release()
+    lock.path.write_text(json.dumps(fields))
+    return lock.path
+
+
+def killed(folder: Path) -> None:
+    """Leave the lock of a process that was killed; nobody has waited for it yet, so it is a zombie."""
+
+    def hold_it() -> None:
+        assert FolderLock(folder).attempt() is None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=hold_it)
+    process.start()
+    while process.is_alive():
+        time.sleep(0.01)
+    assert (folder / NAME).exists()
+
+
+def test_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    with FolderLock(tmp_path) as first, FolderLock(tmp_path) as second:
+        assert first.attempt() is None
+        holder = second.attempt()
+        assert holder is not None and f"process {os.getpid()} on " in str(holder) and "job 71" in str(holder)
+        second.release()  # it never had it
+        assert names(tmp_path) == [NAME] and first.problem() is None
+        first.release()
+        assert names(tmp_path) == []
+        assert second.attempt() is None and first.attempt() is not None
+    assert names(tmp_path) == []
+
+
+def test_a_process_of_this_host_that_was_killed_frees_it_at_once(tmp_path):
+    killed(tmp_path)
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None
+        assert names(tmp_path) == [NAME] and read(lock.path).fields["pid"] == os.getpid()
+    assert names(tmp_path) == []
+
+
+def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
+    record(tmp_path, start="1")
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None
+
+
+@pytest.mark.parametrize("elsewhere", [{"namespace": "another boot"}, {"namespace": None}, {"host": "b", "pid": 1}])
+def test_another_host_is_dead_after_a_minute_without_a_touch(tmp_path, elsewhere):
+    """Its process number says nothing here."""
+    path = record(tmp_path, **{"namespace": "another boot", "host": "elsewhere", **elsewhere})
+    with FolderLock(tmp_path) as lock:
+        assert "on " in str(lock.attempt())
+        age(path, DEAD_SECONDS - 10)
+        assert lock.attempt() is not None
+        age(path, DEAD_SECONDS + 1)
+        assert lock.attempt() is None and names(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[1]", b'{"pid": 3}', b'{"nonce": "../x", "pid": 3}', b"[" * 9999]
+)
+def test_a_damaged_file_counts_as_another_hosts(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    with FolderLock(tmp_path) as lock:
+        assert "damaged" in str(lock.attempt())
+        age(tmp_path / NAME, DEAD_SECONDS + 1)
+        assert lock.attempt() is None
+    assert names(tmp_path) == []
+
+
+def test_a_crash_of_the_successor_before_its_rename(tmp_path):
+    """The chain of dead records is followed to its end and then removed."""
+    first = record(tmp_path, start="1")
+    links = [first]
+    for number in range(3):
+        before = read(links[-1]).nonce
+        links.append(tmp_path / f"{NAME}.after.{before}")
+        links[-1].write_text(json.dumps({**read(first).fields, "nonce": f"{number}a"}))
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None
+        assert names(tmp_path) == [NAME] and read(lock.path).fields["start"] != "1"
+
+
+def test_two_that_find_the_same_dead_holder(tmp_path):
+    """The slower one has decided before the faster one takes the lock and tidies up, and then finds its name free."""
+    record(tmp_path, start="1")
+    faster = FolderLock(tmp_path)
+
+    class Slower(FolderLock):
+        def _is_dead(self, found):
+            dead = super()._is_dead(found)
+            if dead:
+                assert faster.attempt() is None
+            return dead
+
+    slower = Slower(tmp_path)
+    holder = slower.attempt()
+    assert holder is not None and holder.nonce == read(tmp_path / NAME).nonce != slower._me["nonce"]
+    assert names(tmp_path) == [NAME]
+    faster.release()
+    assert names(tmp_path) == []
+
+
+def contend(folder: Path, rounds: int, crash: bool) -> None:
+    """Take the lock again and again; each time nobody else may have it. Then end with or without giving it back."""
+    for _ in range(rounds):
+        lock = FolderLock(folder)
+        while lock.attempt() is not None:
+            time.sleep(0.001)
+        with (folder.parent / "inside").open("a") as inside:
+            fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if anybody is inside
+            inside.write("x")
+            inside.flush()
+            if crash:
+                os._exit(0)
+        lock.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crash", [False, True])
+def test_many_processes_at_once(tmp_path, crash):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rounds, processes = (1, 24) if crash else (25, 6)
+    started = [FORK.Process(target=contend, args=(folder, rounds, crash)) for _ in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * processes
+    assert len((tmp_path / "inside").read_text()) == rounds * processes
+    if not crash:
+        assert names(folder) == []
+
+
+def wait_until(condition) -> None:  # pytest's own time limit ends a wait in vain
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_the_holder_touches_its_file_and_makes_it_again(tmp_path):
+    with FolderLock(tmp_path, beat=0.02) as lock:
+        assert lock.attempt() is None
+        age(lock.path, 1000)
+        wait_until(lambda: time.time() - lock.path.stat().st_mtime < 500)
+        lock.path.unlink()  # somebody tidies up
+        wait_until(lock.path.exists)
+        assert lock.problem() is None
+    assert names(tmp_path) == []
+
+
+def test_a_holder_that_was_taken_for_dead_learns_who_follows(tmp_path):
+    with FolderLock(tmp_path, beat=0.02) as lock:
+        assert lock.attempt() is None
+        other = {**read(lock.path).fields, "nonce": "0", "host": "elsewhere", "pid": 17}
+        beside = tmp_path / "beside"
+        beside.write_text(json.dumps(other))
+        beside.replace(lock.path)
+        wait_until(lock.problem)
+        assert "process 17 on elsewhere" in lock.problem() and str(tmp_path) in lock.problem()
+    assert read(tmp_path / NAME).nonce == "0"  # it is not ours to remove
+
+
+def test_a_file_system_without_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with FolderLock(tmp_path) as lock, FolderLock(tmp_path) as other:
+        assert lock.attempt() is None and other.attempt() is not None and names(tmp_path) == [NAME]
+    killed(tmp_path)
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None and names(tmp_path) == [NAME]
+
+
+def test_an_nfs_server_whose_answer_was_lost(tmp_path, monkeypatch):
+    """The client repeats the request and gets the error that the file exists."""
+    link = Path.hardlink_to
+
+    def repeated(path, target):
+        link(path, target)
+        raise FileExistsError
+
+    monkeypatch.setattr(Path, "hardlink_to", repeated)
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None
+
+
+def test_leftovers_of_dead_starts_are_removed(tmp_path):
+    old, new = tmp_path / f"{NAME}.0123", tmp_path / f"{NAME}.4567"
+    for path in (old, new):
+        path.touch()
+    age(old, DEAD_SECONDS + 10)
+    with FolderLock(tmp_path) as lock:
+        assert lock.attempt() is None
+        assert names(tmp_path) == [NAME, new.name]
+
+
+@pytest.mark.mpi
+def test_ranks_together(world, tmp_path_factory):
+    folder = Path(world.mpi.bcast(str(tmp_path_factory.mktemp("locked")) if world.rank == 0 else None))
+    with hold(world, folder) as lock:
+        with pytest.raises(UsageError) as caught:
+            hold(world, folder, wait=0.3)
+        assert str(caught.value).startswith(f"--save {folder}: the run of process ")
+        assert str(caught.value).endswith(" is at work there; end it, or give another --save")
+        assert lock.problem() is None
+    world.barrier()
+    with hold(world, folder, wait=0):
+        pass
+    world.barrier()
+    with pytest.raises(UsageError, match="cannot be locked"):
+        hold(world, folder / "none")
+
+
+@pytest.mark.slow
+def test_a_start_waits_for_the_run_that_is_there_and_says_so(tmp_path, mock):
+    """This process is the run that is there; it ends when the other one says that it waits."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with FolderLock(run) as lock:
+        assert lock.attempt() is None
+        argv = [sys.executable, "-m", "trainers.pretrain_gpt", *mock, "--train-iters", "2", "--save", str(run)]
+        process = mpirun.start([mpirun.mpiexec(), "-n", "1", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with contextlib.closing(process.stdout):
+            ended = threading.Timer(100, process.kill)
+            ended.start()
+            line = process.stdout.readline()
+            assert line.startswith(f"--save {run}: held by the run of process {os.getpid()} on "), line
+            lock.release()
+            rest = process.stdout.read()
+            ended.cancel()
+        assert process.wait(60) == 0, process.stderr.read()
+    assert rest.count("held by") == 0 and "written to" in rest
+    assert NAME not in names(run) and "report.json" in names(run)

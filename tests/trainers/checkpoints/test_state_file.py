@@ -1,0 +1,89 @@
+"""state.json: what is no such file is one short error that names the file and the key."""
+
+import json
+
+import pytest
+
+from commengine import UsageError
+from trainers.checkpoints import state_file
+
+GOOD = {
+    "format": 4, "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
+    "masters": True,
+    "data": {"start": 0, "sources": [
+        {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80}]},
+    "settings": {"num_layers": 2, "global_batch_size": 8, "lr": 1e-3, "load": None, "data_path": ["a", "b"]},
+    "parameters": {"w": {"shape": [6, 4], "view": [3, 2, 4], "dim": 1, "count": 2}},
+}  # fmt: skip
+
+
+def refused(path, raw):
+    path.write_bytes(raw)
+    with pytest.raises(UsageError) as caught:
+        state_file.read(path)
+    said = str(caught.value)
+    assert said.startswith(f"--load: {path} is damaged: ") and len(said) < len(str(path)) + 500 and said.isprintable()
+    return said
+
+
+def test_what_is_written_is_read(tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps(GOOD))
+    read = state_file.read(tmp_path / "state.json")
+    assert json.loads(json.dumps(read.model_dump())) == GOOD
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 5}, "format: "), ({"format": "4"}, "format: "), ({"format": None, "iteration": "x"}, "format: "),
+        ({"iteration": -5}, "iteration: "), ({"iteration": 2**63}, "iteration: "), ({"iteration": 1.5}, "iteration: "),
+        ({"iteration": True}, "iteration: "), ({"iteration": float("inf")}, "iteration: "),
+        ({"iteration": "10"}, "iteration: "), ({"updates": HUGE}, "updates: "), ({"updates": 11}, "must not exceed"),
+        ({"loss_scaler": "x"}, "loss_scaler: "), ({"loss_scaler": {"scale": 1.0}}, "loss_scaler.good_steps: "),
+        ({"loss_scaler": GOOD["loss_scaler"] | {"scale": float("nan")}}, "loss_scaler.scale: "),
+        ({"loss_scaler": GOOD["loss_scaler"] | {"scale": 0.0}}, "loss_scaler.scale: "),
+        ({"settings": None}, "settings: "), ({"settings": []}, "settings: "),
+        ({"settings": {"global_batch_size": "x"}}, "global_batch_size"),
+        ({"settings": {"global_batch_size": 0}}, "global_batch_size"),
+        ({"masters": 1}, "masters: "), ({"parameters": []}, "parameters: "), ({"data": []}, "data: "),
+        ({"data": {"start": 0, "sources": []}}, "data.sources: "),
+        ({"data": {"start": 0, "sources": [{"name": 5}]}}, "data.sources.0.name: "),
+        ({"data": {"start": 0, "sources": [GOOD["data"]["sources"][0] | {"weight": "1e9"}]}}, "sources.0.weight: "),
+        ({"parameters": {"w" * 9999: {"shape": [-1]}}}, "parameters.www"),
+        ({"parameters": {"w": GOOD["parameters"]["w"] | {"view": [5]}}}, "different numbers of values"),
+        ({"parameters": {"w\n\x1b[2J": 5}}, r"w\\n\\x1b\[2J"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_value_names_its_key(tmp_path, change, said):
+    assert said.replace("\\\\", "\\").replace("\\[", "[") in refused(
+        tmp_path / "state.json", json.dumps(GOOD | change).encode()
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"5", b"null", b"\xff\xfe" * 50_000, b"[" * 200_000, b'{"settings":' * 200_000,
+        json.dumps(GOOD).encode()[:-9], json.dumps(GOOD).encode("utf-16"), b"9" * 100_000,
+        json.dumps({"format": "x" * 100_000}).encode(),
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)  # fmt: skip
+def test_what_is_no_such_file_is_a_short_error(tmp_path, raw):
+    refused(tmp_path / "state.json", raw)
+
+
+@pytest.mark.parametrize("key", ["format", "iteration", "settings", "parameters"])
+def test_a_missing_key_is_named(tmp_path, key):
+    assert f"{key}: Field required" in refused(
+        tmp_path / "state.json", json.dumps({k: v for k, v in GOOD.items() if k != key}).encode()
+    )
+
+
+def test_a_file_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_file, "LARGEST", 100)
+    assert "at most 100" in refused(tmp_path / "state.json", json.dumps(GOOD).encode())

@@ -1,0 +1,97 @@
+"""Signals are heard while the main thread is inside a library, and a command's first second ends with one line."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support import mpirun
+from trainers.config import SIGNALS
+from trainers.run import signals
+
+# The main thread waits for a lock that nobody releases, in the C library, where Python's handlers do not run.
+HELD = """
+import ctypes, fcntl, os, signal, sys, time
+from trainers.run.signals import SignalListener
+def end(number):
+    os.write(1, f"at once {number.name}\\n".encode())
+    os._exit(9)
+listener = SignalListener(end)
+listener.add(signal.SIGUSR1)
+def wait():
+    one, other = (os.open(sys.argv[1], os.O_RDWR | os.O_CREAT) for _ in range(2))
+    fcntl.flock(one, fcntl.LOCK_EX)
+    ctypes.CDLL(None).flock(other, fcntl.LOCK_EX)
+"""
+
+
+def run(tmp_path, body, timeout=30):
+    argv = [sys.executable, "-c", HELD + textwrap.dedent(body), str(tmp_path / "lock")]
+    return subprocess.run(
+        argv, env=mpirun.environment(), capture_output=True, text=True, timeout=timeout, check=False, cwd=mpirun.ROOT
+    )
+
+
+def later(*numbers):
+    """Code that sends these signals to the process itself, from another one."""
+    sends = "; ".join(f"kill -{int(number)} $PPID; sleep 0.2" for number in numbers)
+    return f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 0.2; {sends}'])\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_before_there_is_something_to_save_it_ends_at_once(tmp_path, number):
+    done = run(tmp_path, later(number) + "wait()")
+    assert (done.returncode, done.stdout, done.stderr) == (9, f"at once {number.name}\n", "")
+
+
+def test_afterwards_the_first_is_kept_and_a_second_interrupt_ends(tmp_path):
+    numbers = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+    body = "listener._at_once = lambda number: (print(listener.received, flush=True), end(number))\n"
+    done = run(tmp_path, "listener.hold()\n" + body + later(*numbers) + "wait()")
+    assert done.stdout == f"{int(signal.SIGUSR1)}\nat once SIGINT\n" and done.returncode == 9, done.stderr
+
+
+def test_after_the_end_they_are_ignored_or_do_what_they_did(tmp_path):
+    ignored = run(tmp_path, "listener.close(ignore=True)\n" + later(signal.SIGTERM, signal.SIGUSR1) + "time.sleep(1)")
+    assert (ignored.returncode, ignored.stderr) == (0, "")
+    restored = run(tmp_path, "listener.close(ignore=False)\n" + later(signal.SIGTERM) + "time.sleep(20)")
+    assert restored.returncode == -signal.SIGTERM
+
+
+def test_system_calls_of_libraries_do_not_end_early(tmp_path):
+    body = """
+        listener.hold()
+        import threading
+        read, write = os.pipe()
+        threading.Timer(1.0, lambda: os.write(write, b"x")).start()
+        buffer = ctypes.create_string_buffer(1)
+        print(ctypes.CDLL(None).read(read, buffer, 1), listener.received)
+    """
+    done = run(tmp_path, later(signal.SIGUSR1) + textwrap.dedent(body))
+    assert done.stdout == f"1 {int(signal.SIGUSR1)}\n", done.stderr
+
+
+def test_interrupted_before_the_imports_are_done():
+    """The signal comes while torch is being imported."""
+    code = """
+        import os, runpy, signal, sys
+        class Interrupt:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())
+        runpy.run_module("trainers.pretrain_gpt", run_name="__main__", alter_sys=True)
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(
+        argv, env=mpirun.environment(), capture_output=True, text=True, timeout=60, check=False, cwd=mpirun.ROOT
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted (SIGINT) before the run began\n")
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_every_name_that_the_option_takes_is_a_signal(name):
+    number = signal.Signals[f"SIG{name}"]
+    assert signals.parse(name) == signals.parse(f"SIG{name}") == signals.parse(name.lower()) == number

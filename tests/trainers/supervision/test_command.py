@@ -1,0 +1,70 @@
+"""The training command after --: its places, its settings, and how far its run has come."""
+
+import pytest
+
+from commengine import UsageError
+from trainers.supervision.command import STEP_FILE, Position, TrainingCommand
+from trainers.supervision.settings import Host, Size, SuperviseConfig
+
+_LAUNCH = "mpirun -n {ranks} python -m trainers.pretrain_gpt --mock-data --vocab-size 100 --global-batch-size 8"
+LAUNCH = _LAUNCH.split()
+SAVED = ["--save", "runs/x", "--load", "runs/x", "--save-interval", "5"]
+
+
+def command(words, **given):
+    settings = SuperviseConfig(**({"ranks": "4,2"} | given))
+    settings.validate()
+    return TrainingCommand(words, settings)
+
+
+def test_places_are_filled_and_the_step_is_asked_for():
+    words = ["env", "HOSTS={hosts}", *LAUNCH, *SAVED, "--tensor-model-parallel-size={tensor}"]
+    made = command(words, ranks="4:2,2:1", hosts="a:2,b:2")
+    filled = made.filled(Size(4, 2), [Host("a", 2), Host("b", 2)])
+    assert filled[:5] == ["env", "HOSTS=a:2,b:2", "mpirun", "-n", "4"]
+    assert filled[-3:] == ["--tensor-model-parallel-size=2", "--step-file", f"runs/x/{STEP_FILE}"]
+
+
+def test_a_command_without_ranks_is_started_as_it_is():
+    words = ["srun", "python", "-m", "trainers.pretrain_bert", "--mock-data", "--vocab-size", "100", *SAVED]
+    assert command(words, ranks=None).filled(None, [])[: len(words)] == words
+
+
+@pytest.mark.parametrize(
+    "words, given, says",
+    [
+        (["true"], {"ranks": None}, "must start python -m trainers.pretrain_gpt or -m trainers.pretrain_bert"),
+        ([*LAUNCH], {}, "needs --save DIR"),
+        ([*LAUNCH, "--save", "a", "--load", "b", "--save-interval", "5"], {}, "needs --load a"),
+        ([*LAUNCH, "--save", "a", "--save-interval", "5"], {}, "needs --load a"),
+        ([*LAUNCH, "--save", "a", "--load", "a/../a"], {}, "needs --save-interval"),
+        ([*LAUNCH, *SAVED], {"ranks": None}, "has {ranks}: give --ranks"),
+        ([*LAUNCH, *SAVED], {"ranks": "4:2"}, "has no {tensor}"),
+        ([*LAUNCH, *SAVED], {"hosts": "a:4"}, "has no {hosts}"),
+        ([*LAUNCH, *SAVED, "{hosts}"], {}, "has {hosts}: give --hosts"),
+        ([*LAUNCH, *SAVED, "--frobnicate"], {}, "--frobnicate"),
+        ([*LAUNCH, *SAVED, "--tensor-model-parallel-size", "4"], {}, "on 2 ranks: --tensor-model-parallel-size 4"),
+        ([*LAUNCH, *SAVED, "--micro-batch-size", "4"], {}, "on 4 ranks: --global-batch-size 8"),
+        (
+            [*(word for word in LAUNCH if word not in ("--global-batch-size", "8")), *SAVED], {},
+            "needs --global-batch-size",
+        ),
+    ],
+)  # fmt: skip
+def test_a_command_that_cannot_be_supervised_is_refused(words, given, says):
+    with pytest.raises(UsageError) as error:
+        command(words, **given)
+    assert says in str(error.value)
+
+
+def test_position_is_what_the_run_has_written(tmp_path):
+    words = [*LAUNCH, "--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "5"]
+    made = command(words)
+    assert made.position() == Position(None, 0)
+    (tmp_path / STEP_FILE).write_text("17                 \n")
+    assert made.position() == Position(17, 0)
+    (tmp_path / STEP_FILE).write_text("")
+    assert made.step() is None
+    made.forget_step()
+    assert not (tmp_path / STEP_FILE).exists()
+    made.forget_step()

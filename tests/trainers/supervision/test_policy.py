@@ -1,0 +1,68 @@
+"""What is done after the end of a start."""
+
+import os
+
+import pytest
+
+from trainers.supervision.command import Position
+from trainers.supervision.policy import Action, Policy
+from trainers.supervision.settings import SuperviseConfig
+
+
+def policy(**given):
+    return Policy(SuperviseConfig(**given))
+
+
+@pytest.mark.parametrize("status", [0, os.EX_TEMPFAIL, 130])
+def test_an_end_is_not_started_again(status):
+    decision = policy().after(status, Position(7, 5), smaller=True)
+    assert decision.action is Action.END and decision.status == status
+
+
+def test_wrong_options_are_not_tried_again_but_an_error_in_training_is():
+    decision = policy().after(2, Position(None, 0), smaller=True)
+    assert decision.action is Action.GIVE_UP and decision.status == 2
+    assert policy().after(2, Position(7, 5), smaller=False).action is Action.AGAIN
+
+
+@pytest.mark.parametrize("status", [1, 9, 124, 137, -9])
+def test_a_crash_that_repeats_at_one_step_ends_it_and_others_do_not(status):
+    chosen = policy(repeats=3)
+    for step in (7, 9, 7, 9, 12, 12, 13):
+        assert chosen.after(status, Position(step, 5), smaller=False).action is Action.AGAIN
+    assert "second time in a row" in chosen.after(status, Position(13, 5), smaller=True).text
+    last = chosen.after(status, Position(13, 5), smaller=True)
+    assert last.action is Action.GIVE_UP and last.status == 1
+    assert "in or after step 13, for the third time in a row" in last.text
+
+
+def test_a_crash_elsewhere_is_told_apart():
+    chosen = policy()
+    assert "not where" not in chosen.after(1, Position(7, 5), smaller=False).text
+    assert "step 8, not where the last one was" in chosen.after(1, Position(8, 5), smaller=False).text
+
+
+def test_starts_that_fail_take_fewer_ranks_while_there_are_any():
+    chosen = policy(repeats=2)
+    nothing = Position(None, 5)
+    assert chosen.after(9, Position(6, 5), smaller=True).action is Action.AGAIN
+    found = [chosen.after(1, nothing, smaller=smaller).action for smaller in (True, True, False, False)]
+    assert found == [Action.AGAIN, Action.SMALLER, Action.AGAIN, Action.GIVE_UP]
+
+
+def test_waits_double_until_a_newer_checkpoint():
+    chosen = policy(back_off=2.0, longest_back_off=10.0)
+    saved = [0, 0, 0, 0, 5, 5, 10]
+    waits = [chosen.after(1, Position(n, at), smaller=False).wait for n, at in enumerate(saved, 1)]
+    assert waits == [2, 4, 8, 10, 2, 4, 2]
+    assert policy(back_off=0.0).after(1, Position(1, 0), smaller=False).wait == 0
+
+
+def test_restarts_have_a_limit():
+    chosen = policy(restarts=2)
+    found = [chosen.after(1, Position(step, 0), smaller=False) for step in (1, 2, 3)]
+    assert [one.action for one in found] == [Action.AGAIN, Action.AGAIN, Action.GIVE_UP]
+    assert "after 2 restarts (--restarts)" in found[-1].text and found[-1].status == 1
+    chosen = policy(restarts=2)
+    assert [chosen.after_no_room().wait for _ in range(2)] == [1, 2]
+    assert chosen.after_no_room().action is Action.GIVE_UP

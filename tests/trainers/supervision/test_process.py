@@ -1,0 +1,98 @@
+"""A child that is watched: its status, signals that are passed on, a start that takes too long, a parent that dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.support import mpirun
+from trainers.supervision import process
+
+pytestmark = pytest.mark.slow
+
+#: says that it is ready, and what signal it got
+LISTENER = """
+import signal, sys, time
+def end(number, frame):
+    open(sys.argv[1] + ".got", "w").write(signal.Signals(number).name)
+    sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, end)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+def start(words, signals=None, begun=lambda: True, seconds=60.0):
+    if signals is not None:
+        return process.run(words, signals, begun, seconds)
+    with process.Signals() as signals:
+        return process.run(words, signals, begun, seconds)
+
+
+def test_status_is_that_of_the_child():
+    assert start(["sh", "-c", "exit 7"]) == 7
+    assert start(["sh", "-c", "kill -9 $$"]) == -9
+    with pytest.raises(FileNotFoundError):
+        start(["no-such-launcher"])
+
+
+@pytest.mark.parametrize(
+    "sent, translated, got",
+    [
+        (signal.SIGUSR1, None, "SIGUSR1"),
+        (signal.SIGINT, None, "SIGINT"),
+        (signal.SIGTERM, None, "SIGTERM"),
+        (signal.SIGTERM, signal.SIGUSR1, "SIGUSR1"),
+    ],
+)
+def test_a_signal_is_passed_on(tmp_path, sent, translated, got):
+    ready = tmp_path / "ready"
+
+    def send():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+
+    before = signal.getsignal(sent)
+    with process.Signals(translated) as signals:
+        threading.Thread(target=send).start()
+        assert start([sys.executable, "-c", LISTENER, str(ready)], signals) == 75
+        assert signals.received == sent
+    assert (tmp_path / "ready.got").read_text() == got and signal.getsignal(sent) is before
+
+
+def test_a_signal_before_the_child_is_there_reaches_it_and_ends_a_wait():
+    with process.Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.sleep(60)
+        assert start(["sleep", "60"], signals) == -signal.SIGTERM
+
+
+def test_a_start_that_takes_too_long_is_ended(capfd):
+    assert start(["sleep", "60"], begun=lambda: False, seconds=0.3) == -signal.SIGTERM
+    assert "no step has begun (--start-minutes)" in capfd.readouterr().err
+    assert start(["sleep", "0.5"], begun=lambda: True, seconds=0.0) == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
+def test_the_child_ends_with_its_parent(tmp_path):
+    program = (
+        "import sys; from trainers.supervision import process\n"
+        "with process.Signals() as signals:\n"
+        "    process.run([sys.executable, '-c', *sys.argv[1:]], signals, lambda: True, 60)\n"
+    )
+    ready = tmp_path / "ready"
+    parent = subprocess.Popen([sys.executable, "-c", program, LISTENER, str(ready)], env=mpirun.environment())
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    while not (got := tmp_path / "ready.got").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert got.read_text() == "SIGTERM"

@@ -1,0 +1,42 @@
+"""The options of supervise: what they mean, and which are refused."""
+
+import pytest
+
+from commengine import UsageError
+from trainers.supervision.settings import Host, Size, SuperviseConfig
+
+
+def test_sizes_and_hosts_are_read():
+    settings = SuperviseConfig(ranks="4:2, 2:1", hosts="n1:2,n2,n3:1")
+    settings.validate()
+    assert settings.sizes() == [Size(4, 2), Size(2, 1)]
+    assert settings.host_list() == [Host("n1", 2), Host("n2", 1), Host("n3", 1)]
+    assert SuperviseConfig().sizes() == [] and SuperviseConfig().host_list() == []
+    assert SuperviseConfig(ranks="4,2").sizes() == [Size(4), Size(2)]
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"ranks": "4,x"}, "--ranks 4,x: must be numbers such as 4,2"),
+        ({"ranks": ""}, "--ranks"),
+        ({"ranks": "0"}, "--ranks 0"),
+        ({"ranks": "2,4"}, "--ranks 2,4: must fall"),
+        ({"ranks": "2,2"}, "--ranks 2,2: must fall"),
+        ({"ranks": "4:3"}, "tensor size 3 does not divide 4"),
+        ({"ranks": "4:2,2"}, "with all numbers, or with none"),
+        ({"hosts": "a:2"}, "--hosts a:2: needs --ranks"),
+        ({"ranks": "4", "hosts": "a:2"}, "take 2 ranks"),
+        ({"ranks": "2", "hosts": "a:0"}, "--hosts a:0: must be names with numbers"),
+        ({"ranks": "2", "hosts": "a:1,a:1"}, "a host is there twice"),
+        ({"ranks": "2", "hosts": "a:2", "probe": "true"}, "must contain {host}"),
+        ({"restarts": -1}, "--restarts -1"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"back_off": float("inf")}, "--back-off inf"),
+        ({"start_minutes": 0.0}, "--start-minutes 0.0"),
+    ],
+)
+def test_wrong_ones_are_named(given, says):
+    with pytest.raises(UsageError) as error:
+        SuperviseConfig(**given).validate()
+    assert says in str(error.value)

@@ -1,0 +1,55 @@
+"""The command: one line for a wrong one and for a launcher that is not there; its status. Real runs: tests/faults."""
+
+import sys
+
+import pytest
+
+from trainers import supervise
+
+GOOD = [
+    "--ranks", "2", "--", "{program}", "-n", "{ranks}", "python", "-m", "trainers.pretrain_gpt", "--mock-data",
+    "--vocab-size", "100", "--save", "{dir}", "--load", "{dir}", "--save-interval", "5",
+]  # fmt: skip
+
+
+def words(program, folder):
+    return [word.replace("{program}", program).replace("{dir}", str(folder)) for word in GOOD]
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--ranks", "2"], "no command: give it after --"),
+        (["--ranks", "2", "--"], "no command: give it after --"),
+        (["--rank", "2", "--", "true"], "--rank"),
+        (["--ranks", "two", "--", "true"], "--ranks two: must be numbers"),
+        (["--", "true"], "must start python -m trainers.pretrain_gpt"),
+    ],
+)
+def test_wrong_commands_are_one_line(argv, says, capsys):
+    assert supervise.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_a_launcher_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert supervise.main(words("no-such-launcher", tmp_path)) == 2
+    assert "error: the command after -- cannot be started" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status, own", [(0, 0), (75, 75), (2, 2), (1, 1)])
+def test_its_own_status(tmp_path, capfd, status, own):
+    """The program in place of the launcher ends at once; a status of 1 is tried `--repeats` times."""
+    program = tmp_path / "launcher"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('started', sys.argv[1:3], flush=True)\nsys.exit({status})\n"
+    )
+    program.chmod(0o755)
+    options = ["--repeats", "2", "--back-off", "0.01"]
+    assert supervise.main([*options, *words(str(program), tmp_path)]) == own
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["started ['-n', '2']"] * (2 if status == 1 else 1)
+    if status == 1:
+        assert "the run crashed (status 1) before its first step; the newest checkpoint is of step 0" in err
+        assert "for the second time in a row: the run does not start" in err

@@ -1,0 +1,191 @@
+"""Writing one checkpoint: at once, or in the background while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commengine import ProcessGrid, UsageError
+from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
+from tplayers import Placement, placements
+from trainers.files import checksums
+from trainers.training.optimizer import Optimizer
+
+from . import disk, parallel_safetensors, pointer
+from .checkpoint import CHECKSUMS, FORMAT, MODEL, OPTIMIZER, Progress
+from .pointer import STATE
+
+#: what `CheckpointWriter.state` says of one rank; the largest value over the ranks says it of all
+DONE, WRITING, FAILED = range(3)
+
+
+class CheckpointWriter:
+    """A checkpoint of the state after ``progress.iteration`` steps, that is being written.
+
+    With ``background`` each rank copies what it will write (its share of the files, which replica 0 writes), and a
+    thread of each rank writes the copy: model and optimizer may change at once. Otherwise the files are written when
+    the constructor returns. In both cases the checkpoint has its name only after `finish`, and until then the older
+    checkpoints are as they were.
+
+    The threads do not communicate. Collective over the grid's world to make and to finish. Raises UsageError, on all
+    ranks, if any rank cannot write: it names the file and the reason.
+    """
+
+    def __init__(
+        self, folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, settings: Mapping[str, Any],
+        grid: ProcessGrid, *, background: bool = False,
+    ) -> None:  # fmt: skip
+        self._folder, self._world, self._group = folder, grid.world, grid.tensor
+        self._name = pointer.name_of(progress.iteration)
+        self._beside = folder / f"{self._name}.tmp"
+        placed = placements(model)
+        described = {key: _describe(placement) for key, placement in placed.items()}
+        self._state = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
+        weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
+        moments = optimizer.described()
+        self._sizes = {
+            MODEL: parallel_safetensors.file_size(weights),
+            OPTIMIZER: parallel_safetensors.file_size(moments),
+        }
+        self._problem: BaseException | None = None
+        self._pieces: list[checksums.Piece] = []  # what this rank writes
+        self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
+        self._on_rank_zero(self._prepare)
+        optimizer.wait_for_parameters()
+        mine: Iterator[tuple[str, int, Any]] = iter(())
+        if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
+            mine = self._mine(weights, model.named_parameters(), moments, optimizer.tensors())
+        else:
+            for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
+                pass
+        if background:
+            copies = deque((file, start, bytes(data)) for file, start, data in mine)
+            self._thread = threading.Thread(target=self._write_copies, args=(copies,), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(mine)
+
+    @property
+    def state(self) -> int:
+        """DONE, WRITING or FAILED: how far this rank is. Not collective."""
+        if self._problem is not None:
+            return FAILED
+        return WRITING if self._thread is not None and self._thread.is_alive() else DONE
+
+    def finish(self) -> None:
+        """Wait until all ranks have written their shares, and give the checkpoint its name. Collective.
+
+        A failure of any rank is an error on all; then the others do not wait until theirs are written.
+        """
+        try:
+            if self._thread is not None:
+                self._thread.join()
+            on_every_rank(self._world, lambda: self._told(self._raise_problem))
+            pieces = [checksums.Piece(*one) for some in gather_json(self._group, self._pieces) for one in some]
+            self._on_rank_zero(lambda: self._publish(pieces))
+        except UsageError:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Write nothing more, and remove what is written. Not collective: every rank calls it."""
+        self._given_up.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._world.rank == 0:
+            disk.remove_if_possible(self._beside)
+
+    # This rank's share ----------------------------------------------------------------------------------------
+
+    def _mine(
+        self, weights: Mapping[str, tuple[torch.dtype, Placement]], parameters: Iterator[tuple[str, Tensor]],
+        moments: Mapping[str, tuple[torch.dtype, Placement]], tensors: Iterator[tuple[str, Tensor]],
+    ) -> Iterator[tuple[str, int, memoryview]]:  # fmt: skip
+        """(File, first byte, bytes) of each range that this rank writes. Collective over the tensor group."""
+        for file, described, given in ((MODEL, weights, parameters), (OPTIMIZER, moments, tensors)):
+            for start, data in parallel_safetensors.ranges(described, given, self._group):
+                yield file, start, data
+
+    def _write_copies(self, copies: deque[tuple[str, int, Any]]) -> None:
+        """Write the copies, each of which is freed when it is written. On the thread."""
+        try:
+            self._write(copies.popleft() for _ in range(len(copies)))
+        except BaseException as error:  # `finish` raises it on the caller's thread
+            self._problem = error
+
+    def _write(self, ranges: Iterator[tuple[str, int, Any]]) -> None:
+        """Write ``ranges`` to the disk. The iterator is exhausted whatever happens: it communicates."""
+        with ExitStack() as files:
+            writers: dict[str, disk.RangeWriter] = {}
+            for file, start, data in ranges:
+                if self._given_up.is_set():
+                    break
+                if file not in writers:
+                    writers[file] = files.enter_context(disk.RangeWriter(self._beside / file))
+                writers[file].write(start, data)
+                self._pieces.append(checksums.Piece(file, start, start + len(data), checksums.digest(data)))
+        for writer in writers.values():
+            if writer.problem is not None and self._problem is None:
+                self._problem = disk.named(writer.problem, writer.path)
+
+    # Rank 0 ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        pointer.make_room(self._folder)
+        disk.make_empty(self._beside)
+
+    def _publish(self, pieces: list[checksums.Piece]) -> None:
+        """Write what is left, and give the checkpoint its name: from then on it is the newest one."""
+        for file, size in self._sizes.items():
+            if (found := (self._beside / file).stat().st_size) != size:
+                raise OSError(errno.EIO, f"has {found} bytes after writing {size}", str(self._beside / file))
+        state = json.dumps(self._state, indent=1).encode()
+        disk.write(self._beside / STATE, state)
+        pieces.append(checksums.Piece(STATE, 0, len(state), checksums.digest(state)))
+        disk.write(self._beside / CHECKSUMS, checksums.text(sorted(pieces)).encode())
+        disk.sync_folder(self._beside)
+        final, old = self._folder / self._name, self._folder / f"{self._name}.old"
+        if final.exists():  # a checkpoint of an earlier run: it stays whole until the new one is complete
+            disk.remove(old)
+            disk.replace(final, old)
+        disk.replace(self._beside, final)
+        pointer.point_to(self._folder, self._name)
+        disk.remove_if_possible(old)
+
+    # Errors ---------------------------------------------------------------------------------------------------
+
+    def _on_rank_zero(self, work: Callable[[], None]) -> None:
+        on_rank_zero(self._world, lambda: self._told(work))
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _told(self, work: Callable[[], None]) -> None:
+        """Run ``work``, and turn its OSError into a UsageError that says what a user can do."""
+        try:
+            work()
+        except OSError as error:
+            folder, beside = self._folder, self._beside
+            file = str(error.filename or beside).replace(str(beside), str(beside.with_suffix("")))
+            said = f"--save {folder}: writing {file} failed: {error.strerror or error}"
+            if error.errno in disk.NO_ROOM:
+                said += f" (a checkpoint of this run takes {sum(self._sizes.values()) / 1e6:,.1f} MB)"
+            whole = pointer.names(folder)
+            kept = f"as they were: {whole}" if whole else "there is no older checkpoint"
+            raise UsageError(f"{said}; {kept}; the same command with --load {folder} goes on from there") from error
+
+
+def _describe(placement: Placement) -> dict[str, Any]:
+    return {"shape": placement.shape, "view": placement.view, "dim": placement.dim, "count": placement.count}

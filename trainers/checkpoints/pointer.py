@@ -1,0 +1,128 @@
+"""``latest``: the name of a folder's newest checkpoint.
+
+Also: which checkpoints a folder holds, and which of them it keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from commengine import UsageError
+from trainers.files import checksums
+
+from . import disk
+
+LATEST = "latest"
+
+#: the last file that is written into a checkpoint's folder, before it gets its name
+STATE = "state.json"
+
+#: a checkpoint, one that is not complete, and one in whose place a new one comes
+_CHECKPOINT, _PARTIAL, _ASIDE = (re.compile(r"iter_\d{7,}" + suffix) for suffix in ("", r"\.tmp", r"\.old"))
+
+
+def name_of(iteration: int) -> str:
+    """The name of the checkpoint after ``iteration`` steps."""
+    return f"iter_{iteration:07d}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, by iteration. A folder has this name only when all that is in it is on disk.
+
+    One whose replacement was killed between two renames has another name, which `name_of` does not give.
+    """
+    found = [path for path in _listed(folder) if (path / STATE).is_file()]
+    whole = [path for path in found if _CHECKPOINT.fullmatch(path.name)]
+    aside = [path for path in found if _ASIDE.fullmatch(path.name) and path.with_suffix("") not in whole]
+    return sorted([*whole, *aside], key=_iteration)
+
+
+def names(folder: Path, most: int = 3) -> str:
+    """The names of the newest complete checkpoints of ``folder``, for a message; empty if there is none."""
+    return ", ".join(path.stem for path in complete(folder)[-most:])
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of ``folder``, or None. Raises UsageError if the pointer is damaged or names none.
+
+    Without a pointer it is the one of the highest iteration: a job was killed before it had written its first pointer.
+    """
+    pointer = folder / LATEST
+    try:
+        raw = pointer.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return max(complete(folder), key=_iteration, default=None)
+    except OSError as error:
+        raise UsageError(f"--load {folder}: {pointer}: {error.strerror}") from error
+    name = _parsed(raw)
+    if name is None:
+        raise UsageError(
+            f"--load {folder}: {pointer} is damaged: not the name of a checkpoint and its checksum. Give a checkpoint "
+            f"to --load ({_some(folder)}), or remove the file to take the newest one"
+        )
+    found = folder / name
+    aside = folder / f"{name}.old"  # its name while a new checkpoint takes its place
+    if not found.exists() and (aside / STATE).is_file():
+        return aside
+    if not (found / STATE).is_file():
+        raise UsageError(
+            f"--load {folder}: {pointer} names {name}, which is not a complete checkpoint; valid: {_some(folder)}"
+        )
+    return found
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Make ``name`` the newest checkpoint of ``folder``. Raises OSError."""
+    beside = folder / f"{LATEST}.tmp"
+    line = f"{name}\n".encode()
+    disk.write(beside, line + f"{checksums.digest(line)}\n".encode())
+    disk.replace(beside, folder / LATEST)
+
+
+def make_room(folder: Path) -> None:
+    """Remove what killed runs left in ``folder``: checkpoints that are not complete, and replaced ones.
+
+    A checkpoint whose replacement was killed gets its name back.
+    """
+    for path in _listed(folder):
+        if _ASIDE.fullmatch(path.name) and not path.with_suffix("").exists():
+            disk.replace(path, path.with_suffix(""))
+        elif _ASIDE.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
+            disk.remove_if_possible(path)
+
+
+def keep(folder: Path, last: int, every: int | None) -> None:
+    """Remove all checkpoints up to the newest one but the ``last`` newest and the multiples of ``every`` steps.
+
+    A checkpoint that cannot be removed stays. It loses its name first: a kill leaves nothing that looks complete.
+    """
+    newest = latest(folder)
+    older = [] if newest is None else [path for path in complete(folder) if _iteration(path) <= _iteration(newest)]
+    for path in older[: -max(last, 1)]:
+        if every is None or _iteration(path) % every:
+            removed = path.with_name(f"{path.stem}.tmp")
+            if disk.replace_if_possible(path, removed):
+                disk.remove_if_possible(removed)
+
+
+def _parsed(raw: bytes) -> str | None:
+    """The name in a pointer; None if it is damaged. An older version wrote the name alone."""
+    lines = raw.split(b"\n")
+    if lines[-1] or not _CHECKPOINT.fullmatch(lines[0].decode(errors="replace")):
+        return None
+    if lines[1:-1] not in ([], [checksums.digest(lines[0] + b"\n").encode()]):
+        return None
+    return lines[0].decode()
+
+
+def _iteration(path: Path) -> int:
+    return int(path.stem.removeprefix("iter_"))
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _some(folder: Path) -> str:
+    return names(folder) or f"there is none in {folder}"

@@ -1,0 +1,1 @@
+"""Checks of a run while it trains: replicas that differ, losses that jump, ranks that are slow."""

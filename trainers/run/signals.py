@@ -1,0 +1,103 @@
+"""Signals that end a run, heard by a thread, and so also while the main thread waits inside MPI.
+
+This module imports nothing but the standard library, because a command calls `end_on_interrupt` before the imports that
+take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+#: seconds by which other tasks than the first speak later: the first one's words are enough if it ends the job
+LATER_SECONDS = 1.0
+
+#: where launchers tell a task its number
+TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def parse(name: str) -> signal.Signals:
+    """The signal that ``name`` means, such as ``USR1`` or ``SIGUSR1``. Raises KeyError if there is none."""
+    return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+
+
+def end_on_interrupt() -> None:
+    """From now on SIGINT ends this process with one line and status 130. For a command's first line."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: say_and_end("interrupted (SIGINT) before the run began", 130))
+
+
+def say_and_end(text: str, status: int) -> None:
+    """Print ``text``, only once for the job if every task does so, and end all ranks with ``status``."""
+    if next((os.environ[name] for name in TASK_NUMBERS if name in os.environ), "0") != "0":
+        time.sleep(LATER_SECONDS)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+    ending: Any = sys.modules.get("commengine.job_end")
+    if ending is not None and hasattr(ending, "abort"):  # not while it is being imported
+        ending.abort(status)
+    os._exit(status)
+
+
+class SignalListener:
+    """Hears SIGTERM, SIGINT and the signals that are added, until `close`.
+
+    at_once: called in the listener's thread with each signal that comes before `hold`, and with a SIGINT that is not
+    the first; it ends the process. Outside of the main thread of Python it hears nothing, because only that thread may
+    set handlers.
+    """
+
+    def __init__(self, at_once: Callable[[signal.Signals], None]) -> None:
+        self._at_once = at_once
+        self._before: dict[signal.Signals, Any] = {}
+        self._holding = False
+        self._interrupts = 0
+        #: the first signal that came after `hold`, or 0
+        self.received = 0
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.add(number)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def add(self, number: signal.Signals) -> None:
+        """Hear ``number``, too."""
+        if number not in self._before and threading.current_thread() is threading.main_thread():
+            # Python writes the number into the pipe as the signal arrives; the handler itself has nothing to do.
+            self._before[number] = signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # no system call of a library ends early
+
+    def hold(self) -> None:
+        """From now on keep a signal in `received` instead of ending at once."""
+        self._holding = True
+
+    def _listen(self) -> None:
+        while byte := os.read(self._read, 1):  # nothing is left to read after `close`
+            if byte[0] in self._before:
+                self._hear(signal.Signals(byte[0]))
+        os.close(self._read)
+
+    def _hear(self, number: signal.Signals) -> None:
+        self._interrupts += number == signal.SIGINT
+        if not self._holding or (number == signal.SIGINT and self._interrupts > 1):
+            self._at_once(number)
+        self.received = self.received or int(number)
+
+    def close(self, *, ignore: bool) -> None:
+        """Stop listening. ignore: the signals are ignored from now on; otherwise what they did before holds again."""
+        if not self._before:
+            return
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if ignore else before)
+        signal.set_wakeup_fd(self._woken_before)
+        self._before = {}
+        os.close(self._write)

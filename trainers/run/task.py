@@ -1,0 +1,36 @@
+"""The interface between a run and its task: what is trained, and on what it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from trainers.training.trainer import Trainer
+
+from .evaluation import HeldOut, Mean
+from .report import Remarks
+
+
+class TrainingTask(Protocol):
+    """What `trainers.run.loop.train` runs: a trainer, what it is evaluated on, and what a report says besides losses.
+
+    `trainers.tasks.gpt.GPTTask` is an example.
+    """
+
+    @property
+    def trainer(self) -> Trainer:
+        """A trainer with a new model. `train` resumes it if there is a checkpoint, and closes it."""
+
+    @property
+    def held_out(self) -> Sequence[HeldOut]:
+        """The sources of the evaluation; empty for no evaluation."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of a sample, for the throughput."""
+
+    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
+        """The task's own part of the report, after training. Collective over the trainer's world.
+
+        evaluated: the terms of the last evaluation (`Evaluation`), or None without evaluation.
+        """

@@ -1,0 +1,118 @@
+"""A launcher as a child process: started with the signals that end it passed on, and watched until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Self
+
+#: the signals that a batch system or a person sends to stop a run
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+END_SECONDS = 30.0  # between asking a launcher to end and killing it
+LOOK_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+class Signals:
+    """Takes the signals that stop a run, in the main thread, and passes them on to the child, if there is one.
+
+    translated: what is sent in place of SIGTERM: the run's ``--exit-signal``, because it asks for the same, and not
+    every launcher passes SIGTERM on. A context manager.
+    """
+
+    def __init__(self, translated: signal.Signals | None = None) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        #: the last signal that came, or None
+        self.received: signal.Signals | None = None
+        self._translated = translated
+        self._before = {number: signal.getsignal(number) for number in PASSED_ON}
+
+    def __enter__(self) -> Self:
+        for number in PASSED_ON:
+            signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.received = signal.Signals(number)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Send the child what was received."""
+        if self.received is None or self.child is None or self.child.poll() is not None:
+            return
+        sent = self._translated if self.received == signal.SIGTERM and self._translated else self.received
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send_signal(sent)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until a signal comes."""
+        deadline = time.monotonic() + seconds
+        while self.received is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+
+
+def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start_seconds: float) -> int:
+    """Run the launcher and return its status; negative: the number of the signal that killed it.
+
+    begun: whether the run has begun a step. If it has not after ``start_seconds``, the launcher is ended. The launcher
+    is the head of a process group of its own, so that Ctrl-C reaches it once; it gets SIGTERM if this process dies.
+    Raises OSError if it cannot be started.
+    """
+    child = subprocess.Popen(
+        list(words), stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with(os.getpid())
+    )  # fmt: skip
+    signals.child = child
+    signals.pass_on()  # what came while the launcher was started
+    try:
+        deadline: float | None = time.monotonic() + start_seconds
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(LOOK_SECONDS)
+            if deadline is not None and begun():
+                deadline = None
+            if deadline is not None and time.monotonic() > deadline:
+                print(
+                    "supervise: no step has begun (--start-minutes): ending the launcher", file=sys.stderr, flush=True
+                )
+                deadline = None
+                _end(child)
+    except BaseException:
+        _end(child)
+        raise
+    finally:
+        signals.child = None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_SECONDS)
+            return
+
+
+def _end_with(parent: int) -> Callable[[], None] | None:
+    """Code for the child that makes it end with its parent; on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)  # loaded here, because the child must do as little as possible
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has died in between
+            os._exit(1)
+
+    return ask
