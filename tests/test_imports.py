@@ -48,7 +48,8 @@ ROOMS = {
         {"data", "weights"},
         {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
-        {"checkpoints", "checks"},
+        {"checkpoints"},
+        {"checks"},  # of a run while it trains
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
