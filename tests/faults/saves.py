@@ -7,15 +7,21 @@ from tests.support import mpirun
 from tests.support.faults import runs
 from tests.support.faults.parts import Case
 
-#: changes of one save on each rank: a rank of the tensor group writes its share; rank 0 also names and removes
-CHANGES = ((0, 34), (1, 8))
-MODES = {
-    "first": (1, {}),
-    "second": (2, {}),
-    "third, the one before the last removed": (3, {"keep_last": 1}),
-    "second, in the background": (2, {"async_save": True}),
+#: name -> (the save that is killed, how many changes rank 0 makes in it, options, flags)
+MODES: dict[str, tuple[int, int, dict[str, int], list[str]]] = {
+    "first": (1, 28, {}, []),
+    "second": (2, 28, {}, []),
+    "third, the one before the last removed": (3, 36, {"keep_last": 1}, []),
+    "second, in the background": (2, 28, {}, ["--async-save"]),
 }
-KINDS = [(mode, rank, change + 1) for mode in MODES for rank, count in CHANGES for change in range(count)]
+#: changes of rank 1, which writes its share of two files
+OTHERS = 8
+KINDS = [
+    (mode, rank, change + 1)
+    for mode, (_, count, _, _) in MODES.items()
+    for rank, changes in ((0, count), (1, OTHERS))
+    for change in range(changes)
+]
 
 TITLE = "SIGKILL of a rank before each change that a save makes to a file: first save, later ones, in the background"
 DEMAND = "the same command goes on from a whole checkpoint, or anew, and ends bit for bit as an undisturbed run"
@@ -25,10 +31,10 @@ SHORT = [KINDS.index(("first", 0, 18))]
 
 def run(case: Case) -> str:
     mode, rank, change = KINDS[case.number]
-    save, options = MODES[mode]
+    save, _, options, flags = MODES[mode]
     folder, log = case.folder / "run", case.folder / "killed.log"
     wanted = runs.undisturbed(case.shared, "TP 2", **options)
-    words = runs.words("TP 2", folder, **options)
+    words = [*runs.words("TP 2", folder, **options), *flags]
     program = str(mpirun.JOBS / "killed_save.py")
     with patch.dict(os.environ, {"KILL": f"{rank},{save},{change}"}):
         process = runs.start("TP 2", [program, *words[2:]], log)

@@ -93,15 +93,6 @@ def replace(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def replace_if_possible(source: Path, target: Path) -> bool:
-    """Rename ``source`` as `replace` does; False if that failed."""
-    try:
-        replace(source, target)
-    except OSError:
-        return False
-    return True
-
-
 def remove(path: Path) -> None:
     """Remove a file, or a folder with all that is in it, if it exists."""
     if path.is_symlink() or path.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 from commengine import UsageError
@@ -82,7 +81,7 @@ def clear(config: TrainConfig) -> None:
         return
     for path in _left(Path(config.save)):  # the pointer first, so that it never names a missing folder
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            pointer.discard(path)
         else:
             path.unlink()
 
