@@ -17,7 +17,7 @@ from trainers.supervision.command import STEP_FILE
 
 #: (layout, steps, kills, whether a host is lost on the way)
 KINDS = (
-    ("DP 2", runs.STEPS, 2, False),
+    ("TP 2", runs.STEPS, 2, False),
     ("TP 2", 200, 20, False),
     ("DP 2", 200, 20, False),
     ("ZeRO-1 bf16", 200, 20, False),
@@ -39,7 +39,7 @@ LIMIT_S = 540
 def run(case: Case) -> str:
     layout, steps, kills, loses_host = KINDS[case.number]
     random, folder, log = case.random, case.folder / "run", case.folder / "supervised.log"
-    wanted = runs.undisturbed(case.shared, layout, train_iters=steps)
+    wanted = runs.undisturbed(case.shared, layout, **({} if steps == runs.STEPS else {"train_iters": steps}))
     gone = case.folder / "gone-b"
     argv = [sys.executable, "-m", "trainers.supervise", *options(layout, loses_host, case.folder), "--"]
     argv += ["env", "HOSTS={hosts}"] if loses_host else []
