@@ -26,10 +26,10 @@ from .calls.checks import (
 from .calls.dispatch import Dispatcher
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
-from .errors import CollectiveError
+from .errors import CollectiveError, TransferError
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
-from .mpi import load_mpi, ranks_in
+from .mpi import load_mpi, making_communicators, ranks_in
 from .shared_memory.windows import SharedTensors
 from .stream import Stream, Work
 from .timeout.entries import WatchedGroup
@@ -99,8 +99,13 @@ class Communicator:
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
         points = agreed(mpi_comm, switch_points)
-        own = mpi_comm.Dup()
-        self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
+        try:
+            with making_communicators():
+                own = mpi_comm.Dup()
+                watching: Any = None if timeout is None else mpi_comm.Dup()
+        except TransferError as error:
+            raise CollectiveError(f"Communicator {name!r}: {error}") from error
+        self._root_watch = None if timeout is None else Watch(watching, timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
         self._set_up(own, checked, deterministic, name, watched, points)
         try:
@@ -347,7 +352,8 @@ class Communicator:
                 stream = backend.new_stream(comm, name, index, priority)
                 self._alarm(stream.transport.failure)
             else:
-                own = comm.Dup()
+                with making_communicators():
+                    own = comm.Dup()
                 transport = self._new_host(own, polling=True)
                 transport.open_routes()
                 stream = Stream(
@@ -374,7 +380,8 @@ class Communicator:
             raise call_error(self, "split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
         comm = self._live_mpi()
         with self._calls.watching("split", "life"):
-            part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
+            with making_communicators():
+                part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             backend: Backend | None = None
             if isinstance(self._backend, NcclBackend):
                 try:

@@ -59,7 +59,7 @@ ROOMS = {
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
         {"collective_study", "contests"},
-        {"peers", "gpu_study"},
+        {"peers", "gpu_study", "checkup"},
         {"top"},
     ),
 }
