@@ -55,12 +55,12 @@ train-bert: $(STAMP) $(SENTENCES).bin $(SENTENCES).idx
 # English that every machine has: the documentation in Python's standard library.
 $(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
 	@mkdir -p $(@D)
-	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB)
+	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB) --overwrite
 
 $(SENTENCES).bin $(SENTENCES).idx &: | $(STAMP)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --split-sentences --train-wordpiece 4096 \
-		--output-prefix $(SENTENCES:_text_sentence=)
+		--output-prefix $(SENTENCES:_text_sentence=) --overwrite
 
 # At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)

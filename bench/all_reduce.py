@@ -35,7 +35,7 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import check_least, check_positive, listed, size_of
+from bench.command.values import listed, size_of
 from bench.timing.sampling import Times, median_interval
 from bench.transports.all_reduce_only import Memory, open_transports
 from bench.transports.in_process import Bound, Shared, Transport
@@ -43,6 +43,7 @@ from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator, UsageError
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
+from trainers.options import COUNT, SECONDS, SEED
 
 COMMAND = "bench.all_reduce"
 SUMMED = ("float32", "bfloat16")
@@ -235,14 +236,15 @@ def parser() -> CommandParser:
         metavar="NAME",
         help=f"some of {', '.join(SUMMED)} (default: both)",
     )
-    add("--rounds", type=int, default=21, help="rounds at each size (default: %(default)s)")
+    add("--rounds", type=int, valid=COUNT, default=21, help="rounds at each size (default: %(default)s)")
     add(
         "--turn-seconds",
         type=float,
+        valid=SECONDS,
         default=0.02,
         help="about the time of a transport in a round (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of the order within a round (default: %(default)s)")
+    add("--seed", type=int, valid=SEED, default=0, help="seed of the order within a round (default: %(default)s)")
     add_files(
         options,
         json="write every number, as bench.fit reads it",
@@ -265,8 +267,6 @@ def parse(argv: Sequence[str] | None, memory: dict[str, int]) -> dict[str, Any]:
             f"--max-bytes {given.max_bytes}: ten buffers of that size a rank, four of them in shared memory, do not "
             f"fit into what a rank has: {memory['available']} bytes, {memory['shared']} of them shared"
         )
-    check_least(given, rounds=1)
-    check_positive(given, "turn_seconds")
     check_writable(output=given.output, json=given.json, plot=given.plot)
     low = -(-low // 8) * 8  # whole elements of every dtype and of the pass over memory
     chosen = [low << shift for shift in range((high // low).bit_length())]

@@ -36,7 +36,7 @@ from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import check_positive, listed, one_of, size_of
+from bench.command.values import listed, one_of, size_of
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Stopping
 from bench.timing.starting import spans_nodes
@@ -47,6 +47,7 @@ from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, U
 from commengine.dtypes import reduction_error
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
+from trainers.options import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, SEED, ValidRange, between
 
 COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")
@@ -91,6 +92,10 @@ class Settings:
                     yield list({call.nbytes: call for call in calls}.values())
 
 
+#: a smaller factor would make so many sizes that the first is not measured
+STEP_FACTOR = ValidRange(lambda factor: 1.01 <= factor <= 10**6, "must be a number above 1, from 1.01 to 1000000")
+
+
 def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
@@ -108,7 +113,13 @@ def parser() -> CommandParser:
         help=f"some of {', '.join(DTYPES)} (default: float32)",
     )
     add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"some of {', '.join(REDOPS)} (default: sum)")
-    add("--root", type=int, default=0, help="root of the rooted operations, a rank of the group (default: %(default)s)")
+    add(
+        "--root",
+        type=int,
+        valid=between(0, 2**31),
+        default=0,
+        help="root of the rooted operations, a rank of the group (default: %(default)s)",
+    )
     add("--min-bytes", default="1", metavar="SIZE",
         help="smallest size, rounded up to whole elements of every rank (default: %(default)s)")  # fmt: skip
     add(
@@ -116,19 +127,20 @@ def parser() -> CommandParser:
         metavar="SIZE",
         help="largest size, such as 64M (default: all buffers together take an eighth of the memory)",
     )
-    add("--step-factor", type=float, default=2.0, help="factor from one size to the next (default: %(default)s)")
+    add("--step-factor", type=float, valid=STEP_FACTOR, default=2.0,
+        help="factor from one size to the next (default: %(default)s)")  # fmt: skip
     add("--in-place", action=BooleanOptionalAction, default=True, help="also run in place, where an operation can")
     add("--out-of-place", action=BooleanOptionalAction, default=True,
         help="also run out of place; operations that have no other form always are")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1,
+    add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,
         help="ranks of a tensor group; the data groups follow from it (default: %(default)s)")  # fmt: skip
     add("--group", default="world",
         help="world, tensor or data: all groups of this kind run at the same time (default: %(default)s)")  # fmt: skip
-    add("--confidence", type=float, default=0.05,
+    add("--confidence", type=float, valid=OPEN_FRACTION, default=0.05,
         help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
-    add("--time-limit", type=float, default=0.5,
+    add("--time-limit", type=float, valid=SECONDS, default=0.5,
         help="seconds for one transport at one size and place, converged or not (default: %(default)s)")  # fmt: skip
-    add("--warmup", type=int, default=5, help="calls before those that count (default: %(default)s)")
+    add("--warmup", type=int, valid=COUNT, default=5, help="calls before those that count (default: %(default)s)")
     add(
         "--overlap",
         action="store_true",
@@ -136,7 +148,7 @@ def parser() -> CommandParser:
     )
     add("--start", default="auto", metavar="HOW",
         help="start of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0,
+    add("--seed", type=int, valid=SEED, default=0,
         help="seed of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
     add_files(
         options,
@@ -171,7 +183,6 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
         for op in redop:
             if REDUCING & set(operations) and (problem := reduction_error(DTYPES[name], op)):
                 raise ValueError(f"--redop {op} with --dtypes {name}: {problem}")
-    check_positive(given, "confidence", "time_limit", "warmup")
     variants = [in_place for in_place, wanted in ((False, given.out_of_place), (True, given.in_place)) if wanted]
     if not variants:
         raise ValueError("--no-in-place and --no-out-of-place leave nothing to measure")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,10 +29,10 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
-from bench.command.values import check_least
 from bench.contests.driver import Contestant, ContestError, Spread, ratio
 from trainers.data.stdlib_text import documents
 from trainers.data.text_files import read_paragraphs
+from trainers.options import COUNT, SEED, between
 
 COMMAND = "bench.corpus"
 PLAIN = "datasketch"
@@ -78,7 +79,7 @@ def contestants(source: Path, folder: Path, options: Sequence[str], most_ranks: 
     plain = ["-m", "bench.peers.datasketch_corpus", *output("plain")]
     found = [Contestant(PLAIN, 1, plain, ONE_THREAD)]
     for ranks in range(1, most_ranks + 1):
-        argv = ["-m", "trainers.prepare_corpus", *output(f"ours{ranks}")]
+        argv = ["-m", "trainers.prepare_corpus", *output(f"ours{ranks}"), "--overwrite"]
         found.append(Contestant(f"ours, {ranks} rank{'s' * (ranks > 1)}", ranks, argv, ONE_THREAD, mpi=True))
     return found
 
@@ -163,10 +164,22 @@ def parser() -> CommandParser:
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
     add("--text", metavar="FILE", help="text of which each paragraph is a document")
-    add("--documents", type=int, default=20_000, help="documents, copies included (default: %(default)s)")
-    add("--ranks", type=int, default=2, help="the largest number of ranks (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the copies and the order (default: %(default)s)")
+    add(
+        "--documents",
+        type=int,
+        valid=between(1, 10**9),
+        default=20_000,
+        help="documents, copies included (default: %(default)s)",
+    )
+    add(
+        "--ranks",
+        type=int,
+        valid=between(1, 1024),
+        default=2,
+        help="the largest number of ranks (default: %(default)s)",
+    )
+    add("--rounds", type=int, valid=COUNT, default=5, help="rounds (default: %(default)s)")
+    add("--seed", type=int, valid=SEED, default=0, help="seed of the copies and the order (default: %(default)s)")
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json, to drop documents below 128 tokens")
     add("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, to drop documents below 128 tokens")
     add("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe; needs --vocab-file")
@@ -201,13 +214,17 @@ def paragraphs_of(text: str | None) -> list[str]:
     return found
 
 
+def read(argv: Sequence[str] | None = None) -> tuple[Namespace, list[str]]:
+    """The options, and those that all contestants get. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    check_writable(output=given.output, json=given.json)
+    return given, passed_on(given)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report. Returns the exit status: 1 if the corpora differ, or if a contestant failed."""
     with user_errors(COMMAND):
-        given = parser().parse_args(argv)
-        check_least(given, documents=1, ranks=1, rounds=1)
-        check_writable(output=given.output, json=given.json)
-        options = passed_on(given)
+        given, options = read(argv)
         made = make_documents(paragraphs_of(given.text), given.documents, given.seed)
     result = environment(COMMAND)  # before measuring: the load average is that of other programs
     stages = ["mended"]

@@ -26,8 +26,8 @@ from bench.command.files import check_writable
 from bench.command.machine import environment
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
-from bench.command.values import check_least
 from commengine import UsageError
+from trainers.options import between
 
 COMMAND = "bench.fit"
 
@@ -54,6 +54,7 @@ def parser() -> CommandParser:
     add(
         "--segments",
         type=int,
+        valid=between(1, 100),
         default=piecewise.MOST_SEGMENTS,
         metavar="N",
         help="the largest number of segments (default: %(default)s)",
@@ -95,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fit and report. Returns the exit status."""
     with user_errors(COMMAND):
         arguments = parser().parse_args(argv)
-        check_least(arguments, segments=1)
         check_writable(output=arguments.output, plot=arguments.plot, markdown=arguments.markdown)
         series, source = read(arguments.results, arguments.statistic)
         fitted, left_out = fit_all(chosen(series, arguments), arguments.segments)

@@ -23,7 +23,6 @@ import torch
 from bench.command.files import check_writable
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import answer_help, run_on_ranks, user_errors
-from bench.command.values import check_least
 from bench.contests.driver import ContestError
 from bench.gpu_study import flops, losses, machine_report, overhead, overlap, profile
 from commengine import UsageError
@@ -58,7 +57,6 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The study and its settings. Raises ValueError that names the option at fault, or UsageError without a GPU."""
     given = parser().parse_args(argv)
-    check_least(given, **{name: 1 for name in ("ranks", "rounds", "bucket_mb", "kernels") if hasattr(given, name)})
     check_writable(output=given.output, json=given.json, timeline=getattr(given, "timeline", None))
     study = STUDIES[given.study]
     if hasattr(study, "check"):

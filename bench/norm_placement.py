@@ -30,13 +30,14 @@ from bench.command.files import add_files, check_picture, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import check_least, check_positive, flag
+from bench.command.values import flag
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_state
 from trainers.data.corpus import Corpus
 from trainers.data.masked_corpus import open_masked_corpus
-from trainers.options import make_writable
+from trainers.files.reading import read_json
+from trainers.options import COUNT, LAYERS, SECONDS, between, make_writable
 from trainers.run.startup import read_config, watched
 from trainers.tasks.bert import BERTTrainConfig, bert_trainer
 from trainers.training.trainer import Trainer
@@ -85,10 +86,24 @@ def parser() -> TrainerCommandParser:
     """The options that are not pretrain_bert's."""
     options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--depths", type=int, nargs="+", default=[2, 8, 24], metavar="L", help="layers of the models (default: 2 8 24)")
-    add("--steps", type=int, default=1000, help="steps of each run (default: %(default)s)")
-    add("--minutes", type=float, default=20.0, help="stop after so many minutes (default: %(default)s)")
-    add("--slice", type=int, default=5, help="steps of a run before the next one's turn (default: %(default)s)")
+    add(
+        "--depths",
+        type=int,
+        valid=LAYERS,
+        nargs="+",
+        default=[2, 8, 24],
+        metavar="L",
+        help="layers of the models (default: 2 8 24)",
+    )
+    add("--steps", type=int, valid=between(1, 10**9), default=1000, help="steps of each run (default: %(default)s)")
+    add("--minutes", type=float, valid=SECONDS, default=20.0, help="stop after so many minutes (default: %(default)s)")
+    add(
+        "--slice",
+        type=int,
+        valid=COUNT,
+        default=5,
+        help="steps of a run before the next one's turn (default: %(default)s)",
+    )
     add("--save", metavar="DIR", required=True, help="the folder of the study, which a further call continues")
     add_files(options, json="write every loss, too", plot="draw the picture there, too")
     return options
@@ -100,10 +115,8 @@ def read(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
     If --save holds a study, its settings must be the same.
     """
     given, rest = parser().parse_known_args(argv)
-    check_least(given, steps=1, slice=1)
-    check_positive(given, "minutes")
-    if min(given.depths) < 1 or len(set(given.depths)) < len(given.depths):
-        raise ValueError(f"--depths {' '.join(map(str, given.depths))}: different numbers, each at least 1")
+    if len(set(given.depths)) < len(given.depths):
+        raise ValueError(f"--depths {' '.join(map(str, given.depths))}: must be different numbers")
     check_writable(output=given.output, json=given.json)
     if given.plot:
         check_picture("plot", given.plot)
@@ -133,7 +146,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     path = folder / "losses.json"
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     if not isinstance(found, dict) or not {"settings", "runs"} <= found.keys():
         raise ValueError(f"--save {folder}: losses.json is not a study of {COMMAND}")
     return found

@@ -27,11 +27,11 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import run_on_ranks
-from bench.command.values import check_least, check_positive
 from bench.timing.sampling import mean_seconds
 from commengine import Communicator, UsageError
 from commengine.host.switch_points import SwitchPoints
 from commengine.rank_zero import on_rank_zero
+from trainers.options import SECONDS, between
 
 COMMAND = "bench.overhead"
 WINDOW = "commengine in window"
@@ -139,9 +139,15 @@ def markdown(result: dict[str, object], rows: list[dict[str, float]]) -> str:
 def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
-    options.add_argument("--rounds", type=int, default=15, help="rounds at each size (default: %(default)s)")
     options.add_argument(
-        "--seconds", type=float, default=0.05, help="about the time of each measurement (default: %(default)s)"
+        "--rounds", type=int, valid=between(2, 10**6), default=15, help="rounds at each size (default: %(default)s)"
+    )
+    options.add_argument(
+        "--seconds",
+        type=float,
+        valid=SECONDS,
+        default=0.05,
+        help="about the time of each measurement (default: %(default)s)",
     )
     add_files(options)
     return options
@@ -150,8 +156,6 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The settings that the command line gives. Raises ValueError that names the option at fault."""
     given = parser().parse_args(argv)
-    check_least(given, rounds=2)
-    check_positive(given, "seconds")
     check_writable(output=given.output, json=given.json)
     return {**vars(given)}
 

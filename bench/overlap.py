@@ -21,11 +21,11 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import run_on_ranks
-from bench.command.values import check_least, check_positive
 from bench.step_study.recorder import open_trainer
 from bench.timing.slow_link import slow_down
 from commengine import Communicator, UsageError, trace
 from commengine.rank_zero import on_rank_zero
+from trainers.options import ABOVE_ZERO, between
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.training.trainer import Trainer
 
@@ -63,9 +63,27 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, default=11, help="rounds, each of one step of every variant (default: %(default)s)")
-    add("--micro-batch-size", type=int, default=2, help="samples of a rank in a step (default: %(default)s)")
-    add("--rate", type=float, default=0.5e9, help="bytes per second of the slow link (default: %(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        valid=between(2, 10**6),
+        default=11,
+        help="rounds, each of one step of every variant (default: %(default)s)",
+    )
+    add(
+        "--micro-batch-size",
+        type=int,
+        valid=between(1, 1024),
+        default=2,
+        help="samples of a rank in a step (default: %(default)s)",
+    )
+    add(
+        "--rate",
+        type=float,
+        valid=ABOVE_ZERO,
+        default=0.5e9,
+        help="bytes per second of the slow link (default: %(default)s)",
+    )
     add_files(options)
     return options
 
@@ -73,8 +91,6 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The settings that the command line gives. Raises ValueError that names the option at fault."""
     given = parser().parse_args(argv)
-    check_least(given, rounds=2, micro_batch_size=1)
-    check_positive(given, "rate")
     check_writable(output=given.output, json=given.json)
     return {**vars(given)}
 

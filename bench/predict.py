@@ -34,14 +34,17 @@ from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine.cost import TransformerShape, parameters
 from tplayers.attention import DROPOUT_MASKS
 from trainers import presets
+from trainers.options import BATCH, COUNT, FRACTION, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, between
 
 COMMAND = "bench.predict"
-SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+SHAPE = {
+    "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
+    "padded_vocab_size": VOCABULARY,
+}  # fmt: skip
 RECOMPUTE = ("none", "selective", "full")
 LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
 DROPOUT = ("hidden_dropout", "attention_dropout")
 DROPOUT_DEFAULT = 0.1
-COUNTS = (*SHAPE, "gpus", "tensor_model_parallel_size", "micro_batch_size", "global_batch_size", "top")
 RESERVE_GB, TOP = presets.RESERVE_GB, 12
 
 
@@ -62,12 +65,19 @@ def parser() -> CommandParser:
         f"own. {presets.LIST} prints all of them, with the memory that they need",
     )
     add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
-    for name in SHAPE:
-        add(flag(name), type=int, metavar="N", help="default: the size of --preset or --model")
-    add("--gpus", type=int, metavar="N", help="devices in all (default: the tensor-parallel size; --plan needs it)")
+    for name, limits in SHAPE.items():
+        add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
+    add(
+        "--gpus",
+        type=int,
+        valid=COUNT,
+        metavar="N",
+        help="devices in all (default: the tensor-parallel size; --plan needs it)",
+    )
     add(
         "--global-batch-size",
         type=int,
+        valid=BATCH,
         metavar="N",
         help="sequences a step (default: the preset's, or one micro-batch a replica; --plan needs it)",
     )
@@ -75,12 +85,14 @@ def parser() -> CommandParser:
     add(
         "--tensor-model-parallel-size",
         type=int,
+        valid=COUNT,
         metavar="N",
         help="default: the preset's, or 1; --plan: searched unless given",
     )
     add(
         "--micro-batch-size",
         type=int,
+        valid=BATCH,
         metavar="N",
         help="sequences a replica runs at once (default: 8; --plan: searched unless given)",
     )
@@ -93,7 +105,7 @@ def parser() -> CommandParser:
     )
     add("--overlap-grad-reduce", action=BooleanOptionalAction, help="default: the cluster's")
     for name in DROPOUT:
-        add(flag(name), type=float, metavar="P", help=f"as in training (default: {DROPOUT_DEFAULT})")
+        add(flag(name), type=float, valid=FRACTION, metavar="P", help=f"as in training (default: {DROPOUT_DEFAULT})")
     add(
         "--attention-dropout-mask",
         choices=DROPOUT_MASKS,
@@ -107,10 +119,11 @@ def parser() -> CommandParser:
     add(
         "--reserve-gb",
         type=float,
+        valid=between(0, 10**6),
         metavar="GB",
         help=f"with --plan: memory that a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
     )
-    add("--top", type=int, metavar="N", help=f"with --plan: rows that are printed (default: {TOP})")
+    add("--top", type=int, valid=COUNT, metavar="N", help=f"with --plan: rows that are printed (default: {TOP})")
     add(
         "--paper",
         action="store_true",
@@ -147,14 +160,6 @@ def check(arguments: Any) -> None:
     for name in ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
         if getattr(arguments, name) is not None and arguments.paper:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
-    for name in COUNTS:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} {value}: must be at least 1")
-    for name in DROPOUT:
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"{flag(name)} {value}: must be at least 0 and below 1")
 
 
 def shape_of(arguments: Any) -> TransformerShape:
@@ -170,6 +175,8 @@ def shape_of(arguments: Any) -> TransformerShape:
     if missing:
         raise ValueError(f"give --preset or --model, or also {', '.join(missing)}")
     layers, hidden, heads, seq, vocab = given
+    if hidden % heads:
+        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
     return TransformerShape(layers, hidden, heads, seq, vocab, model)
 
 

@@ -23,11 +23,11 @@ from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import run_on_ranks
-from bench.command.values import check_least
 from bench.step_study import recorder, recording
 from bench.step_study.replaying import measure
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
+from trainers.options import COUNT, between
 
 COMMAND = "bench.replay"
 
@@ -43,10 +43,17 @@ def parser() -> TrainerCommandParser:
     add(
         "--warmup",
         type=int,
+        valid=between(0, 10**6),
         default=3,
         help="steps before the recorded one, or replays before those that count (default: %(default)s)",
     )
-    add("--rounds", type=int, default=7, help="replays, whose median is a collective's time (default: %(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        valid=COUNT,
+        default=7,
+        help="replays, whose median is a collective's time (default: %(default)s)",
+    )
     add("--scale", action="store_true", help="replay on fewer ranks than were recorded")
     add_files(options, json="write every collective of every rank")
     return options
@@ -132,7 +139,6 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
 
     def read() -> dict[str, Any]:
         arguments, rest = parser().parse_known_args(argv)
-        check_least(arguments, warmup=0, rounds=1)
         if not arguments.record and rest:
             raise ValueError(f"{' '.join(rest)}: unknown; a training command's options go with --record")
         if arguments.model and not arguments.record:
@@ -159,7 +165,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
         what = what.scaled(world.size)
         if not what.groups:
             raise UsageError(
-                f"{options['trace']}: no group has two ranks or more left on {world.size}: nothing to replay"
+                f"TRACE {options['trace']}: no group has two ranks or more left on {world.size}: nothing to replay"
             )
     rows = measure(world, what, options["warmup"], options["rounds"])
     ranks = world.mpi.gather(rows) or []

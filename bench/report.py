@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from bench.command.files import check_writable
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
 from commengine import UsageError
+from trainers.files.reading import read_json, read_text, require_regular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,11 +184,7 @@ def _line(words: Sequence[str]) -> str:
 
 def results(path: Path) -> Iterator[str]:
     """Yield the HTML of a JSON file: what its kind allows to show, and the file itself, folded."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+    text, data = read_text(path), read_json(path)
     if isinstance(data, dict):
         about = [f"{name}: {data[name]}" for name in ("command", "date", "hardware", "versions") if name in data]
         if about and not path.with_suffix(".md").exists():  # which says so too
@@ -200,8 +196,9 @@ def results(path: Path) -> Iterator[str]:
                 yield from model(data, path.stem, any(path.with_suffix(kind).exists() for kind in PICTURES))
             elif not path.with_suffix(".md").exists():  # which has the tables
                 yield from records(data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: {error!r}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise UsageError(f"{path}: cannot be shown: {what[:500]}") from error
     shown = text if len(text) <= FOLDED else f"{text[:FOLDED]}\n... {len(text) - FOLDED} more characters"
     yield f"<details><summary>{html.escape(path.name)}</summary><pre>{html.escape(shown)}</pre></details>"
 
@@ -222,10 +219,12 @@ def page(folder: Path) -> str:
         lines.append(f'<section id="{html.escape(stem)}">')
         mine = {path.suffix: path for path in paths if path.stem == stem}
         if ".md" in mine:
-            lines += markdown(mine[".md"].read_text(encoding="utf-8"))
+            lines += markdown(read_text(mine[".md"]))
         else:
             lines.append(f"<h2>{html.escape(stem)}</h2>")
-        lines += [picture(mine[kind].read_bytes(), PICTURES[kind], stem) for kind in PICTURES if kind in mine]
+        lines += [
+            picture(require_regular(mine[kind]).read_bytes(), PICTURES[kind], stem) for kind in PICTURES if kind in mine
+        ]
         if ".json" in mine:
             lines += results(mine[".json"])
         lines.append("</section>")

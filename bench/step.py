@@ -26,13 +26,13 @@ from bench.command.files import add_files, check_picture, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import check_least
 from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.recorder import TracedConfig
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
 from trainers.config import bucket_size
+from trainers.options import COUNT, between
 from trainers.run.startup import watched
 from trainers.tasks.bert import BERTTrainConfig
 
@@ -45,8 +45,14 @@ def parser() -> TrainerCommandParser:
     options = new_trainer_parser(COMMAND, __doc__)
     recorder.add_model(options)
     add = options.add_argument
-    add("--warmup", type=int, default=3, help="steps before the traced ones (default: %(default)s)")
-    add("--steps", type=int, default=5, help="traced steps (default: %(default)s)")
+    add(
+        "--warmup",
+        type=int,
+        valid=between(0, 10**6),
+        default=3,
+        help="steps before the traced ones (default: %(default)s)",
+    )
+    add("--steps", type=int, valid=COUNT, default=5, help="traced steps (default: %(default)s)")
     add_files(
         options,
         json="write every number of every rank and step",
@@ -62,7 +68,6 @@ def parser() -> TrainerCommandParser:
 def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     """The options and the trainer's settings, as JSON types. Raises ValueError or UsageError that names the option."""
     given, rest = parser().parse_known_args(argv)
-    check_least(given, warmup=0, steps=1)
     check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
     if given.timeline:
         check_picture("timeline", given.timeline)

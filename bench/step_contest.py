@@ -16,6 +16,7 @@ import math
 import shlex
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -26,10 +27,11 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
-from bench.command.values import check_least, listed
+from bench.command.values import listed
 from bench.contests.driver import Contestant, ContestError, Running, Spread, ratio, rounds, started
 from bench.contests.step_task import MODELS, StepTask
 from bench.peers.plain import reference_state
+from trainers.options import BATCH, COUNT, HEADS, LAYERS, LENGTH, NOT_NEGATIVE, SEED, VOCABULARY, WIDTH, between
 
 COMMAND = "bench.step_contest"
 COMPARED_STEPS = 4  # the losses of so many first steps must agree: before training, and after 1, 2 and 3 steps
@@ -44,8 +46,10 @@ ALLOCATOR = {
 }
 
 
+#: tokens of the shortest sample of BERT that has a masked token
+SHORTEST_BERT = 8
 #: by StepTask.masked_positions_only: where BERT's head of masked tokens runs
-HEADS = {False: "the head of masked tokens runs at all positions", True: "it runs at the masked positions only"}
+POSITIONS = {False: "the head of masked tokens runs at all positions", True: "it runs at the masked positions only"}
 
 
 def contestants(task_file: str) -> list[Contestant]:
@@ -133,7 +137,7 @@ def markdown(result: dict[str, Any], count: int, steps: int) -> str:
         f"{task['num_attention_heads']} heads, vocabulary {task['vocab_size']}, "
         f"sequence {task['seq_length']}, global batch {task['global_batch_size']}, "
         f"fp32, AdamW, gradient clipping {task['clip_grad'] or 'off'}"
-        + (f"; {HEADS[task['masked_positions_only']]}" if task["model"] == "bert" else ""),
+        + (f"; {POSITIONS[task['masked_positions_only']]}" if task["model"] == "bert" else ""),
         f"- {steps_text}; ratios are to the time of {result['baseline']} in the same round",
         f"- largest difference of the losses of the first {COMPARED_STEPS} steps: "
         f"{result['largest_loss_difference']:.1e}",
@@ -160,25 +164,29 @@ def parser() -> CommandParser:
     default = StepTask()
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, default=7, help="rounds (default: %(default)s)")
-    add("--steps", type=int, default=2, help="steps of each contestant in a round (default: %(default)s)")
-    add("--warmup", type=int, default=4, help=f"steps before the first round, at least {COMPARED_STEPS}")
+    add("--rounds", type=int, valid=COUNT, default=7, help="rounds (default: %(default)s)")
+    add("--steps", type=int, valid=COUNT, default=2, help="steps of each contestant in a round (default: %(default)s)")
+    add(
+        "--warmup", type=int, valid=between(COMPARED_STEPS, 10**6), default=4,
+        help=f"steps before the first round, at least {COMPARED_STEPS}",
+    )  # fmt: skip
     add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
     add("--baseline", metavar="NAME", help="contestant to which the ratios are (default: the first that is measured)")
     add("--list", action="store_true", help="print the names of all contestants, and exit")
     add_files(options)
     add("--model", choices=MODELS, default=default.model, help="(default: %(default)s)")
     add("--masked-positions-only", action="store_true", help="BERT's head runs at the masked positions, not at all")
-    add("--vocab-size", type=int, default=default.vocab_size)
-    add("--hidden-size", type=int, default=default.hidden_size)
-    add("--num-layers", type=int, default=default.num_layers)
-    add("--num-attention-heads", type=int, default=default.num_attention_heads)
-    add("--seq-length", type=int, default=default.seq_length)
-    add("--global-batch-size", type=int, default=default.global_batch_size)
-    add("--lr", type=float, default=default.lr)
-    add("--weight-decay", type=float, default=default.weight_decay)
-    add("--clip-grad", type=float, default=default.clip_grad, help="largest norm of the gradient; 0: no clipping")
-    add("--seed", type=int, default=default.seed)
+    add("--vocab-size", type=int, valid=VOCABULARY, default=default.vocab_size)
+    add("--hidden-size", type=int, valid=WIDTH, default=default.hidden_size)
+    add("--num-layers", type=int, valid=LAYERS, default=default.num_layers)
+    add("--num-attention-heads", type=int, valid=HEADS, default=default.num_attention_heads)
+    add("--seq-length", type=int, valid=LENGTH, default=default.seq_length)
+    add("--global-batch-size", type=int, valid=BATCH, default=default.global_batch_size)
+    add("--lr", type=float, valid=between(0, 1000), default=default.lr)
+    add("--weight-decay", type=float, valid=between(0, 1000), default=default.weight_decay)
+    add("--clip-grad", type=float, valid=NOT_NEGATIVE, default=default.clip_grad,
+        help="largest norm of the gradient; 0: no clipping")  # fmt: skip
+    add("--seed", type=int, valid=SEED, default=default.seed)
     return options
 
 
@@ -200,15 +208,27 @@ def choose(arguments: Any, everyone: Sequence[Contestant]) -> list[Contestant]:
     return chosen
 
 
+def read(argv: Sequence[str] | None = None) -> Namespace:
+    """The options. Raises ValueError that names the option at fault."""
+    arguments = parser().parse_args(argv)
+    check_writable(output=arguments.output, json=arguments.json)
+    if arguments.masked_positions_only and arguments.model != "bert":
+        raise ValueError("--masked-positions-only: needs --model bert")
+    hidden, heads = arguments.hidden_size, arguments.num_attention_heads
+    if hidden % heads:
+        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
+    if arguments.model == "bert" and arguments.seq_length < SHORTEST_BERT:
+        raise ValueError(f"--seq-length {arguments.seq_length}: must be at least {SHORTEST_BERT} with --model bert")
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report. Returns the exit status.
 
     It is 1 if losses differ, if a contestant used the cores of another, or if one failed.
     """
     with user_errors(COMMAND):
-        arguments = parser().parse_args(argv)
-        check_least(arguments, warmup=COMPARED_STEPS, rounds=1, steps=1)
-        check_writable(output=arguments.output, json=arguments.json)
+        arguments = read(argv)
     if arguments.list:
         print("\n".join(one.name for one in contestants("task.json")))
         return 0
@@ -216,8 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         task_file, weights = f"{folder}/task.json", f"{folder}/weights.safetensors"
         with user_errors(COMMAND):
-            if arguments.masked_positions_only and arguments.model != "bert":
-                raise ValueError("--masked-positions-only: needs --model bert")
             everyone = choose(arguments, contestants(task_file))
         sizes = {name: getattr(arguments, name) for name in asdict(StepTask()) if name != "weights"}
         task = StepTask(**sizes, weights=weights)

@@ -33,11 +33,12 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import check_positive, size_of
+from bench.command.values import size_of
 from bench.timing.sampling import mean_seconds
 from commengine import Communicator, UsageError
 from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 from commengine.rank_zero import on_rank_zero
+from trainers.options import SECONDS, at_least
 
 COMMAND = "bench.switch_points"
 SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones go by MPI, because there every microsecond counts
@@ -140,10 +141,16 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--seconds", type=float, default=120.0, help="about the time of the whole run (default: %(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        valid=SECONDS,
+        default=120.0,
+        help="about the time of the whole run (default: %(default)s)",
+    )
     add("--largest", default="64M", metavar="SIZE", help="the largest size, from 32K to 64M (default: %(default)s)")
     add("--statistic", choices=STATISTICS, default="p50", help="statistic over the rounds (default: %(default)s)")
-    add("--margin", type=float, default=1.25, metavar="FACTOR",
+    add("--margin", type=float, valid=at_least(1), default=1.25, metavar="FACTOR",
         help="leave MPI only for a way that takes less than 1 / FACTOR of its time (default: %(default)s)")  # fmt: skip
     add_files(options, json="write the file that SwitchPoints.load reads, or complete it")
     return options
@@ -152,7 +159,6 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The settings that the command line gives, as JSON types. Raises ValueError that names the option at fault."""
     given = parser().parse_args(argv)
-    check_positive(given, "seconds", "margin")
     largest = size_of("--largest", given.largest)
     if not SIZES[0] <= largest <= SIZES[-1]:
         raise ValueError(f"--largest {given.largest}: valid: from {SIZES[0] >> 10}K to {SIZES[-1] >> 20}M")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,11 +43,17 @@ def parser() -> CommandParser:
     return options
 
 
+def read(argv: Sequence[str] | None = None) -> Namespace:
+    """The options. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    check_writable(output=given.output)
+    return given
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print. Returns the exit status."""
     with user_errors(COMMAND):
-        given = parser().parse_args(argv)
-        check_writable(output=given.output)
+        given = read(argv)
     text = section()
     print(text)
     if given.output:

@@ -37,3 +37,14 @@ class LaunchError(RuntimeError):
 
 class UsageError(Exception):
     """Bad input that every rank knows about: rank 0 prints the message, and all ranks exit with code 2."""
+
+
+def one_line(problem: object, most: int = 2000) -> str:
+    """The message of an error in one line of at most about ``most`` characters: the middle of a longer one is left out.
+
+    A message repeats what a user gave, which may be a file of megabytes.
+    """
+    text = str(problem)
+    if len(text) > most:
+        text = f"{text[: most * 3 // 4]} ... ({len(text) - most} more characters) ... {text[-most // 4 :]}"
+    return " ".join(text.split())

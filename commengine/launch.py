@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from .communicator import Communicator
 from .device.choice import DeviceLike
-from .errors import LaunchError, UsageError
+from .errors import LaunchError, UsageError, one_line
 from .job_end import abort, process_status, say
 from .startup.segments import unlink_own
 from .startup.start import start_mpi
@@ -51,7 +51,7 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu
         try:
             code = process_status(main(world) or 0)
         except UsageError as error:
-            problem, code = f"error: {error}", 2
+            problem, code = f"error: {one_line(error)}", 2
             if world.rank == 0:
                 say(problem)
         _leave(world, farewell, code, problem)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from .communicator import Communicator
-from .errors import UsageError
+from .errors import UsageError, one_line
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
         try:
             outcome = {"result": work()}
         except (UsageError, ValueError, OSError) as error:
-            outcome = {"error": str(error)}
+            outcome = {"error": one_line(error)}
         except SystemExit as stop:
             outcome = {"exit": stop.code if isinstance(stop.code, int) else 0}
     outcome = broadcast_json(world, outcome)
@@ -85,7 +85,7 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     try:
         result = work()
     except (UsageError, ValueError, OSError) as error:
-        problem = str(error) or repr(error)
+        problem = one_line(error) or repr(error)
     ranks = torch.tensor([world.rank if problem else world.size])
     world.all_reduce(ranks, "min")
     first = int(ranks)

@@ -21,7 +21,8 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 #: commands, which may import each other
 ROOMS = {
     "commengine": (
-        {"errors", "mpi", "job_end", "dtypes", "operations"},
+        {"errors"},
+        {"mpi", "job_end", "dtypes", "operations"},
         {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 
-from .options import AT_LEAST_ONE, FRACTION, NOT_EMPTY, NOT_NEGATIVE, ValidRange, given, option, require, require_ranges
+from .options import (
+    AT_LEAST_ONE,
+    BATCH,
+    FRACTION,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    SEED,
+    ValidRange,
+    given,
+    option,
+    require,
+    require_ranges,
+)
 
 #: the signals that ``--exit-signal`` may name
 SIGNALS = ("USR1", "USR2", "HUP", "QUIT", "ALRM", "XCPU", "TERM", "INT")
 
-POSITIVE = ValidRange(lambda value: value > 0, "must be positive: rows of padding have no gradient at all")
 SIGNAL = ValidRange(
     lambda name: name.upper().removeprefix("SIG") in SIGNALS, f"must be one of {', '.join(SIGNALS)}, also as SIGUSR1"
+)
+POSITIVE = ValidRange(lambda value: value > 0, "must be positive: rows of padding have no gradient at all")
+#: of learning rates and weight decays: far above all that trains
+RATE = (NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 1000"))
+DEVICE = ValidRange(
+    lambda device: re.fullmatch(r"cpu|cuda(:\d{1,4})?", device) is not None, "must be cpu, cuda, or cuda:N"
 )
 FP32_SCALE = ValidRange(
     lambda scale: 2.0**-126 <= scale <= 2.0**127, "must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)"
@@ -39,21 +57,22 @@ class TrainConfig:
         None, "reduce an input's gradient while the weight's is computed (default: on for devices, off on the host)"
     )
     device: str | None = option(
-        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda where there is a device)"
-    )
+        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda where there is a device)",
+        valid=DEVICE,
+    )  # fmt: skip
     device_transport: str = option(
         "nccl", "how device tensors travel: by NCCL, by an MPI that takes device addresses, or through host memory",
         choices=("nccl", "mpi", "staged"),
     )  # fmt: skip
     distributed_timeout_minutes: float = option(
         10.0, "a collective that takes longer ends the job, with a report of the ranks that are missing; 0: no limit",
-        valid=NOT_NEGATIVE,
+        valid=(NOT_NEGATIVE, ValidRange(lambda minutes: minutes <= 10**6, "must be at most 1000000")),
     )  # fmt: skip
     compile: bool = option(False, "train with the model compiled by torch.compile; needs a C++ compiler")
     # batches and steps
-    micro_batch_size: int = option(1, "samples that a rank takes through the model at once", valid=AT_LEAST_ONE)
+    micro_batch_size: int = option(1, "samples that a rank takes through the model at once", valid=BATCH)
     global_batch_size: int | None = option(
-        None, "samples of a step (default micro-batch-size * data-parallel size)", valid=AT_LEAST_ONE, fixed=True
+        None, "samples of a step (default micro-batch-size * data-parallel size)", valid=BATCH, fixed=True
     )
     train_iters: int = option(1000, "steps of the run", valid=AT_LEAST_ONE)
     exit_interval: int | None = option(
@@ -73,17 +92,17 @@ class TrainConfig:
     )  # fmt: skip
     seed: int = option(
         1234, "seed of the initial weights, the order of samples and dropout", fixed=True,
-        valid=(NOT_NEGATIVE, ValidRange(lambda seed: seed < 2**63, "must be below 2**63")),
+        valid=SEED,
     )  # fmt: skip
     # optimizer
-    lr: float = option(1.5e-4, "highest learning rate", valid=NOT_NEGATIVE)
-    min_lr: float = option(1e-5, "learning rate at the end of the decay", valid=NOT_NEGATIVE)
+    lr: float = option(1.5e-4, "highest learning rate", valid=RATE)
+    min_lr: float = option(1e-5, "learning rate at the end of the decay", valid=RATE)
     lr_decay_style: str = option("cosine", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
     lr_decay_iters: int | None = option(
         None, "step at which min-lr is reached (default train-iters)", valid=AT_LEAST_ONE
     )
     lr_warmup_iters: int = option(0, "steps over which lr rises from 0", valid=NOT_NEGATIVE)
-    weight_decay: float = option(0.01, "AdamW's weight decay; biases and norms do not decay", valid=NOT_NEGATIVE)
+    weight_decay: float = option(0.01, "AdamW's weight decay; biases and norms do not decay", valid=RATE)
     adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients", valid=FRACTION)
     adam_beta2: float = option(0.999, "decay of AdamW's mean of squared gradients", valid=FRACTION)
     adam_eps: float = option(
@@ -185,6 +204,9 @@ class TrainConfig:
         fits, largest = self.min_loss_scale <= self.initial_loss_scale, self.initial_loss_scale
         require(fits, f"{given(self, 'min_loss_scale')}: must not exceed --initial-loss-scale {largest}")
         require(self.min_lr <= self.lr, f"{given(self, 'min_lr')}: must not exceed --lr {self.lr}")
+        decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
+        below = decay is None or self.lr_warmup_iters < decay
+        require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
         tensor = self.tensor_model_parallel_size
         sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
         split = given(self, "tensor_model_parallel_size")
@@ -216,6 +238,15 @@ class TrainConfig:
         """
         del ranks
         return self
+
+    def verify_files(self, part: int, parts: int) -> int:
+        """Read this rank's share of the files that a run is asked to verify, on every rank; a task may have such files.
+
+        part, parts: the rank and the number of ranks. Returns the bytes that were read. Raises UsageError, naming the
+        file that is damaged.
+        """
+        del part, parts
+        return 0
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as JSON types."""

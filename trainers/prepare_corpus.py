@@ -20,8 +20,8 @@ from commengine.rank_zero import on_rank_zero
 
 from .cleaning import summary
 from .cleaning.pipeline import prepare
-from .cleaning.settings import DEFAULT_MIN_TOKENS, DOCUMENT, NOTHING, PIECES, CorpusSettings
-from .options import Parser
+from .cleaning.settings import DEFAULT_MIN_TOKENS, DOCUMENT, LEAST_JACCARD, NOTHING, PIECES, CorpusSettings
+from .options import FRACTION, Parser, between
 
 
 def parser() -> Parser:
@@ -39,6 +39,7 @@ def parser() -> Parser:
     add("--json-key", default=default.json_key, help="key of the text in a JSON line (default: %(default)s)")
     add("--split-on-blank-lines", action="store_true", help="text files: each paragraph is a document, not each file")
     add("--output", required=True, metavar="FILE", help="write the documents that are kept: NAME.jsonl")
+    add("--overwrite", action="store_true", help="replace the corpus that is in --output")
     add("--fix-text", action=BooleanOptionalAction, default=default.fix_text, help="mend texts by ftfy (default: yes)")
     add("--languages", nargs="+", default=[], metavar="CODE", help="keep these languages, such as en (default: all)")
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json, to count tokens")
@@ -47,6 +48,7 @@ def parser() -> Parser:
     add(
         "--min-tokens",
         type=int,
+        valid=between(0, 2**31),
         metavar="N",
         help="drop documents of fewer tokens, the end token included; 0: none "
         f"(default: {DEFAULT_MIN_TOKENS} with a tokenizer, else 0)",
@@ -60,6 +62,7 @@ def parser() -> Parser:
     add(
         "--jaccard",
         type=float,
+        valid=between(LEAST_JACCARD, 1),
         default=default.jaccard,
         metavar="J",
         help="from this Jaccard similarity of their character 5-grams on, documents are similar (default: %(default)s)",
@@ -75,6 +78,7 @@ def parser() -> Parser:
     add(
         "--decontaminate-share",
         type=float,
+        valid=FRACTION,
         default=default.decontaminate_share,
         metavar="S",
         help=f"{DOCUMENT}: too much is more than this share of the document's 8-grams (default: %(default)s)",
@@ -83,6 +87,7 @@ def parser() -> Parser:
     add(
         "--buffer-megabytes",
         type=int,
+        valid=between(1, 2**20),
         default=default.buffer_megabytes,
         metavar="MB",
         help="a rank reads an eighth of it at a time (default: %(default)s)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from argparse import BooleanOptionalAction, Namespace
@@ -19,16 +20,26 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from commengine.errors import one_line
+
 from .data import stdlib_text, text_files
-from .data.indexed import IndexedDatasetWriter, best_dtype, bin_path, idx_path
+from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, tokenizer_path
+from .data.indexed_writer import IndexedDatasetWriter
 from .data.samples import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
 from .data.tokenizer import SMALLEST_BPE, Tokenizer
-from .options import OptionError, Parser
+from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
+from .options import OptionError, Parser, ValidRange, between
 
 _JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
+#: of ``--lang``; sentencex splits a language that it does not know as English
+LANGUAGE = ValidRange(
+    lambda code: re.fullmatch(r"[a-z]{2,3}(-[a-z]+)*", code) is not None, "must be a code of ISO 639, such as en or deu"
+)
+#: the status of a process that Ctrl-C ended, as shells report it
+INTERRUPTED = 130
 #: whether each of Megatron-LM's --tokenizer-type for WordPiece lower-cases
 _LOWERCASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
@@ -49,13 +60,32 @@ def _parser() -> Parser:
         action="store_true",
         help="for BERT: each sentence is an item of its document; write PREFIX_KEY_sentence.bin (KEY: --json-key) ...",
     )
-    add("--lang", default="en", metavar="CODE", help="language of the sentences, ISO 639 (default: %(default)s)")
+    add(
+        "--lang",
+        default="en",
+        valid=LANGUAGE,
+        metavar="CODE",
+        help="language of the sentences, ISO 639 (default: %(default)s)",
+    )
     add("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and -tokenizer.json")
+    add("--overwrite", action="store_true", help="replace the data set that PREFIX holds")
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json")
     add("--vocab-file", metavar="FILE", help="BERT's vocab.txt; or with --merge-file GPT-2's encoder.json")
     add("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe; needs --vocab-file")
-    add("--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
-    add("--train-wordpiece", type=int, metavar="V", help="train BERT's WordPiece of V tokens on the input")
+    add(
+        "--train-bpe",
+        type=int,
+        valid=between(SMALLEST_BPE, LARGEST_VOCABULARY),
+        metavar="N",
+        help="train a byte-level BPE of N tokens on the input",
+    )
+    add(
+        "--train-wordpiece",
+        type=int,
+        valid=between(len(SPECIAL) + 1, LARGEST_VOCABULARY),
+        metavar="V",
+        help="train BERT's WordPiece of V tokens on the input",
+    )
     add(
         "--tokenizer-type",
         choices=_LOWERCASE,
@@ -70,6 +100,7 @@ def _parser() -> Parser:
     add(
         "--workers",
         type=int,
+        valid=between(1, 4096),
         default=_cores(),
         help="tokenizer threads (default: all cores)",
     )
@@ -88,9 +119,6 @@ def _check(args: Namespace) -> None:
     for path in args.input or ():
         if not Path(path).is_file() or not os.access(path, os.R_OK):
             raise ValueError(f"--input: {path}: not a file that can be read; valid: .jsonl, .json or UTF-8 text")
-    if args.workers < 1:
-        raise ValueError(f"--workers: want at least 1, got {args.workers}")
-
     if args.split_sentences and importlib.util.find_spec("sentencex") is None:
         raise ValueError("--split-sentences: needs the package sentencex; install it with: pip install '.[bert]'")
     _check_tokenizer(args)
@@ -105,6 +133,10 @@ def _check(args: Namespace) -> None:
             raise ValueError(f"--output-prefix: {path} is a folder")
         if any(path.exists() and path.samefile(source) for source in args.input or ()):
             raise ValueError(f"--output-prefix: {path} is an --input file")
+    if not args.overwrite and idx_path(_prefix(args)).exists():
+        raise ValueError(
+            f"--output-prefix: there is a data set {_prefix(args)} already; give another prefix, or --overwrite"
+        )
 
 
 def _check_tokenizer(args: Namespace) -> None:
@@ -118,8 +150,6 @@ def _check_tokenizer(args: Namespace) -> None:
             "needs both, it and --merge-file FILE), or --train-wordpiece V, or --train-bpe N; got "
             f"{'more than one' if given else 'none'}"
         )
-    if args.train_bpe is not None and args.train_bpe < SMALLEST_BPE:
-        raise ValueError(f"--train-bpe: want at least {SMALLEST_BPE} tokens, got {args.train_bpe}")
 
 
 def _prefix(args: Namespace) -> str:
@@ -127,8 +157,8 @@ def _prefix(args: Namespace) -> str:
     return f"{args.output_prefix}_{args.json_key}_sentence" if args.split_sentences else args.output_prefix
 
 
-def _outputs(prefix: str) -> tuple[Path, Path, Path]:
-    return bin_path(prefix), idx_path(prefix), Path(f"{prefix}-tokenizer.json")
+def _outputs(prefix: str) -> tuple[Path, ...]:
+    return bin_path(prefix), idx_path(prefix), tokenizer_path(prefix), checksums_path(prefix)
 
 
 class _Source:
@@ -254,14 +284,13 @@ def preprocess(args: Namespace) -> str:
     else:
         pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
     prefix = _prefix(args)
-    _, index, tokenizer_file = _outputs(prefix)
+    tokenizer_file = tokenizer_path(prefix)
     with IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
         progress = source.progress(pieces, "tokenise")
         items, size = _encode(progress, tokenizer, eod, writer, items=args.split_sentences)
         if not writer.num_tokens:
             raise ValueError("--input: the tokenizer found no token in it")
-        index.unlink(missing_ok=True)  # an older data set must never stand beside the new tokenizer
-        tokenizer.save(tokenizer_file)
+        writer.add_file(tokenizer_file, tokenizer.to_bytes())
     seconds = time.perf_counter() - start
     sentences = f"{items} sentences, " if args.split_sentences else ""
     return (
@@ -271,13 +300,16 @@ def preprocess(args: Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command. After an error it exits with code 2, one line on stderr and no output files."""
+    """The command. After an error it exits with 2, one line on stderr and no output files; after Ctrl-C with 130."""
     try:
         args = _parser().parse_args(argv)
         line = _run(args)
     except OptionError as error:
         print(f"preprocess_data: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("preprocess_data: interrupted; nothing is written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     print(line)
 
 
@@ -292,7 +324,7 @@ def _run(args: Namespace) -> str:
         problem = f"{option}: {error}"
     except ValueError as error:
         problem = str(error)
-    raise OptionError(" ".join(problem.split()))
+    raise OptionError(one_line(problem))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Machine
+from trainers.files.reading import InputFileError, read_yaml, require_regular
 
 FOLDER = Path(__file__).parent
 KERNELS = ("unfused", "fused")
@@ -89,13 +88,10 @@ def load(name: str) -> Cluster:
     """
     path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"--cluster {name}: neither a file nor one of {', '.join(names())} ({error.strerror})"
-        ) from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"--cluster {path}: not YAML: {' '.join(str(error).split())}") from error
+        data = read_yaml(path)
+    except InputFileError as error:
+        other = "" if path.is_file() else f"; neither a file nor one of {', '.join(names())}"
+        raise UsageError(f"--cluster {error}{other}") from error
     try:
         return _cluster(_Section(data, ""), path)
     except ValueError as error:
@@ -118,7 +114,7 @@ def _cluster(top: _Section, path: Path) -> Cluster:
         base=top.number("collective_base_us") / 1e6,
         overlap=top.boolean("overlap"),
         calibration=_calibration(calibration) if calibration else None,
-        fitted=FittedModel.load(path.parent / str(fitted)) if fitted else None,
+        fitted=FittedModel.load(require_regular(path.parent / str(fitted))) if fitted else None,
     )
     top.data.pop("source", None)
     for section in filter(None, (top, device, node, inside, between, calibration)):

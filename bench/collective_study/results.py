@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commengine import UsageError
+from trainers.files.reading import InputFileError, read_json
 
 FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
@@ -63,11 +64,9 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     Raises UsageError that names the fault.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not results of bench.collectives --json: no JSON ({error})") from error
+        data = read_json(path)
+    except InputFileError as error:
+        raise UsageError(f"{error}; want results of bench.collectives --json") from error
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:
@@ -76,7 +75,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     for number, row in enumerate(data["rows"]):
         try:
             key, point = _row(row, statistic)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}: rows[{number}]: {what}") from error
         found.setdefault(json.dumps(key), (key, []))[1].append(point)

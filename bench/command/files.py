@@ -36,8 +36,16 @@ def check_writable(plot: str | Path | None = None, **files: str | Path | None) -
         path, folder = Path(file), Path(file).parent
         if not folder.is_dir():
             raise ValueError(f"{flag(name)} {file}: there is no folder {folder}")
+        try:
+            path.stat()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ValueError(f"{flag(name)} {file}: {error.strerror}") from error
         if path.is_dir():
             raise ValueError(f"{flag(name)} {file}: is a folder, not a file")
+        if path.exists() and not (path.is_file() or path.is_char_device()):  # a pipe would wait for a reader
+            raise ValueError(f"{flag(name)} {file}: is no regular file")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{flag(name)} {file}: cannot be written")
     if plot is not None:

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from trainers.options import OptionError, Parser
+from commengine.errors import one_line
+from trainers.options import OneLineParser, Parser
 
 
 class CommandParser(Parser):
@@ -16,21 +17,18 @@ class CommandParser(Parser):
     """
 
 
-class TrainerCommandParser(argparse.ArgumentParser):
+class TrainerCommandParser(OneLineParser):
     """A parser for a command that also takes a training command's options; ``--config`` is one of those.
 
     Use ``parse_known_args``: the arguments that it leaves are the training command's. It raises `OptionError` as well.
     """
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(" ".join(message.split()))
 
 
 class ProgramParser(CommandParser):
     """A parser for a program that a contest starts, or a person tries by hand. It prints its errors itself."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
         sys.exit(2)
 
 

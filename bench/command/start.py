@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from commengine import Communicator, UsageError, launch
 from commengine.device.choice import DeviceLike
+from commengine.errors import one_line
 
 STATUS = 2  # of a process whose user made an error
 #: variables in which MPI's launchers tell a process its rank before MPI is started
@@ -70,7 +71,7 @@ def user_errors(command: str) -> Iterator[None]:
 
 def print_error(command: str, problem: Exception | str) -> None:
     """One line on standard error."""
-    print(f"python -m {command}: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+    print(f"python -m {command}: error: {one_line(problem)}", file=sys.stderr, flush=True)
 
 
 def is_first_process() -> bool:

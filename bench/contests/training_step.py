@@ -19,6 +19,7 @@ from bench.contests.serving import serve
 from bench.contests.step_task import StepTask
 from commengine import Communicator, ProcessGrid, launch
 from tplayers import BERT, GPT, placements
+from trainers.options import COUNT
 from trainers.tasks.bert import BERTMicrobatch, BERTTrainConfig, MaskedTokens
 from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
 from trainers.training.trainer import Trainer
@@ -123,7 +124,7 @@ def main(world: Communicator) -> None:
     """Set up, then do as the driver says."""
     options = new_program_parser("bench.contests.training_step", __doc__)
     options.add_argument("--task", required=True, metavar="FILE", help="JSON file of a StepTask with weights")
-    options.add_argument("--tensor-model-parallel-size", type=int, default=2, help="default: %(default)s")
+    options.add_argument("--tensor-model-parallel-size", type=int, valid=COUNT, default=2, help="default: %(default)s")
     options.add_argument("--overlap-grad-reduce", action=BooleanOptionalAction, default=False)
     arguments = options.parse_args()
     tensor, overlap = arguments.tensor_model_parallel_size, arguments.overlap_grad_reduce

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from bench.command.values import listed
 from bench.gpu_study.rows import RowFile
 from commengine import Communicator
 from tplayers.models.gpt import GPT, GPTConfig
+from trainers.options import OneLineParser
 
 #: name: layers, hidden size, heads, micro-batch (Shoeybi et al. 2019, table 1)
 MODELS = {"355M": (24, 1024, 16, 8), "1.2B": (40, 1536, 16, 4)}
@@ -31,7 +31,7 @@ SIDE = 8192
 TINY_MODELS, TINY_LENGTH, TINY_SIDE = {"tiny": (2, 64, 4, 2)}, 32, 256
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(MODELS)} (default: all)")

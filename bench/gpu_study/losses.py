@@ -8,9 +8,7 @@ they share need NCCL 2.30, and may be missing.
 
 from __future__ import annotations
 
-import json
 import math
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,9 @@ from bench.command.files import add_files
 from bench.command.machine import environment, heading
 from bench.command.values import listed
 from bench.gpu_study.rows import RowFile
+from commengine import UsageError
+from trainers.files.reading import read_json_lines
+from trainers.options import OneLineParser
 
 #: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.
 #: On the host these runs differed by 7e-7 (two tensor ranks against one) and 3e-3 (bf16 against fp32) in 20 steps
@@ -50,7 +51,7 @@ COMPARISONS = (
 )
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="folder of the runs' folders")
     parser.add_argument("--without", nargs="*", default=[], metavar="RUN", help="runs that were left out on purpose")
@@ -70,10 +71,12 @@ def losses(folder: Path) -> dict[int, float]:
     """The training loss of each iteration, from metrics.jsonl; NaN where none was finite. {} without the file."""
     found = {}
     path = folder / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        row = json.loads(line)
-        if "lm_loss" in row:
-            found[int(row["iteration"])] = math.nan if row["lm_loss"] is None else float(row["lm_loss"])
+    for row in read_json_lines(path) if path.exists() else ():
+        try:
+            if "lm_loss" in row:
+                found[int(row["iteration"])] = math.nan if row["lm_loss"] is None else float(row["lm_loss"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"--runs: {path}: a row is not one of a run: {str(row)[:200]}") from error
     return found
 
 

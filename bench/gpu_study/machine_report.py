@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ import torch
 from bench.command.files import add_files
 from bench.command.machine import environment, heading
 from bench.gpu_study.rows import RowFile
+from trainers.options import OneLineParser
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     parser.add_argument("--tiny", action="store_true", help="describe a machine without a GPU")
     add_files(parser)

@@ -8,7 +8,6 @@ call.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from typing import Any
 
 from bench.command.files import add_files
@@ -17,6 +16,7 @@ from bench.command.values import listed, size_of
 from bench.contests.all_reduce_options import WAYS
 from bench.contests.driver import Contestant, Spread, ratio, rounds, started
 from bench.gpu_study.rows import RowFile
+from trainers.options import COUNT, OneLineParser, between
 
 SIZES = ("8", "64K", "1M", "16M", "256M")
 #: bytes of tensors in flight in one step, and the most calls of a step
@@ -24,10 +24,14 @@ IN_FLIGHT, MOST_CALLS = 2 << 30, 500
 PEER = "torch"
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--ranks", type=int, default=1, help="processes of each program (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="rounds at each size (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, valid=between(1, 1024), default=1, help="processes of each program (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, valid=COUNT, default=11, help="rounds at each size (default: %(default)s)"
+    )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"bytes (default: {' '.join(SIZES)})")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=f"ways of the engine (default: {' '.join(WAYS)})")
     parser.add_argument("--tiny", action="store_true", help="host tensors and few calls, to try it without a GPU")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,21 @@ from bench.contests.driver import Spread, ratio
 from bench.gpu_study.rows import RowFile
 from commengine import Communicator, trace
 from commengine.stream import Stream, Work
+from trainers.options import COUNT, OneLineParser, between
 
 SIDE, TINY_SIDE = 8192, 128
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=int, default=40, help="MB of each all-reduce (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, valid=COUNT, default=15, help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "--bucket-mb",
+        type=int,
+        valid=between(1, 2**16),
+        default=40,
+        help="MB of each all-reduce (default: %(default)s)",
+    )
     parser.add_argument("--tiny", action="store_true", help="small products on the host, to try it without a GPU")
     add_files(parser)
 

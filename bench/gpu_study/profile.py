@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from bench.command.machine import environment, heading
 from bench.gpu_study.rows import RowFile
 from commengine import Communicator
 from trainers.data.corpus import open_corpus
+from trainers.options import COUNT, OneLineParser
 from trainers.run.startup import read_config
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
@@ -39,10 +39,10 @@ TINY = (
 WARM_UP = 3
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
-    parser.add_argument("--kernels", type=int, default=20, help="rows of kernels (default: %(default)s)")
+    parser.add_argument("--kernels", type=int, valid=COUNT, default=20, help="rows of kernels (default: %(default)s)")
     parser.add_argument("--timeline", metavar="FILE", help="write the timeline for chrome://tracing")
     add_files(parser)
 

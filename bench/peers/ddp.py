@@ -10,12 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.contests.serving import serve
 from bench.peers.plain import adamw, batch, build, make_clip, make_step, parser, read_task
+from trainers.options import ABOVE_ZERO
 
 
 def main() -> None:
     """Set up, then do as the driver says."""
     options = parser("bench.peers.ddp", __doc__)
-    options.add_argument("--bucket-mb", type=float, default=25.0, help="bucket_cap_mb (torch's default: 25)")
+    options.add_argument(
+        "--bucket-mb", type=float, valid=ABOVE_ZERO, default=25.0, help="bucket_cap_mb (torch's default: 25)"
+    )
     arguments = options.parse_args()
     task = read_task(arguments.task)
     dist.init_process_group("gloo")

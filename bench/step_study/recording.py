@@ -6,7 +6,6 @@ in order.
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from commengine import UsageError
 from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT, SAVED
+from trainers.files.reading import read_json_lines
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = (
@@ -166,7 +166,7 @@ def read(folder: Path) -> dict[str, Any]:
     found: dict[int, list[Any]] = {}
     for path in paths:
         try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = read_json_lines(path)
             head = lines[0]
             if head["format"] not in (1, FORMAT):
                 raise ValueError(f"format {head['format']}; this version reads 1 and {FORMAT}")
@@ -175,7 +175,7 @@ def read(folder: Path) -> dict[str, Any]:
                 lines[1:] if head["format"] == FORMAT else [{"peers": [], "buffers": []} | one for one in lines[1:]]
             )
             found[head["rank"]] = [head["groups"], events]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise UsageError(f"{path}: not a trace of one rank: {error!r}") from error
     missing = sorted(set(range(len(found))) - set(found))
     if missing:

@@ -97,7 +97,7 @@ class FittedModel:
         """Read a file. Raises ValueError that names the file and the fault."""
         try:
             return FittedModel.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 

@@ -111,8 +111,9 @@ class SwitchPoints:
                 table[key] = Point(**{way: float(value) for way, value in row.items()})
                 if key.operation not in OPERATIONS or key.kind not in KINDS or not isinstance(key.ranks, int):
                     raise ValueError(f"unknown row {tuple(key)}")
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} has no switch points (see bench.switch_points --json): {error!r}") from error
+        except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ValueError(f"{path} has no switch points (see bench.switch_points --json): {what}") from error
         return cls(table)
 
 

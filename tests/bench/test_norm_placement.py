@@ -105,15 +105,15 @@ def test_a_run_that_diverges_ends_alone_and_stays_ended(world, folder, monkeypat
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--depths", "2", "2"], "--depths 2 2: different numbers, each at least 1"),
-        (["--depths", "0"], "--depths 0: different numbers"),
+        (["--depths", "2", "2"], "--depths 2 2: must be different numbers"),
+        (["--depths", "0"], "--depths 0: must be at least 1"),
         (["--minutes", "0"], "--minutes 0"),
         (["--slice", "0"], "--slice 0"),
         (["--num-layers", "3"], "--num-layers: is the study's own; give --depths"),
         (["--norm-placement=post"], "--norm-placement: is the study's own"),
         (["--plot", "x.gif"], "--plot x.gif: the name ends in"),
         (["--compile"], "--compile: every depth would be compiled"),
-        (["--hidden-size", "15"], "hidden_size=15"),
+        (["--hidden-size", "15"], "--hidden-size 15 is not a multiple"),
     ],
 )
 def test_bad_options_are_named(argv, message, tmp_path):

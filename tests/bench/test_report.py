@@ -134,7 +134,7 @@ def test_the_projects_own_results(tmp_path):
     ("name", "text", "message"),
     [
         (None, "", "no results: there is no .md, .json"),
-        ("a.json", "{", "a.json: Expecting"),
+        ("a.json", "{", "a.json: not JSON: Expecting"),
         ("a.json", '{"format": 1, "rows": [{}]}', "a.json: rows[0]: 'operation' is missing"),
         ("a.json", '{"collectives": {"all_reduce": [{}]}}', "a.json: KeyError"),
     ],

@@ -405,7 +405,7 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--compile"], "--compile: a compiled graph runs no hooks"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),
-        (["--num-attention-heads", "1", *TP2], "num_attention_heads=1"),
+        (["--num-attention-heads", "1", *TP2], "--num-attention-heads 1"),
         (["--data-path", "x"], "--mock-data: cannot go with --data-path"),
     ],
 )

@@ -20,7 +20,7 @@ SHORT = [*range(1, 6), WHOLE]
 
 def run(case: Case) -> str:
     draw = case.random
-    original = runs.undisturbed(case.shared, "TP 2", train_iters=3)
+    original = runs.undisturbed(case.shared, "TP 2")
     folder = shutil.copytree(original, case.folder / "run")
     found = pointer.latest(folder)
     assert found is not None

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     (folder / "bad.jsonl").write_text('{"body": "a"}\nthis is no JSON\n')
     (folder / "latin.json").write_bytes(b'{"body": "caf\xe9"}\n')
     (folder / "folder.jsonl").mkdir()
+    (folder / "there.jsonl").touch()
     (folder / "run.yaml").write_text("decontaminate-by: pieces\n")
     return folder
 
@@ -84,16 +85,17 @@ IN, OUT = ("--input", "in.jsonl"), ("--output", "x.jsonl")
         ((*IN, "--output", "none/x.jsonl"), "--output: none: not a folder that can be written to"),
         ((*IN, "--output", "folder.jsonl"), "--output folder.jsonl: is a folder"),
         ((*IN, "--output", "in.jsonl"), "--output in.jsonl: in.jsonl is an --input"),
+        ((*IN, "--output", "there.jsonl"), "--output there.jsonl: exists; give another name, or --overwrite"),
         ((*IN, *OUT, "--work-dir", "none"), "--work-dir: none: not a folder"),
         ((*IN, *OUT, "--min-tokens", "10"), "--min-tokens 10 needs a tokenizer"),
-        ((*IN, *OUT, "--min-tokens", "-1"), "--min-tokens -1: must not be negative"),
+        ((*IN, *OUT, "--min-tokens", "-1"), "--min-tokens -1: must be at least 0"),
         ((*IN, *OUT, "--vocab-file", "v.json"), "--vocab-file and --merge-file"),
         ((*IN, *OUT, "--vocab-file", "v", "--merge-file", "m", "--tokenizer-model", "t"), "give one tokenizer"),
         ((*IN, *OUT, "--jaccard", "0.5"), "--jaccard 0.5: must be at least 0.7, and at most 1"),
-        ((*IN, *OUT, "--jaccard", "nan"), "--jaccard nan"),
+        ((*IN, *OUT, "--jaccard", "nan"), "--jaccard nan: must be at least 0.7"),
         ((*IN, *OUT, "--decontaminate", "none.txt"), "--decontaminate: none.txt: not a file"),
         ((*IN, *OUT, "--decontaminate-by", "words"), "--decontaminate-by"),
-        ((*IN, *OUT, "--decontaminate-share", "1"), "--decontaminate-share 1: must be at least 0, and below 1"),
+        ((*IN, *OUT, "--decontaminate-share", "1"), "--decontaminate-share 1.0: must be at least 0 and below 1"),
         ((*IN, *OUT, "--buffer-megabytes", "0"), "--buffer-megabytes 0: must be at least 1"),
     ],
 )
@@ -112,6 +114,7 @@ def test_tokens_are_counted_where_there_is_a_tokenizer(folder, monkeypatch):
     assert prepare_corpus.settings([*IN, *OUT, *tokenizer, "--min-tokens", "0"]).min_tokens == 0
     made = prepare_corpus.settings([*IN, *OUT, "--languages", "en", "de", "--no-fix-text"])
     assert CorpusSettings(**json.loads(json.dumps(made.to_json()))) == made
+    assert prepare_corpus.settings([*IN, "--output", "there.jsonl", "--overwrite"]).overwrite
     assert made.languages == ["en", "de"] and not made.fix_text
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.data import DATA, needs
+from tests.support.full_disk import room_for
 from trainers import preprocess_data
 from trainers.data import stdlib_text
 from trainers.data.indexed import IndexedDataset
@@ -86,7 +88,11 @@ def test_json_key_no_eod_and_a_second_run(inputs: Path, here: Here) -> None:
     assert here("--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
     tokenizer = ["--tokenizer-model", "out-tokenizer.json"]
     options = ["--json-key", "body", "--no-append-eod", "--output-prefix", "out"]  # over the first output
+    before = {path.name: path.read_bytes() for path in inputs.glob("out*")}
     done = here("--input", "rows.jsonl", *tokenizer, *options)
+    assert done.returncode == 2 and "--output-prefix: there is a data set out already" in done.stderr
+    assert {path.name: path.read_bytes() for path in inputs.glob("out*")} == before
+    done = here("--input", "rows.jsonl", *tokenizer, *options, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert read(inputs / "out") == ["body 0", "body 1", "body 2"]
 
@@ -136,9 +142,14 @@ def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
             "--tokenizer-model: 0.txt: not a tokenizer.json",
         ),
         (["--input", "0.txt", "--tokenizer-model", "words.json"], "--append-eod: the tokenizer has no"),
-        (["--input", "0.txt", "--train-bpe", "256"], "--train-bpe: want at least 257 tokens, got 256"),
+        (["--input", "0.txt", "--train-bpe", "256"], "--train-bpe 256: must be at least 257, and at most 16777216"),
+        (
+            ["--input", "0.txt", "--train-bpe", str(2**63)],
+            "--train-bpe 9223372036854775808: must be at least 257, and at most",
+        ),
+        (["--input", "0.txt", "--train-wordpiece", "0"], "--train-wordpiece 0: must be at least 6, and at most"),
         (["--input", "0.txt", "--train-bpe", "many"], "--train-bpe: invalid int value: 'many'"),
-        ([*BPE, "--input", "0.txt", "--workers", "0"], "--workers: want at least 1"),
+        ([*BPE, "--input", "0.txt", "--workers", "0"], "--workers 0: must be at least 1"),
         ([*BPE, "--input", "0.txt", "--split"], "unrecognized arguments: --split"),
         ([*BPE, "--input", "0.txt", "--config", "no.yaml"], "no.yaml"),
         ([*BPE, "--input", "0.txt", "--config", "no-eod.yaml"], "no-append-eod: in a file, write append-eod"),
@@ -168,6 +179,59 @@ def test_errors(inputs: Path, here: Here, arguments: list[str], message: str) ->
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert sorted(path.name for path in inputs.iterdir()) == before
+
+
+@pytest.mark.parametrize("file", ["out.bin", "out.idx"])
+def test_a_full_disk_leaves_the_older_data_set_and_is_not_the_inputs_fault(inputs: Path, here: Here, file: str) -> None:
+    """A document of one token has 20 bytes in the index and 2 in .bin, one of 5,000 tokens has 10,000 bytes in .bin."""
+    (inputs / "many.txt").write_text("a\n\n" * 2000)
+    (inputs / "long.txt").write_text("a b " * 10_000)
+    assert here("--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
+    before = {path.name: path.read_bytes() for path in inputs.iterdir() if path.is_file()}
+    text, size = ("long.txt", 20_000) if file == "out.bin" else ("many.txt", 30_000)
+    tokenizer = ["--tokenizer-model", "out-tokenizer.json", "--split-on-blank-lines"]
+    with room_for(size):
+        done = here("--input", text, *tokenizer, "--output-prefix", "out", "--overwrite")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "--output-prefix: " in done.stderr and f"'{file}'" in done.stderr and "--input" not in done.stderr
+    assert {path.name: path.read_bytes() for path in inputs.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("training", ["--train-bpe", "--train-wordpiece"])
+def test_a_word_of_a_megabyte_takes_no_longer_than_others(inputs: Path, here: Here, training: str) -> None:
+    """Uncut, it takes minutes, and pytest's limit ends the test. The ids decode to it all the same."""
+    draw = random.Random(1)
+    word = "".join(draw.choice("abcdefghij") for _ in range(1_000_000))
+    (inputs / "word.txt").write_text(word)
+    done = here("--input", "word.txt", training, "1000", "--output-prefix", "out", "--no-append-eod")
+    assert done.returncode == 0, done.stderr
+    if training == "--train-bpe":
+        assert read(inputs / "out") == [word]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_training_of_a_tokenizer_at_once(inputs: Path) -> None:
+    """The library answers no signal while it trains; the status is 130, and there is one line."""
+    draw = random.Random(2)
+    (inputs / "large.txt").write_text(" ".join(f"{draw.getrandbits(80):x}" for _ in range(400_000)))
+    code = (
+        "import os, signal, threading\n"
+        "from trainers import preprocess_data\n"
+        "from trainers.data import wordpiece\n"
+        "cut = wordpiece.cut_words\n"
+        "def then_interrupt(texts):\n"
+        "    yield from cut(texts)\n"
+        "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"  # the library has all texts
+        "wordpiece.cut_words = then_interrupt\n"
+        "preprocess_data.main(['--input', 'large.txt', '--train-bpe', '60000', '--output-prefix', 'out'])\n"
+    )
+    before = sorted(inputs.iterdir())
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=inputs, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130 and done.stderr == "preprocess_data: interrupted; nothing is written\n"
+    assert sorted(inputs.iterdir()) == before
 
 
 SENTENCES = [
@@ -272,7 +336,7 @@ def test_an_error_late_in_the_input_leaves_the_old_output(inputs: Path, here: He
     assert here("--input", "0.txt", *BPE, "--output-prefix", "out").returncode == 0
     before = {path.name: path.read_bytes() for path in inputs.iterdir()}
     tokenizer = ["--tokenizer-model", "out-tokenizer.json"]
-    done = here("--input", "1.txt", "bad.jsonl", *tokenizer, "--output-prefix", "out")
+    done = here("--input", "1.txt", "bad.jsonl", *tokenizer, "--output-prefix", "out", "--overwrite")
     assert done.returncode == 2 and "line 2" in done.stderr
     assert {path.name: path.read_bytes() for path in inputs.iterdir()} == before
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from trainers import preprocess_data
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import EpochPermutation, split_documents, unigram_cross_entropy
 from trainers.data.sentence_samples import IGNORED, SampleRules, SentenceSamples
 from trainers.data.tokenizer import Tokenizer

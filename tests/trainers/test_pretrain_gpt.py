@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support import mpirun
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +115,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["{plain}", "--data-path", "{data}", "--tokenizer-model", "{dir}/list.yaml"],
         ["--tokenizer-model", "list.yaml"],
     ),
-    "split of no weights": (["{plain}", "--data-path", "{data}", "--split", "a,b"], ["split 'a,b'", "weights"]),
+    "split of no weights": (["{plain}", "--data-path", "{data}", "--split", "a,b"], ["--split a,b", "weights"]),
     "split without validation": (
         ["{plain}", "--data-path", "{data}", "--split", "1,0,0", "--eval-iters", "1"],
         ["--split 1,0,0", "--eval-iters 0"],
@@ -149,6 +151,44 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--fp16", "--min-loss-scale", "1e30", "--initial-loss-scale", "1e30", "--train-iters", "3"],
         ["step 2", r"loss scale of 1e\+30", "--min-loss-scale", "--bf16"],
     ),
+    "a value of two dashes": (["--save=--"], ["--save: expected a value"]),
+    "an empty value, of a variable that is not set": (["--load", ""], ["--load: expected a value, and got an empty"]),
+    "a byte that is not UTF-8": (["--save", "runs/caf\udce9"], ["--save", "UTF-8"]),
+    "a number of more than 64 bits": (["--train-iters", "9" * 30], ["--train-iters 9{30}", "below 2..63"]),
+    "a number of more digits than a page": (["--train-iters", "9" * 100_000], ["^.{1,2100}$", "--train-iters"]),
+    "a key that is there twice": (
+        ["--config", "{dir}/twice.yaml"],
+        ["--config {dir}/twice.yaml", "seq-length", "twice"],
+    ),
+    "a list for a flag": (["--config", "{dir}/flag.yaml"], ["--config: bf16: want one value"]),
+    "a mapping for an option": (["--config", "{dir}/nested.yaml"], ["--config: lr: want one value"]),
+    "a key that is a number": (["--config", "{dir}/number.yaml"], ["number.yaml: line 1: '3' is no key"]),
+    "a file that names another": (["--config", "{dir}/more.yaml"], ["more.yaml: config: is no option of a file"]),
+    "aliases": (["--config", "{dir}/alias.yaml"], ["alias.yaml: line 1: no anchors and aliases"]),
+    "a CPU of a number": (["--device", "cpu:5"], ["--device cpu:5: must be cpu, cuda"]),
+    "a split of words on mock data": (["--split", "a"], ["--split a: want up to three weights"]),
+    "a split without end": (["--split", "1e99999999,1"], ["--split 1e99999999,1"]),
+    "a warm-up longer than the decay": (
+        ["--lr-warmup-iters", "9", "--lr-decay-iters", "9"],
+        ["--lr-warmup-iters 9: must be below --lr-decay-iters 9"],
+    ),
+    "a model that no memory holds": (
+        ["--hidden-size", "1048576", "--num-layers", "100"],
+        ["the model needs [\\d,.]+ GB a rank", "--hidden-size 1048576"],
+    ),
+    "a micro-batch that no memory holds": (
+        ["--micro-batch-size", str(2**24), "--global-batch-size", str(2**25), "--seq-length", "4096"],
+        ["the model needs", f"--micro-batch-size {2**24}"],
+    ),
+    "verified mock data": (["--verify-data"], ["--verify-data: mock data"]),
+    "a data set with a changed byte": (
+        ["{plain}", "--vocab-size", "9", "--data-path", "{dir}/flipped", "--verify-data"],
+        [r"--verify-data: {dir}/flipped.bin: damaged: bytes 0 to 40"],
+    ),
+    "a data set without checksums": (
+        ["{plain}", "--vocab-size", "9", "--data-path", "{dir}/old", "--verify-data"],
+        ["{dir}/old.xxh3 does not exist"],
+    ),
     "exit without save": (["--exit-interval", "2"], ["--exit-interval", "--save"]),
     "save interval without save": (["--save-interval", "2"], ["--save-interval", "--save"]),
 }
@@ -160,10 +200,15 @@ def refused(tmp_path_factory, data, tiny, mock, pretrain):
     folder = tmp_path_factory.mktemp("bad")
     for name, content in (
         ("unknown.yaml", "frobnicate: 3\n"), ("type.yaml", "clip-grad: two\n"), ("list.yaml", "- num-layers\n- 2\n"),
-        ("broken.yaml", "num-layers: [2\n"), ("file", "x"),
+        ("broken.yaml", "num-layers: [2\n"), ("file", "x"), ("twice.yaml", "seq-length: 16\nseq-length: 8\n"),
+        ("flag.yaml", "bf16: [true]\n"), ("nested.yaml", "lr: {a: 1}\n"), ("number.yaml", "3: 4\n"),
+        ("more.yaml", "config: type.yaml\n"), ("alias.yaml", "split: &a [a, a]\nsave: [*a, *a]\n"),
     ):  # fmt: skip
         (folder / name).write_text(content)
-    dataset(folder / "bare", [[1, 2, 3, 4, 5]] * 4)
+    for name in ("bare", "flipped", "old"):
+        dataset(folder / name, [[1, 2, 3, 4, 5]] * 4)
+    (folder / "old.xxh3").unlink()
+    (folder / "flipped.bin").write_bytes((folder / "bare.bin").read_bytes()[:-2] + struct.pack("<H", 4))
     dataset(folder / "cut", [[1, 2, 3]])
     (folder / "cut.idx").write_bytes((folder / "cut.idx").read_bytes()[:40])
     dataset(folder / "empty", [])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import rewrite_state
-from trainers.data.indexed import IndexedDatasetWriter
+from trainers.data.indexed_writer import IndexedDatasetWriter
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainers.data.text_files import TextFileError
+
 from .documents import Batch, Document
 
 MEASURED = 8  # words of the n-grams by which overlap is measured
@@ -90,6 +92,9 @@ class HeldOutTexts:
         self.rows = [
             np.unique(np.concatenate([np.empty(0, np.int64), *map(self.measured.find, numbers)])) for numbers in texts
         ]
+        for name, of_file in zip(self.names, texts, strict=True):
+            if all(len(one) < MEASURED for one in of_file):
+                raise TextFileError(f"{name}: no text in it has {MEASURED} words in a row, so nothing overlaps with it")
         short: dict[int, list[NDArray[np.int32]]] = {}
         for numbers in chain.from_iterable(texts):
             if SHORTEST_CUT <= len(numbers) < CUT:

@@ -36,6 +36,7 @@ class CorpusSettings:
     decontaminate: tuple[str, ...] | list[str] = ()
     decontaminate_by: str = DOCUMENT
     decontaminate_share: float = 0.1
+    overwrite: bool = False
     work_dir: str | None = None
     buffer_megabytes: int = 64
 
@@ -68,19 +69,11 @@ class CorpusSettings:
             raise ValueError("--vocab-file and --merge-file: GPT-2's tokenizer needs both")
         if self.vocab_file is not None and self.tokenizer_model is not None:
             raise ValueError("give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE with --merge-file FILE")
-        if self.min_tokens < 0:
-            raise ValueError(f"--min-tokens {self.min_tokens}: must not be negative; 0 keeps documents of any length")
         if self.min_tokens and self.vocab_file is None and self.tokenizer_model is None:
             raise ValueError(
                 f"--min-tokens {self.min_tokens} needs a tokenizer: give --tokenizer-model FILE, or --vocab-file FILE "
                 "with --merge-file FILE"
             )
-        if not LEAST_JACCARD <= self.jaccard <= 1:
-            raise ValueError(f"--jaccard {self.jaccard:g}: must be at least {LEAST_JACCARD}, and at most 1")
-        if not 0 <= self.decontaminate_share < 1:
-            raise ValueError(f"--decontaminate-share {self.decontaminate_share:g}: must be at least 0, and below 1")
-        if self.buffer_megabytes < 1:
-            raise ValueError(f"--buffer-megabytes {self.buffer_megabytes}: must be at least 1")
         self._validate_output()
 
     def _validate_output(self) -> None:
@@ -99,6 +92,8 @@ class CorpusSettings:
                 raise ValueError(f"--output {output}: {path}, which is written beside it, is a folder")
             if any(path.exists() and path.samefile(source) for source in (*self.input, *self.decontaminate)):
                 raise ValueError(f"--output {output}: {path} is an --input or --decontaminate file")
+        if output.exists() and not self.overwrite:
+            raise ValueError(f"--output {output}: exists; give another name, or --overwrite to replace it")
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer by whose tokens length is measured; None where none is given. Raises ValueError."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commengine import UsageError
+from trainers.files import checksums
 
-from .indexed import bin_path, idx_path
+from .indexed import bin_path, checksums_path, idx_path
 
 VALID = "valid: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... such as 0.7 A 0.3 B"
 
@@ -33,7 +34,7 @@ def read_blend(data_path: str | Sequence[str]) -> list[WeightedPrefix]:
     or named twice. It does not read the data sets.
     """
     words = [data_path] if isinstance(data_path, str) else [str(word) for word in data_path]
-    if len(words) == 1 and not idx_path(words[0]).exists():  # a prefix may have spaces
+    if len(words) == 1 and not _exists(idx_path(words[0])):  # a prefix may have spaces
         words = _split(words[0])
     if len(words) == 1:
         return [WeightedPrefix(Fraction(1), words[0])]
@@ -61,6 +62,35 @@ def require_files(blend: Sequence[WeightedPrefix]) -> None:
         for path in (bin_path(given), idx_path(given)):
             if not path.is_file():
                 raise UsageError(f"--data-path {given}: {path} does not exist{hint}")
+
+
+def verify(blend: Sequence[WeightedPrefix], part: int, parts: int) -> int:
+    """Compare this rank's share of all data sets with their checksums (`trainers.files.checksums`).
+
+    part, parts: the rank and the number of ranks; together they read every byte once. Returns the bytes that this rank
+    has read. Raises UsageError that names the first file that differs, or that has no checksums.
+    """
+    total = 0
+    for number, (_, prefix) in enumerate(blend):
+        path = checksums_path(prefix)
+        try:
+            if not path.is_file():
+                raise UsageError(f"--verify-data: {path} does not exist; preprocess_data writes it with a data set")
+            pieces = checksums.read(path)
+            for file in (bin_path(prefix), idx_path(prefix)):
+                if file.name not in {piece.name for piece in pieces}:
+                    raise UsageError(f"--verify-data: {path}: has no checksum of {file.name}")
+            total += sum(checksums.verify(path, pieces, (part + number) % parts, parts))
+        except (ValueError, OSError) as error:
+            raise UsageError(f"--verify-data: {error}") from error
+    return total
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # many words of a blend are longer than a name can be
+        return False
 
 
 def _split(text: str) -> list[str]:

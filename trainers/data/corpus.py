@@ -13,10 +13,10 @@ import numpy as np
 
 from commengine import UsageError
 from trainers.config import TrainConfig
-from trainers.options import AT_LEAST_ONE, given, option, require
+from trainers.options import LENGTH, VOCABULARY, given, option, require
 
-from .blend import WeightedPrefix, read_blend, require_files
-from .indexed import IndexedDataset
+from .blend import WeightedPrefix, read_blend, require_files, verify
+from .indexed import IndexedDataset, tokenizer_path
 from .samples import (
     NoSamplesError,
     Samples,
@@ -25,6 +25,7 @@ from .samples import (
     ZipfSamples,
     mixed_counts,
     split_documents,
+    split_weights,
     unigram_cross_entropy,
 )
 from .stream import MOCK, SampleStream, Source
@@ -41,7 +42,7 @@ MOCK_SAMPLES, MOCK_HELD_OUT = 1_000_000, 1_000
 class TextConfig(TrainConfig):
     """A training run on text: the shared settings, and those of the corpus."""
 
-    seq_length: int = option(1024, "tokens of a sample", valid=AT_LEAST_ONE, fixed=True)
+    seq_length: int = option(1024, "tokens of a sample", valid=LENGTH, fixed=True)
     data_path: str | Sequence[str] | None = option(
         None,
         "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them; or a blend, WEIGHT PREFIX WEIGHT PREFIX "
@@ -51,14 +52,21 @@ class TextConfig(TrainConfig):
     )
     split: str = option("969,30,1", "weights of the training, validation and test documents", fixed=True)
     mock_data: bool = option(False, "train on tokens drawn from a Zipf distribution, without files", fixed=True)
+    verify_data: bool = option(
+        False, "before training, compare all files of --data-path with their checksums, which preprocess_data wrote"
+    )
     vocab_size: int | None = option(
-        None, "tokens of the vocabulary (default: the tokenizer's)", valid=AT_LEAST_ONE, fixed=True
+        None, "tokens of the vocabulary (default: the tokenizer's)", valid=VOCABULARY, fixed=True
     )
     tokenizer_model: str | None = option(None, "a tokenizer.json (default PREFIX-tokenizer.json if it exists)")
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
         super().validate(ranks)
+        try:
+            split_weights(self.split)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         require(
             not self.sequence_parallel or self.seq_length % self.tensor_model_parallel_size == 0,
             f"{given(self, 'seq_length')}: with --sequence-parallel it must be a multiple of "
@@ -67,6 +75,7 @@ class TextConfig(TrainConfig):
         if self.mock_data:
             require(self.data_path is None, "--mock-data: cannot go with --data-path; leave one of them out")
             require(self.vocab_size is not None, "--mock-data: needs --vocab-size V")
+            require(not self.verify_data, "--verify-data: mock data has no files; leave it out")
             return
         require(self.data_path is not None, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
         require_files(self.blend())
@@ -74,6 +83,10 @@ class TextConfig(TrainConfig):
     def blend(self) -> list[WeightedPrefix]:
         """The data sets that ``--data-path`` names; none for mock data. Raises UsageError as `read_blend` does."""
         return [] if self.data_path is None else read_blend(self.data_path)
+
+    def verify_files(self, part: int, parts: int) -> int:
+        """With ``--verify-data``, read this rank's share of the data sets (`verify`). Returns its bytes."""
+        return verify(self.blend(), part, parts) if self.verify_data else 0
 
     def completed(self, ranks: int) -> Self:
         """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""
@@ -94,7 +107,7 @@ def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str 
 
     Raises UsageError if the ids of a data set mean other tokens, as far as the tokenizers beside the data sets tell.
     """
-    beside = {prefix: path for _, prefix in blend if (path := Path(f"{prefix}-tokenizer.json")).exists()}
+    beside = {prefix: path for _, prefix in blend if (path := tokenizer_path(prefix)).exists()}
     if asked is None and not beside:
         return None
     without = [prefix for _, prefix in blend if prefix not in beside]

@@ -11,11 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from array import array
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +20,9 @@ import numpy.typing as npt
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 
+#: the types of token ids, by their code in the format
 # Codes 6 and 7 are float64 and float32. They are legal in the format but never token ids, and GPT-NeoX swaps them.
-_DTYPES: dict[int, np.dtype[Any]] = {
+DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -32,10 +30,9 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_HEADER = struct.Struct("<9sQBQQ")
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+HEADER = struct.Struct("<9sQBQQ")
 _ENDS = 1 << 16  # bytes at either end of a file that its identity is made of
-_MAX_SEQUENCE = np.iinfo(np.int32).max
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -55,111 +52,14 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
-class IndexedDatasetWriter:
-    """A writer of ``PREFIX.bin`` and ``PREFIX.idx``. The data set is complete or it does not exist.
+def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
+    """``PREFIX-tokenizer.json``, which `preprocess_data` writes beside a data set."""
+    return Path(f"{os.fspath(prefix)}-tokenizer.json")
 
-    Tokens are streamed to ``PREFIX.bin.tmp``. `close` writes the index and renames both files, the index last. If
-    ``PREFIX.idx`` exists, it therefore belongs to the ``PREFIX.bin`` beside it. `abort`, or leaving a ``with`` block by
-    an exception, removes the temporary files and does not touch an older data set.
 
-    dtype: an integer type of the format (uint8, int8, int16, int32, int64, uint16); see `best_dtype`. Raises ValueError
-    for another type, OSError if the files cannot be written.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in _CODES:
-            raise ValueError(f"{prefix}: cannot store token ids as {self.dtype}; valid: {_names()}")
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._bin_tmp, self._idx_tmp = Path(f"{self._bin}.tmp"), Path(f"{self._idx}.tmp")
-        # An array takes 4 or 8 bytes per entry, less than a list, which counts for corpora of 10^8 documents.
-        self._lengths = array("i")
-        self._documents = array("q", [0])
-        self._range = np.iinfo(self.dtype)
-        self.num_tokens = 0
-        self._file = self._bin_tmp.open("wb")  # closed by close() or abort()
-
-    def __len__(self) -> int:
-        """The number of documents added so far."""
-        return len(self._documents) - 1
-
-    def add_document(self, tokens: npt.ArrayLike, sentence_lengths: Sequence[int] | None = None) -> None:
-        """Append one document.
-
-        tokens: [n] integers, n >= 1. sentence_lengths: the tokens of each sentence, which sum to n; None if the
-        document is one sequence. Raises ValueError, before anything is written, if the tokens are empty, not integers,
-        not one-dimensional or outside the type of the data set, or if the lengths do not fit.
-        """
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: want one dimension of at least one integer, "
-                f"got shape {ids.shape} of {ids.dtype}"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < self._range.min or high > self._range.max:
-            bad = low if low < self._range.min else high
-            raise ValueError(f"{self._bin}: document {len(self)}: token {bad} does not fit {self.dtype}")
-        lengths = [ids.size] if sentence_lengths is None else [int(n) for n in sentence_lengths]
-        if min(lengths, default=0) < 1 or sum(lengths) != ids.size:
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: sentence lengths must be positive and sum to "
-                f"{ids.size} tokens, they sum to {sum(lengths)}"
-            )
-        if max(lengths) > _MAX_SEQUENCE:
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: {max(lengths)} tokens in one sequence; the format's "
-                f"limit is {_MAX_SEQUENCE}"
-            )
-        self._file.write(np.ascontiguousarray(ids, self.dtype).data)
-        self._lengths.extend(lengths)
-        self._documents.append(len(self._lengths))
-        self.num_tokens += ids.size
-
-    def close(self) -> None:
-        """Write the index and rename both files to their final names. Further calls do nothing."""
-        if self._file.closed:
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._write_index()
-            self._idx.unlink(missing_ok=True)  # an old index must never stand beside the new tokens
-            self._bin_tmp.replace(self._bin)
-            self._idx_tmp.replace(self._idx)
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Drop everything that was added. After `close` it does nothing."""
-        self._file.close()
-        self._bin_tmp.unlink(missing_ok=True)
-        self._idx_tmp.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        offsets = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype="<i8", out=offsets[1:])
-        offsets *= self.dtype.itemsize
-        documents = np.array(self._documents, dtype="<i8")
-        with self._idx_tmp.open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(documents)))
-            file.writelines(part.data for part in (lengths, offsets, documents))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+def checksums_path(prefix: str | os.PathLike[str]) -> Path:
+    """``PREFIX.xxh3``, the checksums of a data set's files (`trainers.files.checksums`)."""
+    return Path(f"{os.fspath(prefix)}.xxh3")
 
 
 class IndexedDataset:
@@ -219,24 +119,24 @@ class IndexedDataset:
 
     def _read_index(self) -> None:
         raw = np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")
-        if len(raw) < _HEADER.size:
-            raise ValueError(f"{self._idx}: truncated: {len(raw)} bytes, the header alone has {_HEADER.size}")
-        magic, version, code, sequences, documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+        if len(raw) < HEADER.size:
+            raise ValueError(f"{self._idx}: truncated: {len(raw)} bytes, the header alone has {HEADER.size}")
+        magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC:
             hint = " (the older TNTIDX format)" if magic.startswith(b"TNTIDX") else ""
             raise ValueError(f"{self._idx}: not a Megatron-core index: it starts with {magic!r}{hint}")
         if version != VERSION:
             raise ValueError(f"{self._idx}: version {version}; this reader knows version {VERSION}")
-        if code not in _DTYPES:
-            raise ValueError(f"{self._idx}: type code {code} is not one of token ids; valid: {_names()}")
-        expected = _HEADER.size + 12 * sequences + 8 * documents
+        if code not in DTYPES:
+            raise ValueError(f"{self._idx}: type code {code} is not one of token ids; valid: {type_names()}")
+        expected = HEADER.size + 12 * sequences + 8 * documents
         if len(raw) != expected:
             kind = "truncated" if len(raw) < expected else "too long (a multimodal index?)"
             raise ValueError(f"{self._idx}: {kind}: {len(raw)} bytes where its header asks for {expected}")
-        self.dtype = _DTYPES[code]
+        self.dtype = DTYPES[code]
 
-        a, b = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
-        lengths = raw[_HEADER.size : a].view("<i4")
+        a, b = HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
+        lengths = raw[HEADER.size : a].view("<i4")
         offsets = raw[a:b].view("<i8")
         starts = np.array(raw[b:].view("<i8"), dtype=np.int64)
         if sequences and lengths.min() < 0:
@@ -265,5 +165,6 @@ class IndexedDataset:
         return np.memmap(self._bin, dtype=self.dtype, mode="r")
 
 
-def _names() -> str:
-    return ", ".join(f"{dtype.name} ({code})" for code, dtype in _DTYPES.items())
+def type_names() -> str:
+    """The types of token ids with their codes in the format, for messages."""
+    return ", ".join(f"{dtype.name} ({code})" for code, dtype in DTYPES.items())

@@ -7,6 +7,7 @@ versions, and does not promise it for ``Generator.permutation`` and similar meth
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
@@ -33,20 +34,28 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     order, and cover every document exactly once. Borders are rounded, half to even, so a small weight may get no
     document. Raises ValueError for any other ``split``.
     """
-    try:
-        weights = [Fraction(part.strip()) for part in split.split(",")]
-    except (ValueError, ZeroDivisionError):
-        weights = []
-    if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) == 0:
-        raise ValueError(
-            f"split {split!r}: want up to three weights, none negative and not all 0, "
-            "for training, validation and test, such as '969,30,1'"
-        )
+    weights = split_weights(split)
     weights += [Fraction(0)] * (3 - len(weights))
     total = sum(weights)
     first = round(num_documents * weights[0] / total)
     second = round(num_documents * (weights[0] + weights[1]) / total)
     return range(first), range(first, second), range(second, num_documents)
+
+
+def split_weights(split: str) -> list[Fraction]:
+    """The weights of ``--split``. Raises ValueError as `split_documents` does."""
+    try:
+        # As floats first, because Fraction("1e999999999") would take hours and all memory.
+        fits = all(0 <= float(part) < math.inf for part in split.split(","))
+        weights = [Fraction(part.strip()) if float(part) else Fraction(0) for part in split.split(",")] if fits else []
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or sum(weights) == 0:
+        raise ValueError(
+            f"--split {split[:100]}: want up to three weights, none negative and not all 0, "
+            "for training, validation and test, such as 969,30,1"
+        )
+    return weights
 
 
 class NoSamplesError(ValueError):
@@ -113,8 +122,8 @@ class TokenSamples(TextSamples):
         self._count = (len(self.tokens) - 1) // seq_length
         if self._count < 1:
             raise NoSamplesError(
-                f"{self.name}: {len(self.tokens)} tokens make no sample; one of seq_length {seq_length} "
-                f"needs {seq_length + 1}. Use more data, another split or a smaller seq_length"
+                f"{self.name}: {len(self.tokens)} tokens make no sample; one of --seq-length {seq_length} "
+                f"needs {seq_length + 1}. Use more data, another --split or a smaller --seq-length"
             )
 
     def __len__(self) -> int:

@@ -106,7 +106,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator(iterator, trainer)
+        wordpiece.train_on(backend, iterator, trainer)
         return cls(backend)
 
     @property
@@ -165,12 +165,16 @@ class Tokenizer:
         """The text of ``ids``, with special tokens spelt out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
+    def to_bytes(self) -> bytes:
+        """The content of a ``tokenizer.json``."""
+        return str(self._backend.to_str(pretty=True)).encode()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a ``tokenizer.json``, complete or not at all. Raises OSError."""
         target = Path(path)
         partial = Path(f"{target}.tmp")
         try:
-            partial.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+            partial.write_bytes(self.to_bytes())
             partial.replace(target)
         except BaseException:
             partial.unlink(missing_ok=True)

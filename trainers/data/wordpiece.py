@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,12 @@ SPECIAL = (PAD, UNKNOWN, CLS, SEP, MASK)
 CONTINUES = "##"
 #: the largest number of characters in a trained vocabulary, as in `BertWordPieceTokenizer`; others become [UNK]
 _ALPHABET = 1000
+#: characters of the longest word that a vocabulary is trained on: the trainers' time grows with the square of a word's
+#: length, and 1 MB without a space would take minutes
+LONGEST_WORD = 1000
+#: the largest vocabulary that is trained, in tokens: the trainers take memory for all of it at once
+LARGEST_VOCABULARY = 1 << 24
+_RUN = re.compile(r"\s+|\S+")
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,47 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int, *, lowercase: boo
         vocab_size=vocab_size, min_frequency=2, limit_alphabet=len(alphabet), initial_alphabet=alphabet,
         special_tokens=first, continuing_subword_prefix=CONTINUES, show_progress=False,
     )  # fmt: skip
-    untrained.train_from_iterator(texts(), trainer)
+    train_on(untrained, texts(), trainer)
     vocabulary: dict[str, int] = untrained.get_vocab(with_added_tokens=False)
     return vocabulary
+
+
+def train_on(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) -> None:
+    """Train ``backend`` with a trainer of ``tokenizers``, on words of at most LONGEST_WORD characters (`cut_words`).
+
+    It trains on a thread of its own, so that Ctrl-C ends the wait at once: the library looks for no signal.
+    """
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            backend.train_from_iterator(cut_words(texts), trainer)
+        except BaseException as error:  # of the texts, raised where they are asked for
+            problems.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)  # the process does not wait for it after Ctrl-C
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if problems:
+        raise problems[0]
+
+
+def cut_words(texts: Iterable[str], longest: int = LONGEST_WORD) -> Iterator[str]:
+    """The same texts, with no run of ``longest`` characters or more that are all white space, or all not: it is cut."""
+    for text in texts:
+        words = text.split()
+        blank = len(text) - sum(map(len, words))
+        if len(text) < longest or (max(map(len, words), default=0) < longest and blank - len(words) < longest):
+            yield text
+            continue
+        start = 0
+        for found in _RUN.finditer(text):
+            if len(found[0]) >= longest:
+                yield text[start : found.start()]
+                yield from (found[0][place : place + longest] for place in range(0, len(found[0]), longest))
+                start = found.end()
+        yield text[start:]
 
 
 def read(lines: Sequence[str]) -> dict[str, int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
 from commengine import CollectiveError, Communicator, UsageError
-from commengine.rank_zero import on_rank_zero
+from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers import options
 from trainers.config import TrainConfig
 
@@ -28,6 +32,7 @@ def run_command(
     """
     with StopRequests(world) as stopping:
         config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+        verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
             return train(config, comm, new_task, stopping)
@@ -42,6 +47,19 @@ def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ra
     config = options.parse(kind, argv, command)
     config.validate(ranks)
     return config.completed(ranks)
+
+
+def verify_files(config: TrainConfig, world: Communicator) -> None:
+    """Verify the files that the settings ask for (``--verify-data``), each rank its share. Collective over ``world``.
+
+    Raises UsageError, on every rank, where a file is damaged.
+    """
+    began = time.perf_counter()
+    verified = torch.tensor([on_every_rank(world, lambda: config.verify_files(world.rank, world.size))])
+    world.all_reduce(verified)
+    if world.rank == 0 and (size := int(verified)):
+        seconds = time.perf_counter() - began
+        print(f"--verify-data: {size:,} bytes verified in {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def watched(config: TrainConfig, world: Communicator) -> Communicator:

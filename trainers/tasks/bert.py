@@ -25,7 +25,7 @@ from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSam
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
-from trainers.options import AT_LEAST_ONE, FRACTION, given, option, require
+from trainers.options import FRACTION, LENGTH, OPEN_FRACTION, given, option, require
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.report import Remarks
@@ -43,11 +43,11 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     task = "bert"
 
-    seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=AT_LEAST_ONE, fixed=True)
+    seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=LENGTH, fixed=True)
     vocab_file: str | None = option(
         None, "BERT's vocab.txt, for a data set without a tokenizer beside it; in place of --tokenizer-model"
     )
-    mask_prob: float = option(0.15, "share of a sample's tokens that are masked", valid=FRACTION)
+    mask_prob: float = option(0.15, "share of a sample's tokens that are masked", valid=OPEN_FRACTION)
     short_seq_prob: float = option(
         0.1, "share of samples whose length is drawn from 2 to the full one", valid=FRACTION, fixed=True
     )

@@ -19,7 +19,7 @@ from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import NOT_NEGATIVE, option
+from trainers.options import between, option
 from trainers.run.evaluation import Mean
 from trainers.run.generation import generate
 from trainers.run.report import Remarks
@@ -40,7 +40,7 @@ class GPTTrainConfig(TransformerTrainConfig):
 
     task = "gpt"
 
-    sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=NOT_NEGATIVE)
+    sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=between(0, 2**16))
 
     def model(self) -> GPTConfig:
         """The model's shape. ``vocab_size`` must be known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,20 @@ from trainers.config import overlapped
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, given, option, require
+from trainers.options import (
+    FRACTION,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    NOT_NEGATIVE,
+    VOCABULARY,
+    WIDTH,
+    as_flags,
+    between,
+    given,
+    option,
+    require,
+)
 from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
@@ -44,14 +58,14 @@ class TransformerTrainConfig(TextConfig, ABC):
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name: presets.settings(name, settings.task),
     )  # fmt: skip
-    num_layers: int = option(12, "transformer layers", valid=AT_LEAST_ONE, fixed=True)
-    hidden_size: int = option(768, "width of the residual stream", valid=AT_LEAST_ONE, fixed=True)
-    num_attention_heads: int = option(12, "attention heads", valid=AT_LEAST_ONE, fixed=True)
+    num_layers: int = option(12, "transformer layers", valid=LAYERS, fixed=True)
+    hidden_size: int = option(768, "width of the residual stream", valid=WIDTH, fixed=True)
+    num_attention_heads: int = option(12, "attention heads", valid=HEADS, fixed=True)
     ffn_hidden_size: int | None = option(
-        None, "width of the feed-forward block (default 4 * hidden size)", valid=AT_LEAST_ONE, fixed=True
+        None, "width of the feed-forward block (default 4 * hidden size)", valid=WIDTH, fixed=True
     )
     max_position_embeddings: int | None = option(
-        None, "positions that the model knows (default seq-length)", valid=AT_LEAST_ONE, fixed=True,
+        None, "positions that the model knows (default seq-length)", valid=LENGTH, fixed=True,
         default_of="seq_length",
     )  # fmt: skip
     hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch", valid=FRACTION)
@@ -62,9 +76,11 @@ class TransformerTrainConfig(TextConfig, ABC):
         "which is faster on devices",
         choices=DROPOUT_MASKS,
     )
-    init_method_std: float = option(0.02, "standard deviation of the initial weights", valid=NOT_NEGATIVE)
+    init_method_std: float = option(
+        0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
+    )
     make_vocab_size_divisible_by: int = option(
-        1024, "pad the vocabulary to a multiple of this, at every TP size", valid=AT_LEAST_ONE, fixed=True
+        1024, "pad the vocabulary to a multiple of this, at every TP size", valid=VOCABULARY, fixed=True
     )
     recompute_granularity: str | None = option(
         None,
@@ -98,7 +114,15 @@ class TransformerTrainConfig(TextConfig, ABC):
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises ValueError if the model does not split over the ranks."""
         config = super().completed(ranks)
-        config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
+        try:
+            config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
+        except ValueError as error:
+            words = as_flags(
+                str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size"), type(self)
+            )
+            padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
+            raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
+        config.require_memory(ranks)
         return config
 
     @abstractmethod
@@ -120,6 +144,32 @@ class TransformerTrainConfig(TextConfig, ABC):
             "attention_dropout_mask": self.attention_dropout_mask,
         }  # fmt: skip
 
+    def require_memory(self, ranks: int) -> None:
+        """Raise UsageError if the parameters, or what a layer keeps of a micro-batch, exceed all memory of a machine.
+
+        A lower bound, so that no run that is possible is refused: weights and gradients in the parameters' dtype, the
+        input of each layer (of one layer with full recomputation), and nothing else.
+        """
+        assert self.vocab_size is not None
+        tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
+        width, multiple = self.hidden_size, self.make_vocab_size_divisible_by
+        ffn = self.ffn_hidden_size or 4 * width
+        rows = -(-self.vocab_size // multiple) * multiple
+        layer = (4 * width * width + 2 * width * ffn) // tensor
+        weights = self.num_layers * layer + rows * width // tensor + self.positions * width
+        kept = 1 if self.recompute_granularity == "full" else self.num_layers
+        inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
+        there = machine_memory(self.device)
+        for needed, what in (
+            (2 * element * weights, f"weights and gradients of {weights:.3g} parameters: --hidden-size {width}, "
+             f"--num-layers {self.num_layers}, --vocab-size {self.vocab_size}, --max-position-embeddings "
+             f"{self.positions}"),
+            (element * inputs, f"the inputs of its layers, for --micro-batch-size {self.micro_batch_size} times "
+             f"--seq-length {self.seq_length} tokens of --hidden-size {width}"),
+        ):  # fmt: skip
+            message = f"the model needs {needed / 1e9:,.1f} GB a rank for {what}; the machine has {there / 1e9:,.1f} GB"
+            require(needed <= there, message)
+
     def batch_size(self, replicas: int) -> int:
         """The samples of a global batch on ``replicas`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * replicas
@@ -134,6 +184,13 @@ class NewBatches(Protocol):
     def __call__(
         self, samples: Samples | SampleStream, data: Communicator, unusable: str
     ) -> FiniteBatchSource[Any]: ...
+
+
+def machine_memory(device: str | None) -> int:
+    """The bytes of memory of this machine, or of its first CUDA device if there is one and ``device`` is not "cpu"."""
+    if device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def transformer_trainer(

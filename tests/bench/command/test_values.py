@@ -1,11 +1,9 @@
 """Values of options, and files that cannot be written."""
 
-from argparse import Namespace
-
 import pytest
 
 from bench.command.files import check_writable, publish
-from bench.command.values import check_least, check_positive, listed, one_of, size_of
+from bench.command.values import listed, one_of, size_of
 
 
 def test_names_come_with_spaces_and_commas_and_once():
@@ -21,15 +19,6 @@ def test_names_come_with_spaces_and_commas_and_once():
 def test_a_size_that_is_none_is_named_with_its_option(text):
     with pytest.raises(ValueError, match=r"^--max-bytes: .* is not a size; valid: "):
         size_of("--max-bytes", text)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_numbers_out_of_bounds_are_named(value):
-    with pytest.raises(ValueError, match=r"^--turn-seconds .*: must be a number above 0"):
-        check_positive(Namespace(turn_seconds=value, other=1.0), "other", "turn_seconds")
-    check_least(Namespace(rounds=2), rounds=2)
-    with pytest.raises(ValueError, match=r"^--rounds 2: must be at least 3$"):
-        check_least(Namespace(rounds=2), rounds=3)
 
 
 def test_files_are_checked_before_and_written_after(tmp_path, capsys):

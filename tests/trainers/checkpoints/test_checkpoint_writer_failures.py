@@ -80,9 +80,7 @@ def stop_at(number, error, *, once=False):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("case", "background"), [("first", False), ("second", False), ("same name", False), ("second", True)]
-)
+@pytest.mark.parametrize(("case", "background"), [("first", False), ("same name", False), ("second", True)])
 def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background):
     """Then the same command goes on, and its next save leaves nothing behind of the one that was cut."""
     this = made(alone, 1)
@@ -110,7 +108,7 @@ def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("again", "background"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("again", "background"), [(True, False), (False, True)])
 def test_an_error_at_any_change_of_any_rank_is_one_error_on_all(world, folder, again, background):
     """again: the new checkpoint has the name of the old one, which another run left."""
     this = made(world, world.size)

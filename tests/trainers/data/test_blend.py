@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from commengine import UsageError
-from trainers.data.blend import WeightedPrefix, read_blend, require_files
+from trainers.data.blend import WeightedPrefix, read_blend, require_files, verify
+from trainers.data.indexed import tokenizer_path
+from trainers.data.indexed_writer import IndexedDatasetWriter
 
 AB = [WeightedPrefix(Fraction(7, 10), "A"), WeightedPrefix(Fraction(3, 10), "B")]
 
@@ -68,3 +70,45 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         require_files(read_blend(f"1 {tmp_path}/a 1 {tmp_path}/b"))
     with pytest.raises(UsageError, match=r"a.idx.bin does not exist; give the prefix alone: .*/a$"):
         require_files(read_blend(str(tmp_path / "a.idx")))
+
+
+@pytest.fixture
+def verified(tmp_path: Path) -> list[WeightedPrefix]:
+    """Two data sets with checksums."""
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(tmp_path / name, "u2") as writer:
+            writer.add_document(list(range(100)))
+            writer.add_file(tokenizer_path(tmp_path / name), b"{}")
+    return [WeightedPrefix(Fraction(1), str(tmp_path / name)) for name in ("a", "b")]
+
+
+def test_a_blend_may_be_longer_than_a_name() -> None:
+    assert len(read_blend(" ".join(f"1 set{number}" for number in range(100)))) == 100
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_all_ranks_together_verify_every_byte(verified: list[WeightedPrefix], parts: int, tmp_path: Path) -> None:
+    files = [path for path in tmp_path.iterdir() if path.suffix != ".xxh3"]
+    assert sum(verify(verified, part, parts) for part in range(parts)) == sum(path.stat().st_size for path in files)
+
+
+def test_a_changed_byte_in_any_file_of_a_data_set_is_refused_by_name(
+    verified: list[WeightedPrefix], tmp_path: Path
+) -> None:
+    """A flip within the vocabulary, in the tokens, is one that no reader can see."""
+    for name in ("b.bin", "b.idx", "b-tokenizer.json", "b.xxh3"):
+        right = (tmp_path / name).read_bytes()
+        for place in (0, len(right) // 2, len(right) - 1):
+            (tmp_path / name).write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
+            with pytest.raises(UsageError, match=rf"^--verify-data: {tmp_path / name}: damaged"):
+                sum(verify(verified, part, 2) for part in range(2))
+        (tmp_path / name).unlink()
+        with pytest.raises(UsageError, match=rf"^--verify-data: {tmp_path / name}.*(no such file|does not exist)"):
+            verify(verified, 0, 1)
+        (tmp_path / name).write_bytes(right)
+
+
+def test_checksums_of_other_files_are_none(verified: list[WeightedPrefix], tmp_path: Path) -> None:
+    (tmp_path / "b.xxh3").write_bytes((tmp_path / "a.xxh3").read_bytes())
+    with pytest.raises(UsageError, match=r"b\.xxh3: has no checksum of b\.bin"):
+        verify(verified, 0, 1)

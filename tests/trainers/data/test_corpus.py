@@ -11,7 +11,8 @@ import pytest
 
 from commengine import UsageError
 from trainers.data.corpus import open_corpus
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support import data
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
+from trainers.data.indexed import IndexedDataset, best_dtype
+from trainers.data.indexed_writer import IndexedDatasetWriter
 
 SAMPLES = data.DATA / "megatron-indexed"
 DOCUMENTS = [[15496, 995, 50256], [464, 2068, 7586, 21831, 50256], [1, 2, 3, 4, 5, 6, 50256]]
@@ -105,60 +106,6 @@ def test_document_out_of_range(tmp_path: Path, i: int) -> None:
 @pytest.mark.parametrize("vocab_size,name", [(50257, "uint16"), (65499, "uint16"), (65500, "int32")])
 def test_best_dtype(vocab_size: int, name: str) -> None:
     assert best_dtype(vocab_size).name == name
-
-
-def test_an_exception_leaves_the_old_data_set_alone(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="one integer"):
-        write(tmp_path / "a", [[1], []])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_nothing_in_place_before_close(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "a", "u2")
-    writer.add_document([1])
-    with pytest.raises(FileNotFoundError):
-        IndexedDataset(tmp_path / "a")
-    writer.close()
-    writer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-
-
-def test_a_failed_close_leaves_no_temporary_files(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").mkdir()
-    writer = IndexedDatasetWriter(tmp_path / "a", "u2")
-    writer.add_document([1])
-    with pytest.raises(OSError):
-        writer.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
-
-
-@pytest.mark.parametrize(
-    "tokens,lengths,message",
-    [
-        ([], None, "at least one integer"),
-        ([[1]], None, "one dimension"),
-        ([1.0], None, "integer"),
-        ([65536], None, "token 65536 does not fit uint16"),
-        ([-1], None, "token -1 does not fit uint16"),
-        ([1, 2], [1], "sum to 2 tokens"),
-        ([1, 2], [2, 0], "positive"),
-        ([1, 2], [], "positive"),
-    ],
-)
-def test_bad_documents(tmp_path: Path, tokens: list[int], lengths: list[int] | None, message: str) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
-        writer.add_document([5])
-        with pytest.raises(ValueError, match=message):
-            writer.add_document(tokens, lengths)
-        writer.add_document([6])
-    assert IndexedDataset(tmp_path / "a").tokens.tolist() == [5, 6]
-
-
-def test_float_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"float32.*uint16"):
-        IndexedDatasetWriter(tmp_path / "a", "f4")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trainers.data import samples
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import (
     EpochPermutation,
     TokenSamples,
@@ -92,7 +93,7 @@ def test_sample_out_of_range(dataset: IndexedDataset, n: int) -> None:
 
 @pytest.mark.parametrize("documents,tokens", [(range(3), 6), (range(10, 10), 0), (range(0), 0)])
 def test_no_samples(dataset: IndexedDataset, documents: range, tokens: int) -> None:
-    with pytest.raises(ValueError, match=rf"count, documents .*: {tokens} tokens .* seq_length 6 needs 7"):
+    with pytest.raises(ValueError, match=rf"count, documents .*: {tokens} tokens .* --seq-length 6 needs 7"):
         TokenSamples(dataset, documents, seq_length=6)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trainers.data import sentence_map as module
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import SHORT, philox
 from trainers.data.sentence_map import sentence_map
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import NoSamplesError, philox
 from trainers.data.sentence_samples import (
     IGNORED,

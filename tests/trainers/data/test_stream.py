@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.support.samples import Named
-from trainers.data.indexed import IndexedDataset, IndexedDatasetWriter
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import EpochPermutation
 from trainers.data.sentence_samples import SampleRules, SentenceSamples
 from trainers.data.stream import MOCK, SampleStream, Source, record_of_one

@@ -1,8 +1,9 @@
 """WordPiece: a vocabulary that does not change from process to process, and what its tokens are for."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import BertTokenizer
 from tests.support.data import DATA, needs
 from trainers.data import wordpiece
 from trainers.data.tokenizer import Tokenizer
-from trainers.data.wordpiece import SPECIAL, WordPieces
+from trainers.data.wordpiece import SPECIAL, WordPieces, cut_words
 
 TEXTS = [
     "The cats sat on the mats, and the dog's cat sat there, too.",
@@ -112,3 +113,22 @@ def test_ids_of_bert_base_uncased() -> None:
     pieces = tokenizer.wordpieces()
     assert (pieces.pad, pieces.cls, pieces.sep, pieces.mask) == (0, 101, 102, 103)
     assert tokenizer.decode([101, 7592, 103, 102]) == "[CLS] hello [MASK] [SEP]"
+
+
+@pytest.mark.parametrize("text", ["", "a b", "x" * 25, " " * 31 + "a", "ab " * 20, "a" * 10, "b\n" + "c" * 12 + "\td"])
+def test_only_long_words_are_cut(text: str) -> None:
+    parts = list(cut_words([text], longest=10))
+    assert "".join(parts) == text
+    assert len(parts) == 1 or all(not part.strip() or len(part) <= 10 or " " in part for part in parts)
+    runs = [run for part in parts for run in re.findall(r"\s+|\S+", part)]
+    assert max(map(len, runs), default=0) <= 10
+    assert (parts == [text]) == (max(map(len, re.findall(r"\s+|\S+", text)), default=0) < 10)
+
+
+def test_an_error_of_the_texts_is_raised_from_training() -> None:
+    def texts() -> Iterator[str]:
+        yield "a b"
+        raise OSError("cannot be read")
+
+    with pytest.raises(OSError, match="cannot be read"):
+        Tokenizer.train_bpe(texts(), 300)

@@ -1,0 +1,107 @@
+"""Writing a data set: all of its files or none, each byte with a checksum; a full disk leaves the older one whole."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.support.full_disk import room_for
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
+from trainers.files import checksums
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
+
+
+def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "u2", tokenizer: bytes = b"") -> Path:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for tokens in documents:
+            writer.add_document(tokens)
+        if tokenizer:
+            writer.add_file(f"{prefix}-tokenizer.json", tokenizer)
+    return prefix
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("file", ["a.bin", "a.idx", "a-tokenizer.json", "a.xxh3"])
+def test_no_room_for_a_file_leaves_the_older_data_set_whole_and_names_the_file(tmp_path: Path, file: str) -> None:
+    """100,000 tokens have 100,000 bytes in .bin; the index has 20 bytes for each document."""
+    write(tmp_path / "a", tokenizer=b"old")
+    before = content(tmp_path)
+    long, short = [[1] * 100_000], [[1]] * 1000
+    documents, tokenizer, room = {
+        "a.bin": (long, b"new", 90_000), "a.idx": (short, b"new", 10_000),
+        "a-tokenizer.json": ([[1]], b"x" * 10_000, 5000), "a.xxh3": ([[1]], b"x", 90),
+    }[file]  # fmt: skip
+    with pytest.raises(OSError, match=rf"{file}'$") as found, room_for(room):
+        write(tmp_path / "a", documents, "u1", tokenizer)
+    assert found.value.errno == errno.EFBIG
+    assert content(tmp_path) == before
+    write(tmp_path / "a", documents, "u1", tokenizer)  # where there is room
+    assert len(IndexedDataset(tmp_path / "a")) == len(documents)
+    assert (tmp_path / "a-tokenizer.json").read_bytes() == tokenizer
+
+
+def test_checksums_cover_all_files(tmp_path: Path) -> None:
+    write(tmp_path / "v1.2", tokenizer=b"{}")
+    pieces = checksums.read(tmp_path / "v1.2.xxh3")
+    files = ["v1.2.bin", "v1.2.idx", "v1.2-tokenizer.json"]
+    assert pieces == [piece for name in files for piece in checksums.of_file(tmp_path / name)]
+    assert sorted(content(tmp_path)) == sorted([*files, "v1.2.xxh3"])
+
+
+def test_an_exception_leaves_the_old_data_set_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="one integer"):
+        write(tmp_path / "a", [[1], []])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_nothing_in_place_before_close(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "a", "u2")
+    writer.add_document([1])
+    with pytest.raises(FileNotFoundError):
+        IndexedDataset(tmp_path / "a")
+    writer.close()
+    writer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.xxh3"]
+
+
+def test_a_failed_close_leaves_no_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").mkdir()
+    writer = IndexedDatasetWriter(tmp_path / "a", "u2")
+    writer.add_document([1])
+    with pytest.raises(OSError):
+        writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize(
+    "tokens,lengths,message",
+    [
+        ([], None, "at least one integer"),
+        ([[1]], None, "one dimension"),
+        ([1.0], None, "integer"),
+        ([65536], None, "token 65536 does not fit uint16"),
+        ([-1], None, "token -1 does not fit uint16"),
+        ([1, 2], [1], "sum to 2 tokens"),
+        ([1, 2], [2, 0], "positive"),
+        ([1, 2], [], "positive"),
+    ],
+)
+def test_bad_documents(tmp_path: Path, tokens: list[int], lengths: list[int] | None, message: str) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        writer.add_document([5])
+        with pytest.raises(ValueError, match=message):
+            writer.add_document(tokens, lengths)
+        writer.add_document([6])
+    assert IndexedDataset(tmp_path / "a").tokens.tolist() == [5, 6]
+
+
+def test_float_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"float32.*uint16"):
+        IndexedDatasetWriter(tmp_path / "a", "f4")
