@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from commengine.job_end import FORWARD_SECONDS, say
@@ -51,7 +52,8 @@ class CrashReport:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)  # a thread that crashed must never wait for a reader
         faulthandler.enable(self._pipe[1], all_threads=False)
-        os.register_at_fork(after_in_child=self._forked)
+        forked = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: (method := forked()) and method())
         threading.Thread(target=self._wait, name="commengine crash", daemon=True).start()
 
     @property
