@@ -10,6 +10,7 @@ Every module here is a command, ``python -m bench.NAME``. A folder holds what co
 - ``contests``: programs that do the same work and alternate within one run
 - ``peers``: the programs of other libraries, the only code here that imports torch.distributed
 - ``gpu_study``: the studies of bench.gpu
+- ``checkup``: the parts of bench.doctor
 - ``prediction``: the model of a step's time and memory
 - ``clusters``: machines, described in YAML
 - ``results``: what the commands printed on the project's machines

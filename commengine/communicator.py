@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,28 +9,17 @@ import torch
 from torch import Tensor
 
 from . import compiled_ops
-from .calls.checks import (
-    INT_MAX,
-    TensorLike,
-    call_error,
-    check_alike,
-    check_disjoint,
-    check_rank,
-    check_reduction,
-    checked_pair,
-    checked_tensor,
-    is_c_int,
-    root_tensor,
-)
+from .calls.checks import INT_MAX, call_error, is_c_int
 from .calls.dispatch import Dispatcher
+from .calls.group_calls import GroupCalls
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
-from .errors import CollectiveError
+from .errors import CollectiveError, TransferError
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
-from .mpi import load_mpi, ranks_in
+from .mpi import load_mpi, making_communicators, ranks_in
 from .shared_memory.windows import SharedTensors
-from .stream import Stream, Work
+from .stream import Stream
 from .timeout.entries import WatchedGroup
 from .timeout.watcher import Watch, check_timeout
 from .trace import Trace
@@ -40,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Communicator:
+class Communicator(GroupCalls):
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
 
     mpi_comm: any mpi4py intracommunicator. Its own messages and those of the Communicator never mix.
@@ -99,8 +87,13 @@ class Communicator:
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
         points = agreed(mpi_comm, switch_points)
-        own = mpi_comm.Dup()
-        self._root_watch = None if timeout is None else Watch(mpi_comm.Dup(), timeout)
+        try:
+            with making_communicators():
+                own = mpi_comm.Dup()
+                watching: Any = None if timeout is None else mpi_comm.Dup()
+        except TransferError as error:
+            raise CollectiveError(f"Communicator {name!r}: {error}") from error
+        self._root_watch = None if timeout is None else Watch(watching, timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
         self._set_up(own, checked, deterministic, name, watched, points)
         try:
@@ -181,131 +174,7 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank={self.rank}, size={self.size})"
 
-    # Reductions -----------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
-        """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg"."""
-        tensor = checked_tensor(self, "all_reduce", tensor)
-        check_reduction(self, "all_reduce", tensor, op)
-        return self._calls.run("all_reduce", (tensor, op), tensor, stream)
-
-    def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
-        """Reduce ``tensor`` over the group into the tensor of rank ``root``; the other ranks' tensors do not change."""
-        tensor = checked_tensor(self, "reduce", tensor)
-        check_reduction(self, "reduce", tensor, op)
-        root = check_rank(self, "reduce", "root", root)
-        return self._calls.run("reduce", (tensor, root, op), tensor, stream)
-
-    def reduce_scatter(
-        self, output: TensorLike, input: TensorLike, op: str = "sum", *, stream: Stream | None = None
-    ) -> Work:
-        """Reduce ``input`` [size * d0, ...] over the group.
-
-        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...].
-        """
-        output, input = checked_pair(self, "reduce_scatter", output, input)
-        check_reduction(self, "reduce_scatter", input, op)
-        return self._calls.run("reduce_scatter", (output, input, op), input, stream)
-
-    # Movement -------------------------------------------------------------------------------------------------
-
-    def all_gather(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
-        """Concatenate every rank's ``input`` [d0, ...] in rank order into ``output`` [size * d0, ...].
-
-        It works in place if ``input`` is this rank's rows of ``output``.
-        """
-        output, input = checked_pair(self, "all_gather", output, input)
-        return self._calls.run("all_gather", (output, input), output, stream)
-
-    def broadcast(self, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
-        """Copy the tensor of rank ``root`` into every rank's ``tensor``, of the same shape and dtype."""
-        tensor = checked_tensor(self, "broadcast", tensor)
-        root = check_rank(self, "broadcast", "root", root)
-        return self._calls.run("broadcast", (tensor, root), tensor, stream)
-
-    def gather(
-        self, output: TensorLike | None, input: TensorLike, root: int = 0, *, stream: Stream | None = None
-    ) -> Work:
-        """Concatenate every rank's ``input`` [d0, ...] into ``output`` [size * d0, ...] of rank ``root``.
-
-        output: ignored on the other ranks, and usually None there.
-        """
-        root = check_rank(self, "gather", "root", root)
-        input = checked_tensor(self, "gather", input, "input")
-        output = root_tensor(self, "gather", "output", output, input, root)
-        return self._calls.run("gather", (output, input, root), input, stream)
-
-    def scatter(
-        self, output: TensorLike, input: TensorLike | None, root: int = 0, *, stream: Stream | None = None
-    ) -> Work:
-        """Give rank r the rows r * d0 ... of rank ``root``'s ``input`` [size * d0, ...] in ``output`` [d0, ...].
-
-        input: ignored on the other ranks, and usually None there.
-        """
-        root = check_rank(self, "scatter", "root", root)
-        output = checked_tensor(self, "scatter", output, "output")
-        input = root_tensor(self, "scatter", "input", input, output, root)
-        return self._calls.run("scatter", (output, input, root), output, stream)
-
-    def all_to_all(self, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
-        """Send block j of ``input`` to rank j, and receive rank j's block in block j of ``output``.
-
-        output, input: both [size * d0, ...]; block j is the rows j * d0 ... of a tensor.
-        """
-        output = checked_tensor(self, "all_to_all", output, "output")
-        input = checked_tensor(self, "all_to_all", input, "input")
-        check_alike(self, "all_to_all", output, input)
-        if output.shape != input.shape or input.dim() == 0 or input.shape[0] % self.size:
-            raise call_error(
-                self,
-                "all_to_all",
-                f"output {list(output.shape)} and input {list(input.shape)} must have one shape whose dim 0 "
-                f"the group's size {self.size} divides",
-            )
-        return self._calls.run("all_to_all", (output, input), input, stream)
-
-    def barrier(self, *, stream: Stream | None = None) -> Work:
-        """Wait until every rank is here. On a stream, work enqueued later starts when all ranks have reached it."""
-        return self._calls.run("barrier", (), None, stream)
-
-    # Point to point -------------------------------------------------------------------------------------------
-
-    def send(self, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
-        """Send ``tensor`` to rank ``dst``, which must `recv` a tensor of as many elements and the same dtype.
-
-        It may block until then; `sendrecv` and `coalesce` exchange messages without a deadlock. A message is matched
-        within one stream: both ranks give their stream of the same number, or no stream.
-        """
-        tensor = checked_tensor(self, "send", tensor)
-        dst = check_rank(self, "send", "dst", dst)
-        return self._calls.run("send", (tensor, dst), tensor, stream)
-
-    def recv(self, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
-        """Fill ``tensor`` with the message from rank ``src``. A message of another length raises CollectiveError."""
-        tensor = checked_tensor(self, "recv", tensor)
-        src = check_rank(self, "recv", "src", src)
-        return self._calls.run("recv", (tensor, src), tensor, stream)
-
-    def sendrecv(
-        self, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *, stream: Stream | None = None
-    ) -> Work:
-        """Send to ``dst`` while receiving from ``src``. Exchanges in any pattern do not deadlock."""
-        sent = checked_tensor(self, "sendrecv", sendtensor, "sendtensor")
-        received = checked_tensor(self, "sendrecv", recvtensor, "recvtensor")
-        check_disjoint(self, "sendrecv", sent, received)
-        dst = check_rank(self, "sendrecv", "dst", dst)
-        src = check_rank(self, "sendrecv", "src", src)
-        return self._calls.run("sendrecv", (sent, dst, received, src), sent, stream)
-
-    def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
-        """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
-
-        Host collectives of the group run in their order. NCCL's are one launch and have no order: no call of the block
-        may touch memory that another one writes. The tensors may be touched when the block has ended, or, with
-        ``stream=``, when the stream has reached the group's end; the Work of each call is done when the whole group is.
-        If the block raises an exception, nothing is sent.
-        """
-        return self._calls.coalesce(stream)
+    # Memory, streams, groups, life --------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised host tensor in memory that the ranks of a node share.
@@ -324,8 +193,6 @@ class Communicator:
         self._live_mpi()
         with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
-
-    # Streams, groups, life ------------------------------------------------------------------------------------
 
     def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
@@ -347,7 +214,8 @@ class Communicator:
                 stream = backend.new_stream(comm, name, index, priority)
                 self._alarm(stream.transport.failure)
             else:
-                own = comm.Dup()
+                with making_communicators():
+                    own = comm.Dup()
                 transport = self._new_host(own, polling=True)
                 transport.open_routes()
                 stream = Stream(
@@ -374,7 +242,8 @@ class Communicator:
             raise call_error(self, "split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
         comm = self._live_mpi()
         with self._calls.watching("split", "life"):
-            part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
+            with making_communicators():
+                part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             backend: Backend | None = None
             if isinstance(self._backend, NcclBackend):
                 try:

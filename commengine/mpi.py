@@ -1,8 +1,12 @@
-"""mpi4py, imported on first use, and one question about MPI groups."""
+"""mpi4py, imported on first use; communicators of MPI and their limit; one question about MPI groups."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from .errors import TransferError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,7 +22,39 @@ def load_mpi() -> Any:
 def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:
     """Return the rank in ``other`` of each rank of ``comm``, in the order of ``comm``. Not collective."""
     mine, theirs = comm.Get_group(), other.Get_group()
-    ranks = list(mine.Translate_ranks(None, theirs))
+    # mpi4py 3.1 has a class method of two groups, and takes no None for all ranks; a call on the class serves both.
+    ranks = list(load_mpi().Group.Translate_ranks(mine, list(range(mine.size)), theirs))
     mine.Free()
     theirs.Free()
     return ranks
+
+
+def in_one_world(comm: MPI.Comm) -> bool:
+    """Whether all ranks of ``comm`` belong to this process's MPI.COMM_WORLD: none was spawned apart. Not collective."""
+    mpi = load_mpi()
+    return mpi.UNDEFINED not in ranks_in(comm, mpi.COMM_WORLD)
+
+
+@contextlib.contextmanager
+def making_communicators() -> Iterator[None]:
+    """Say what to do when MPI has no communicator left to give: raises `TransferError`, on every rank of the group."""
+    try:
+        yield
+    except load_mpi().Exception as error:
+        if "Too many communicators" not in str(error):
+            raise
+        raise TransferError(
+            "MPI has no communicator left to give (MPICH has 2048 in a process). A Communicator holds 2, one more with "
+            "a timeout, and up to 5 more once its large collectives share memory; a stream holds up to 4, a tensor of "
+            "Communicator.empty 1, as long as the process if it outlives its Communicator. Close what is not used"
+        ) from error
+
+
+def check_spare(comm: MPI.Intracomm, count: int) -> None:
+    """Raise `TransferError` on every rank unless MPI can still make ``count`` communicators. Collective.
+
+    Where MPI makes communicators by itself, as for a window, MPICH crashes if there are none.
+    """
+    with making_communicators(), contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.callback(comm.Dup().Free)

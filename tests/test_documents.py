@@ -45,7 +45,7 @@ SMALLER = {
 #: the commands that pass options on to a training run: its settings
 TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig}
 #: what a reader has made before, or names as an example
-OF_THE_READER = ("runs/", "iter_", "tensorboard/", "site/", "/dev/", "bin/")
+OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 
 
 def ids(command: Command) -> str:

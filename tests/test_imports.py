@@ -21,7 +21,8 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 #: commands, which may import each other
 ROOMS = {
     "commengine": (
-        {"errors", "mpi", "job_end", "dtypes", "operations"},
+        {"errors"},
+        {"mpi", "job_end", "dtypes", "operations"},
         {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
@@ -48,7 +49,8 @@ ROOMS = {
         {"data", "weights"},
         {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
-        {"checkpoints", "checks"},
+        {"checkpoints"},
+        {"checks"},  # of a run while it trains
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
@@ -58,7 +60,7 @@ ROOMS = {
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
         {"collective_study", "contests"},
-        {"peers", "gpu_study"},
+        {"peers", "gpu_study", "checkup"},
         {"top"},
     ),
 }

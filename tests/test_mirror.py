@@ -13,6 +13,10 @@ PACKAGES = ("commengine", "tplayers", "trainers")
 #: the modules without a test file of their own: the files that test them
 TESTED_BY = {
     "commengine/calls/dispatch.py": ["commengine/test_communicator_collectives.py", "commengine/test_trace.py"],
+    "commengine/calls/group_calls.py": [
+        "commengine/test_communicator_collectives.py",
+        "commengine/test_communicator_p2p.py",
+    ],
     "commengine/device/clock.py": ["commengine/device/test_backends.py"],
     "commengine/device/staged.py": ["commengine/device/test_backends.py"],
     "commengine/device/stream.py": ["commengine/device/test_backends.py"],
@@ -21,11 +25,9 @@ TESTED_BY = {
     "commengine/host/polling.py": ["commengine/test_stream.py", "commengine/device/test_backends.py"],
     "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],
-    "commengine/mpi.py": ["commengine/test_launch.py"],
     "commengine/operations.py": ["test_operations_tables.py"],
     "commengine/rank_zero.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_layer_options.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
-    "commengine/shared_memory/nodes.py": ["commengine/shared_memory/test_two_level.py"],
     "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],

@@ -37,12 +37,12 @@ def environment(module: str) -> dict[str, Any]:
 
     Call it before measuring, so that the load is that of other programs.
     """
-    versions = {"python": platform.python_version(), **_installed(PACKAGES)}
+    versions = {"python": platform.python_version(), **installed(PACKAGES)}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware = f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}"
     if gpus := devices():
         hardware += f"; {', '.join(f'{count} x {name}' for name, count in Counter(gpus).items())}"
-        versions |= {"CUDA": str(torch.version.cuda), **_installed(GPU_PACKAGES)}
+        versions |= {"CUDA": str(torch.version.cuda), **installed(GPU_PACKAGES)}
         versions |= {name: found for name, found in (("driver", driver()), ("NCCL loaded", nccl())) if found}
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
@@ -54,7 +54,8 @@ def environment(module: str) -> dict[str, Any]:
     }
 
 
-def _installed(packages: tuple[str, ...]) -> dict[str, str]:
+def installed(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of those of ``packages`` that are installed, by their names."""
     versions = {}
     for package in packages:
         try:

@@ -248,17 +248,18 @@ class Dispatcher:
     def watching(self, operation: str, sequence: str, *about: Any) -> Iterator[None]:
         """Watch a step of the communicator that is collective but no transport's method: it, too, must end in time.
 
-        about: tensor, reduction and root, for the report.
+        about: tensor, reduction and root, for the report. An error of MPI becomes a CollectiveError.
         """
-        if self._watched is None:
-            yield
-            return
-        entry = self._watched.enqueue(sequence, operation, *about)
-        entry.start()
+        entry = None if self._watched is None else self._watched.enqueue(sequence, operation, *about)
+        if entry is not None:
+            entry.start()
         try:
             yield
+        except self._failures as error:
+            raise call_error(self, operation, str(error)) from error
         finally:
-            entry.end()
+            if entry is not None:
+                entry.end()
 
     def _agree(self, call: TransportCall, stream: Stream | None) -> None:
         """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commengine.mpi import making_communicators
 from commengine.operations import REDUCING_IN_MEMORY
 from commengine.shared_memory.flags import PRIVATE, Flags, fits
 from commengine.shared_memory.nodes import Node
@@ -235,8 +236,9 @@ class MemoryRoutes:
             node = self._node
             local: Any = self._comm
             if not node.alone:
-                local = self._comm.Split(node.index, self._comm.rank)
-                self._levels = [local, self._comm.Split(local.rank, node.index)]
+                with making_communicators():
+                    local = self._comm.Split(node.index, self._comm.rank)
+                    self._levels = [local, self._comm.Split(local.rank, node.index)]
             self._flags = Flags(local, self._wait)
             self._window = InWindow(self._flags)
             if not node.alone:

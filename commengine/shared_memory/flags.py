@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commengine.errors import CollectiveMismatch
-from commengine.mpi import load_mpi
+from commengine.mpi import check_spare, load_mpi
 from commengine.operations import IN_MEMORY
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ _ROUND, _ASKED, _STAGES = 0, slice(1, 4), 4
 
 #: bytes of shared memory that are left for MPI itself
 MARGIN_BYTES = 8 << 20
+
+#: the communicators that MPICH makes for a window
+WINDOW_COMMUNICATORS = 2
 
 #: the place of a tensor that lies in no window
 PRIVATE = -1
@@ -146,8 +149,9 @@ def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
     """Make a window of ``nbytes`` bytes a rank. Collective, on the ranks' main threads.
 
     The ranks meet in a barrier first. While MPICH makes a window it lets no other thread of the process into MPI, and
-    another rank may be waiting for that thread.
+    another rank may be waiting for that thread. Raises `TransferError` on all ranks if MPI has no communicator left.
     """
+    check_spare(comm, WINDOW_COMMUNICATORS)
     comm.Barrier()
     window: MPI.Win = load_mpi().Win.Allocate_shared(nbytes, 1, comm=comm)
     return window

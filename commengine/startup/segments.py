@@ -19,8 +19,9 @@ from .tasks import first_on_node
 #: where Linux keeps shared memory
 FOLDER = Path("/dev/shm")
 
-#: the files of MPICH, of Open MPI 5 and of Open MPI 4
+#: the files of MPICH, of Open MPI 5 and of Open MPI 4, which warns at the end if its file is gone
 NAMES = ("mpich_shm_", "sm_segment.", "vader_segment.")
+UNMISSED = ("mpich_shm_", "sm_segment.")
 
 #: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it
 STALE_SECONDS = 30.0
@@ -34,7 +35,7 @@ def unlink_own(folder: Path = FOLDER) -> list[Path]:
     unlinked = []
     for path, inode in sorted(set(_mapped("self", folder))):
         with contextlib.suppress(OSError):  # another rank of the node was first
-            if path.stat().st_ino == inode:
+            if path.name.startswith(UNMISSED) and path.stat().st_ino == inode:
                 path.unlink()
                 unlinked.append(path)
     return unlinked

@@ -15,6 +15,7 @@ from typing import Any
 
 from commengine.mpi import load_mpi
 
+from .pmi_relay import start_relay
 from .segments import remove_stale
 from .tasks import first_on_node, number_of_tasks
 
@@ -46,6 +47,7 @@ def start_mpi() -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by this call or before it. Collective over the launcher's tasks."""
     if "mpi4py.MPI" not in sys.modules:
         remove_stale()
+        start_relay()
     end_with_launcher()
     with _watched_start():
         mpi = load_mpi()

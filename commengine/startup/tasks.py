@@ -48,8 +48,9 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ, library
         )
     else:
         beside = Path(sys.executable).parent / "mpiexec"
-        right = f"use the one installed beside this Python ({beside})" if beside.exists() else f"use its own ({this})"
-        cause = f"the mpiexec on PATH belongs to another MPI than mpi4py's: {right}"
+        cause = f"the mpiexec on PATH belongs to another MPI than mpi4py's: {this}; use its mpiexec"
+        if sys.prefix != sys.base_prefix and beside.exists():  # a virtual environment's MPI is a wheel
+            cause += f" ({beside})"
     if by_srun:
         cause += "; inside sbatch, start the program with srun or mpiexec"
     raise LaunchError(f"{variable}={count}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
 from commengine.job_end import abort, say
-from commengine.mpi import load_mpi, ranks_in
+from commengine.mpi import in_one_world, load_mpi, ranks_in
 
 from .crash import CrashReport
 from .entries import Entry, WatchedGroup
@@ -71,7 +71,8 @@ class Watch:
         self.closed = False
         self._comm = comm
         self._rank: int = comm.rank
-        self._world_ranks = ranks_in(comm, mpi.COMM_WORLD)
+        #: the ranks that a report names; those of the root where it has ranks of another MPI.COMM_WORLD
+        self._world_ranks = ranks_in(comm, mpi.COMM_WORLD if in_one_world(comm) else comm)
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is
         self._reachable: list[int] = []  # the ranks that are told that this one has run out of time
@@ -98,7 +99,8 @@ class Watch:
 
     def group(self, comm: MPI.Comm, name: str, parent: str = "") -> WatchedGroup:
         """Watch the communicator ``comm``, whose ranks all belong to the root communicator."""
-        ranks, world_ranks = (tuple(ranks_in(comm, other)) for other in (self._comm, load_mpi().COMM_WORLD))
+        ranks = tuple(ranks_in(comm, self._comm))
+        world_ranks = tuple(self._world_ranks[rank] for rank in ranks)
         found = WatchedGroup(self, f"{parent}/{name}@{ranks[0]}", name, ranks, world_ranks)
         self._groups[found.key] = found
         return found

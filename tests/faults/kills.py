@@ -22,7 +22,7 @@ DEMAND = (
     "the same command goes on from the newest checkpoint and ends bit for bit as an undisturbed run, with its report"
 )
 CASES = len(KINDS)
-SHORT = [KINDS.index(("ZeRO-1 bf16", "a rank", "saving"))]
+SHORT = [KINDS.index(("TP 2", "a rank", "saving"))]
 LIMIT_S = 240
 
 

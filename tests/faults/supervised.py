@@ -17,7 +17,7 @@ from trainers.supervision.command import STEP_FILE
 
 #: (layout, steps, kills, whether a host is lost on the way)
 KINDS = (
-    ("DP 2", runs.STEPS, 2, False),
+    ("TP 2", runs.STEPS, 2, False),
     ("TP 2", 200, 20, False),
     ("DP 2", 200, 20, False),
     ("ZeRO-1 bf16", 200, 20, False),
@@ -26,31 +26,48 @@ KINDS = (
 )
 VICTIMS = ("a rank", "the launcher", "all")
 
+#: what comes to supervise itself, once
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGKILL")
+
 TITLE = (
     "`trainers.supervise` over 20 SIGKILLs of a run of 200 steps, at random steps and in starts; with a host lost, "
-    "from 4 ranks to 2"
+    "from 4 ranks to 2; signals to supervise itself; a run that diverges"
 )
-DEMAND = "ends by itself with status 0, as an undisturbed run: bit for bit on the same ranks, but for rounding on fewer"
-CASES = len(KINDS)
+DEMAND = (
+    "ends by itself with status 0, as an undisturbed run: bit for bit on the same ranks, but for rounding on fewer; "
+    "a signal stops it with status 75, and the same command ends it; it gives up a run that diverges, with status 1"
+)
+CASES = len(KINDS) + len(SIGNALS) + 1
 SHORT = [0]
 LIMIT_S = 540
 
 
 def run(case: Case) -> str:
-    layout, steps, kills, loses_host = KINDS[case.number]
-    random, folder, log = case.random, case.folder / "run", case.folder / "supervised.log"
-    wanted = runs.undisturbed(case.shared, layout, train_iters=steps)
-    gone = case.folder / "gone-b"
-    argv = [sys.executable, "-m", "trainers.supervise", *options(layout, loses_host, case.folder), "--"]
-    argv += ["env", "HOSTS={hosts}"] if loses_host else []
-    argv += [mpirun.mpiexec(), "-n", "{ranks}", sys.executable, *runs.words(layout, folder, steps)]
+    if case.number < len(KINDS):
+        return over_kills(case, *KINDS[case.number])
+    if case.number < len(KINDS) + len(SIGNALS):
+        return stopped(case, SIGNALS[case.number - len(KINDS)])
+    return diverged(case)
+
+
+def start(case: Case, log: Path, words: Sequence[str], options: Sequence[str]) -> "subprocess.Popen[str]":
+    """Start supervise. words: the arguments of Python for the run."""
+    argv = [sys.executable, "-m", "trainers.supervise", *options, "--"]
+    argv += ["env", "HOSTS={hosts}"] if "--hosts" in options else []
+    argv += [mpirun.mpiexec(), "-n", "{ranks}", sys.executable, *words]
     with log.open("w") as file:
-        process = mpirun.start(argv, stdout=file.fileno(), stderr=subprocess.STDOUT)
+        return mpirun.start(argv, stdout=file.fileno(), stderr=subprocess.STDOUT)
+
+
+def over_kills(case: Case, layout: str, steps: int, kills: int, loses_host: bool) -> str:
+    random, folder, log = case.random, case.folder / "run", case.folder / "supervised.log"
+    wanted = runs.undisturbed(case.shared, layout, **({} if steps == runs.STEPS else {"train_iters": steps}))
+    process = start(case, log, runs.words(layout, folder, steps), options(layout, loses_host, case.folder))
     lost_at = None
     try:
         for number, step in enumerate(sorted(random.randrange(1, steps) for _ in range(kills))):
             if loses_host and number == kills // 2:
-                gone.touch()
+                (case.folder / "gone-b").touch()
                 lost_at = step
             strike(case, process, folder / STEP_FILE, log, number, step, random)
         status = runs.finish(process, log, 90)
@@ -67,6 +84,44 @@ def run(case: Case) -> str:
     assert "no answer from b" in text and " -n 2 " in starts[-1] and " -n 4 " in starts[0], starts
     require_close(folder, wanted, steps)
     return f"{kills} kills, from 4 ranks to 2"
+
+
+def stopped(case: Case, name: str) -> str:
+    """One signal to supervise at a random step. If it is killed itself, the launcher passes SIGTERM on to the ranks."""
+    layout, steps, folder, log = "DP 2", 200, case.folder / "run", case.folder / "stopped.log"
+    wanted = runs.undisturbed(case.shared, layout, train_iters=steps)
+    words = [*runs.words(layout, folder, steps), "--exit-signal", "USR1"]
+    process = start(case, log, words, ["--ranks", "2"])
+    step = case.random.randrange(1, steps - 50)
+    assert runs.wait_for(lambda: begun(folder / STEP_FILE, step), process), runs.tail(log)
+    os.kill(process.pid, getattr(signal, name))
+    status = runs.finish(process, log, 60)
+    assert status == (-signal.SIGKILL if name == "SIGKILL" else os.EX_TEMPFAIL), f"status {status}: {runs.tail(log)}"
+    if name != "SIGKILL":
+        assert runs.saved(folder) >= step and not (folder / STEP_FILE).exists(), runs.tail(log)
+    log = case.folder / "again.log"
+    status = runs.finish(start(case, log, words, ["--ranks", "2"]), log)
+    assert status == 0, f"the same command ended with status {status}: {runs.tail(log)}"
+    assert not (found := runs.differences(folder, wanted)), "; ".join(found)
+    return f"{name} to supervise"
+
+
+def diverged(case: Case) -> str:
+    folder, log = case.folder / "run", case.folder / "diverged.log"
+    words = runs.words("DP 2", folder, lr=1e30, clip_grad=0)
+    status = runs.finish(start(case, log, words, ["--ranks", "2", "--repeats", "2", "--back-off", "0.05"]), log)
+    text = log.read_text()
+    assert status == 1 and text.count("the run has diverged") == 2, f"status {status}: {runs.tail(log)}"
+    assert "for the second time in a row: a restart does not help" in text, runs.tail(log)
+    return "gave up"
+
+
+def begun(step_file: Path, step: int) -> bool:
+    """Whether a supervised run has begun this step since its last start."""
+    try:
+        return int(step_file.read_text()) >= step
+    except (OSError, ValueError):
+        return False
 
 
 def options(layout: str, loses_host: bool, folder: Path) -> list[str]:
@@ -87,17 +142,13 @@ def strike(
     def started() -> bool:
         return log.read_text(errors="replace").count("supervise: starting ") > number
 
-    def begun() -> bool:
-        try:
-            return int(step_file.read_text()) >= step
-        except (OSError, ValueError):
-            return False
-
     assert runs.wait_for(started, process), f"it ended before {starts}: {runs.tail(log)}"
     if random.random() < 0.2:
         time.sleep(random.uniform(0, 2))
     else:
-        assert runs.wait_for(begun, process), f"it ended before step {step} in {starts}: {runs.tail(log)}"
+        assert runs.wait_for(lambda: begun(step_file, step), process), (
+            f"it ended before step {step} in {starts}: {runs.tail(log)}"
+        )
         time.sleep(random.uniform(0, 0.05))
     kill(case, random.choice(VICTIMS), process.pid, random)
 

@@ -43,18 +43,18 @@ class Signals:
 
     def __init__(self) -> None:
         self.planned: list[tuple[str, int, int, str]] = []
-        self.step, self.save, self.evaluate = Trainer.step, run_state.save, loop.evaluate_sources
+        self.step, self.save, self.evaluate = Trainer.step, run_state.CheckpointSaver.start, loop.evaluate_sources
         self.iteration = 0
         Trainer.step = lambda trainer: self.in_step(trainer)
-        run_state.save = lambda trainer: self.send("save", trainer) or self.save(trainer)
+        run_state.CheckpointSaver.start = lambda saver: self.send("save") or self.save(saver)
         loop.evaluate_sources = lambda *rest: self.send("evaluation") or self.evaluate(*rest)
 
     def in_step(self, trainer):
         self.iteration = trainer.iteration + 1
-        self.send("step", trainer)
+        self.send("step")
         return self.step(trainer)
 
-    def send(self, place, trainer=None):
+    def send(self, place):
         for planned, iteration, rank, name in self.planned:
             if (planned, iteration, rank) == (place, self.iteration, MPI.COMM_WORLD.rank):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])

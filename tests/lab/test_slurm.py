@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import mpirun
-from tests.support.lab.slurm import ended, slurm_cluster, why_not
+from tests.support.lab.slurm import ended, why_not
 from tests.trainers.conftest import MOCK, TINY
 
 REASON = why_not()
@@ -34,11 +34,24 @@ if world.rank == 0:
 """
 RUN = [*TINY, *MOCK, "--train-iters", "6", "--tensor-model-parallel-size", "2"]
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    with slurm_cluster(2) as cluster:
-        yield cluster
+#: MPICH sends what lies in memory behind a network address, in a form that is long if that memory has no zeros
+FULL_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = []
+for size in range(16, 4096, 16):
+    for _ in range(40):
+        blocks.append(libc.malloc(size))
+        ctypes.memset(blocks[-1], 0xA5, size)
+for block in blocks[::2]:
+    libc.free(block)
+from commengine import launch
+def main(world):
+    assert world.mpi.allreduce(1) == world.size
+    print("right")
+launch.run(main)
+"""
 
 
 def losses(folder):
@@ -52,6 +65,13 @@ def test_srun_starts_ranks_on_both_nodes_and_each_node_has_memory_of_its_own(clu
     assert json.loads(done.stdout) == [
         [rank, host, 2, [f"of-{host}"]] for rank, host in enumerate(["lab2", "lab2", "lab3", "lab3"])
     ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_srun_starts_ranks_whatever_lies_in_their_memory(cluster, ranks):
+    """Without the relay of commengine.startup, MPI_Init fails on 2 ranks, and hangs on 4."""
+    done = cluster.run("srun", cluster.mpi, "-N2", f"-n{ranks}", sys.executable, "-c", FULL_MEMORY, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "right\n" * ranks), done
 
 
 def test_training_across_nodes_equals_training_on_one_machine(cluster, tmp_path):

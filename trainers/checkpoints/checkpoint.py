@@ -114,7 +114,9 @@ def _cannot_load(found: Path, error: Exception) -> UsageError:
 def _data_of_one(saved: Mapping[str, Any], iteration: int) -> dict[str, Any] | None:
     """The record of data that a version without blends left out: it read ``data_path`` alone."""
     batch = saved.get("global_batch_size")
-    return None if batch is None else record_of_one(saved.get("data_path") or MOCK, iteration * int(batch))
+    path = saved.get("data_path")
+    name = path if isinstance(path, str) and path else MOCK
+    return None if batch is None else record_of_one(name, iteration * int(batch))
 
 
 def _require_same(

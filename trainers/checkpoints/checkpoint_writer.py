@@ -148,7 +148,7 @@ class CheckpointWriter:
     def _publish(self, pieces: list[checksums.Piece]) -> None:
         """Write what is left, and give the checkpoint its name: from then on it is the newest one."""
         for file, size in self._sizes.items():
-            if (found := (self._beside / file).stat().st_size) != size:
+            if (found := disk.size(self._beside / file)) != size:
                 raise OSError(errno.EIO, f"has {found} bytes after writing {size}", str(self._beside / file))
         state = json.dumps(self._state, indent=1).encode()
         disk.write(self._beside / STATE, state)

@@ -70,6 +70,12 @@ def write(path: Path, data: bytes) -> None:
         raise named(file.problem, path)
 
 
+def size(path: Path) -> int:
+    """The bytes of a file that other hosts have written, too: NFS asks the server when a file is opened."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size
+
+
 def named(error: OSError, path: Path) -> OSError:
     """``error`` with the name of the file that it is about; a write to a descriptor knows no name."""
     return OSError(error.errno, error.strerror or str(error), str(path))
@@ -85,15 +91,6 @@ def replace(source: Path, target: Path) -> None:
     """Rename ``source``; a file in the place of ``target`` is replaced at the same moment, a folder must be empty."""
     source.replace(target)
     sync_folder(target.parent)
-
-
-def replace_if_possible(source: Path, target: Path) -> bool:
-    """Rename ``source`` as `replace` does; False if that failed."""
-    try:
-        replace(source, target)
-    except OSError:
-        return False
-    return True
 
 
 def remove(path: Path) -> None:

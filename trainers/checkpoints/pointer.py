@@ -5,6 +5,7 @@ Also: which checkpoints a folder holds, and which of them it keeps.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -97,15 +98,23 @@ def make_room(folder: Path) -> None:
 def keep(folder: Path, last: int, every: int | None) -> None:
     """Remove all checkpoints up to the newest one but the ``last`` newest and the multiples of ``every`` steps.
 
-    A checkpoint that cannot be removed stays. It loses its name first: a kill leaves nothing that looks complete.
+    A checkpoint that cannot be removed stays.
     """
     newest = latest(folder)
     older = [] if newest is None else [path for path in complete(folder) if _iteration(path) <= _iteration(newest)]
     for path in older[: -max(last, 1)]:
         if every is None or _iteration(path) % every:
-            removed = path.with_name(f"{path.stem}.tmp")
-            if disk.replace_if_possible(path, removed):
-                disk.remove_if_possible(removed)
+            with contextlib.suppress(OSError):
+                discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so a kill leaves nothing that looks complete. Raises OSError."""
+    partial = path.with_name(f"{path.stem}.tmp")
+    if path != partial:
+        disk.remove(partial)
+        disk.replace(path, partial)
+    disk.remove(partial)
 
 
 def _parsed(raw: bytes) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 from commengine import UsageError
@@ -17,6 +16,8 @@ FILES = (
     "latest", "latest.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
     "loss.png",
 )  # fmt: skip
+#: the folder for batches of steps whose loss was not finite, or jumped
+BATCHES = "batches"
 CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
@@ -80,7 +81,7 @@ def clear(config: TrainConfig) -> None:
         return
     for path in _left(Path(config.save)):  # the pointer first, so that it never names a missing folder
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            pointer.discard(path)
         else:
             path.unlink()
 
@@ -88,7 +89,8 @@ def clear(config: TrainConfig) -> None:
 def _left(folder: Path) -> list[Path]:
     # A run that ended before its first row leaves an empty file, which is nothing to lose.
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
-    return files + sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    folders = sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
+    return files + folders + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:

@@ -21,9 +21,7 @@ def save(trainer: Trainer) -> None:
 
     Raises UsageError, on all ranks, if any rank cannot write.
     """
-    saver = CheckpointSaver(trainer)
-    saver.start(background=False)
-    saver.finish()
+    CheckpointSaver(trainer).start(background=False)
 
 
 class CheckpointSaver:
@@ -50,10 +48,13 @@ class CheckpointSaver:
         optimizer, batches = trainer.optimizer, trainer.batches
         data = batches.record(trainer.iteration) if isinstance(batches, ResumableBatchSource) else None
         progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters, data)
+        later = config.async_save if background is None else background
         self._writer = CheckpointWriter(
             Path(config.save), progress, trainer.model, optimizer, _settings(trainer).to_json(), trainer.grid,
-            background=config.async_save if background is None else background,
+            background=later,
         )  # fmt: skip
+        if not later:
+            self.finish()
 
     def state(self) -> int:
         """This rank's flag of the ranks' agreement: `CheckpointWriter.state`, or DONE. Not collective."""

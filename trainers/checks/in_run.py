@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from commengine import UsageError
+from commengine.rank_zero import gather_json
 from commengine.trace import Trace, trace
+from trainers.checkpoints.run_folder import BATCHES
 from trainers.training.trainer import Diverged, Step, Trainer
 
 from . import losses, replicas, stragglers
-
-#: the folder in that of --save for the batches of steps whose loss was not finite, or jumped
-BATCHES = "batches"
-_NAME = 64  # bytes of a host's name
 
 
 class InRunChecks:
@@ -37,18 +34,15 @@ class InRunChecks:
         self._problem: str | None = None
         self._log: Trace | None = None
         self._own: list[float] = []
-        self._hosts: list[str] = []
-        if config.log_straggler and world.size > 1:
-            names = torch.zeros(world.size, _NAME, dtype=torch.uint8)
-            name = torch.frombuffer(bytearray(socket.gethostname().encode()[:_NAME].ljust(_NAME)), dtype=torch.uint8)
-            world.all_gather(names, name.unsqueeze(0))
-            self._hosts = [bytes(row.numpy()).decode(errors="replace").strip() for row in names]
+        self._paced = config.log_straggler and world.size > 1
+        #: of all ranks, on rank 0
+        self._hosts: list[str] = gather_json(world, socket.gethostname()) if self._paced else []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around ``trainer.step()``. A step that has diverged (`Diverged`) leaves its batch."""
         try:
-            if not self._hosts:
+            if not self._paced:
                 yield
                 return
             with trace(self._trainer.grid.tensor, self._trainer.grid.data) as self._log:
@@ -99,6 +93,6 @@ class InRunChecks:
             return {}
         paces = stragglers.compare(statistics.median(self._own), world)
         self._own.clear()
-        if paces.slow:
+        if paces.slow and self._hosts:
             self._say(f"iteration {iteration}: {paces.text(self._hosts[paces.slowest])}")
         return paces.row()

@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from commengine import Communicator, trace
+from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, run_folder, run_state
 from trainers.checks.in_run import InRunChecks
@@ -30,7 +30,7 @@ Config = TypeVar("Config", bound=TrainConfig)
 
 
 class _EvaluationLeft(Exception):
-    """Ends an evaluation on all ranks. Its argument says why the run stops (`StopRequests.reason`)."""
+    """Ends an evaluation on all ranks, because the run stops."""
 
 
 def train(
@@ -92,8 +92,13 @@ def train(
                 metrics.say(line)
         if stopping.limit is not None:
             metrics.say(stopping.limit)
+        saver = run_state.CheckpointSaver(trainer)
         try:
-            status = _train(task, metrics, folder, agreement, stopping, goes_on=goes_on)
+            status = _Run(task, metrics, saver, agreement, stopping, goes_on=goes_on).run()
+        except UsageError:  # on all ranks; what is being written in the background is of a step before the error
+            with contextlib.suppress(UsageError):
+                saver.finish()
+            raise
         finally:
             metrics.close()
         trainer.close()  # not after an exception: it is collective, and the other ranks may be in another call
@@ -108,76 +113,144 @@ def _is_done(trainer: Trainer, folder: Path | None, *, goes_on: bool) -> bool:
     return iteration >= last
 
 
-def _train(
-    task: TrainingTask, metrics: Metrics, folder: Path | None, agreement: StepAgreement, stopping: StopRequests, *,
-    goes_on: bool,
-) -> int:  # fmt: skip
-    """The steps and what follows them, as `train`. goes_on: the run continues in its own folder."""
-    trainer = task.trainer
-    config, grid = trainer.config, trainer.grid
-    batch_tokens = trainer.batches.size * task.tokens_per_sample
-    agreement.add("stop", stopping.reason)
-    agreement.add_failure(metrics.problem)
-    checks = InRunChecks(trainer, folder, metrics.say)
-    agreement.add_failure(checks.problem)
-    stopping.begin()
-    course = Course()
-    evaluated: Evaluation | None = None
-    evaluated_at = saved = trainer.iteration if trainer.iteration else -1
-    stop = 0
-    begun = StepFile(Path(config.step_file) if config.step_file and grid.world.rank == 0 else None)
-    with trace(grid.tensor, grid.data) as log:
-        if goes_on and _lacks_evaluation(trainer, metrics):  # the run was ended in it
-            with log.paused():
-                evaluated, stop = _evaluate(task, metrics, agreement)
-        for iteration in _iterations(trainer) if not stop else ():
-            traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
-            with contextlib.nullcontext() if traced else log.paused(), checks.watching():
+class _Run:
+    """The steps of a run and what follows them. All methods are collective over the trainer's world.
+
+    goes_on: the run continues in its own folder. The other arguments are those that `train` makes.
+    """
+
+    def __init__(
+        self, task: TrainingTask, metrics: Metrics, saver: run_state.CheckpointSaver, agreement: StepAgreement,
+        stopping: StopRequests, *, goes_on: bool,
+    ) -> None:  # fmt: skip
+        self.task, self.trainer, self.config = task, task.trainer, task.trainer.config
+        self.metrics, self.saver, self.agreement, self.stopping = metrics, saver, agreement, stopping
+        self.folder = Path(self.config.save) if self.config.save else None
+        self.checks = InRunChecks(self.trainer, self.folder, metrics.say)
+        agreement.add("stop", stopping.reason)
+        agreement.add("writing", saver.state)
+        agreement.add_failure(metrics.problem)
+        agreement.add_failure(self.checks.problem)
+        self.course = Course()
+        self.goes_on = goes_on
+        self.evaluated: Evaluation | None = None
+        self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
+        self.stop = 0  # why the run stops early, the same on all ranks (`StopRequests.reason`)
+
+    def run(self) -> int:
+        """All of it: the exit status."""
+        self.stopping.begin()
+        grid = self.trainer.grid
+        first = grid.world.rank == 0
+        with trace(grid.tensor, grid.data) as log:
+            if self.goes_on and self._lacks_evaluation():  # the run was ended in it
+                with log.paused():
+                    self._evaluate()
+            begun = StepFile(Path(self.config.step_file) if self.config.step_file and first else None)
+            for iteration in _iterations(self.trainer) if not self.stop else ():
                 begun.begin(iteration)
-                began = time.perf_counter()
-                course.step = step = trainer.step()
-                course.seconds.append(time.perf_counter() - began)
-            if traced:
-                course.traced.append(course.seconds[-1])
-                log.settle()
-            with log.paused():
-                checked = checks.after(step, course.seconds[-1])
-            speed = batch_tokens / course.seconds[-1]
-            metrics.progress(step.loss, speed)
-            if iteration % config.log_interval == 0 or iteration == config.train_iters:
-                metrics.log(
-                    {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm,
-                     "learning_rate": step.rate, "tokens_per_second": speed,
-                     "iteration_ms": 1e3 * course.seconds[-1]}
-                    | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
-                    | checked
-                )  # fmt: skip
-            with log.paused():
-                stop = agreement.exchange()["stop"]
-                if config.save_interval and iteration % config.save_interval == 0:
-                    run_state.save(trainer)
-                    saved = iteration
-                if not stop and iteration % config.eval_interval == 0:
-                    (evaluated, stop), evaluated_at = _evaluate(task, metrics, agreement), iteration
-            if stop:
-                break
-    begun.close()
-    last = trainer.iteration >= config.train_iters
-    if folder is not None and saved != trainer.iteration:  # before the evaluation, which may take long
-        run_state.save(trainer)
-    if stop and last and evaluated_at != trainer.iteration:  # the steps are done, and the evaluation has not begun
-        metrics.say(f"{stopping.text(stop)} came in the last step: the run ends as usual")
-        stopping.forget()
-        stop = 0
-    if not stop and (evaluated_at != trainer.iteration or evaluated is None):
-        evaluated, stop = _evaluate(task, metrics, agreement)
-    if stop:
-        if grid.world.rank == 0:
-            metrics.close()
-            print(_stopped(trainer, stopping.text(stop), folder), flush=True)
-        return TEMPORARY
-    report(task, metrics, folder, course, evaluated, communication_rows(log.totals()))
-    return 0
+                self._step(iteration, log)
+                with log.paused():
+                    self._look()
+                    if self.config.save_interval and iteration % self.config.save_interval == 0:
+                        self._save()
+                    if not self.stop and iteration % self.config.eval_interval == 0:
+                        self._evaluate()
+                if self.stop:
+                    break
+            begun.close()
+        return self._end(communication_rows(log.totals()))
+
+    def _step(self, iteration: int, log: Trace) -> None:
+        """One step and its row of the metrics."""
+        config, trainer, course = self.config, self.trainer, self.course
+        traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
+        with contextlib.nullcontext() if traced else log.paused(), self.checks.watching():
+            began = time.perf_counter()
+            course.step = step = trainer.step()
+            seconds = time.perf_counter() - began
+        course.seconds.append(seconds)
+        if traced:
+            course.traced.append(seconds)
+            log.settle()
+        with log.paused():
+            checked = self.checks.after(step, seconds)
+        speed = trainer.batches.size * self.task.tokens_per_sample / seconds
+        self.metrics.progress(step.loss, speed)
+        if iteration % config.log_interval == 0 or iteration == config.train_iters:
+            self.metrics.log(
+                {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm,
+                 "learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
+                | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
+                | checked
+            )  # fmt: skip
+
+    def _look(self) -> None:
+        """Learn from the ranks' agreement whether the run stops, and how far the checkpoint in the background is."""
+        agreed = self.agreement.exchange()
+        self.saver.settle(agreed["writing"])
+        self.stop = agreed["stop"]
+
+    def _save(self) -> None:
+        self.saver.start()
+        self.saved = self.trainer.iteration
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the metrics lack the evaluation of the trainer's iteration, after which steps follow."""
+        iteration = self.trainer.iteration
+        if iteration >= self.config.train_iters or iteration == 0 or iteration % self.config.eval_interval:
+            return False
+        metrics = self.metrics
+        return bool(on_rank_zero(self.trainer.grid.world, lambda: not metrics.has(iteration, "validation_loss")))
+
+    def _evaluate(self) -> None:
+        """Each term's mean on the held-out samples, logged once; nothing if there are none or the run stops in it."""
+
+        def between() -> None:
+            self._look()
+            if self.stop:
+                raise _EvaluationLeft
+
+        trainer = self.trainer
+        self.evaluated, self.evaluated_at = None, trainer.iteration
+        if not self.task.held_out:
+            return
+        trainer.optimizer.wait_for_parameters()
+        try:
+            found = evaluate_sources(trainer.model, trainer.objective, self.task.held_out, trainer.grid.data, between)
+        except _EvaluationLeft:
+            return
+        loss, iteration = total(found.means), trainer.iteration
+        terms = {}
+        if len(found.means) > 1:
+            terms = {f"validation_{name}": mean.loss for name, mean in found.means.items()}
+        if len(found.by_source) > 1:
+            terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
+        if not self.metrics.has(iteration, "validation_loss"):
+            self.metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
+        self.metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}")
+        self.evaluated = found
+
+    def _end(self, communication: list[dict[str, Any]]) -> int:
+        """Save, evaluate and report after the last step, or only save if the run stops: the exit status."""
+        trainer, stopping = self.trainer, self.stopping
+        if self.folder is not None and self.saved != trainer.iteration:  # before the evaluation, which may take long
+            self._save()
+        begun = self.evaluated_at == trainer.iteration
+        if self.stop and trainer.iteration >= self.config.train_iters and not begun:
+            self.metrics.say(f"{stopping.text(self.stop)} came in the last step: the run ends as usual")
+            stopping.forget()
+            self.stop = 0
+        if not self.stop and (not begun or self.evaluated is None):
+            self._evaluate()
+        self.saver.finish()
+        if self.stop:
+            if trainer.grid.world.rank == 0:
+                self.metrics.close()
+                print(_stopped(trainer, stopping.text(self.stop), self.folder), flush=True)
+            return TEMPORARY
+        report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
+        return 0
 
 
 def _iterations(trainer: Trainer) -> Iterator[int]:
@@ -186,42 +259,6 @@ def _iterations(trainer: Trainer) -> Iterator[int]:
         yield trainer.iteration + 1
         if trainer.config.exit_interval and trainer.iteration % trainer.config.exit_interval == 0:
             return
-
-
-def _lacks_evaluation(trainer: Trainer, metrics: Metrics) -> bool:
-    """Whether the metrics lack the evaluation of the trainer's iteration, after which steps follow. Collective."""
-    config, iteration = trainer.config, trainer.iteration
-    if iteration >= config.train_iters or iteration == 0 or iteration % config.eval_interval:
-        return False
-    return bool(on_rank_zero(trainer.grid.world, lambda: not metrics.has(iteration, "validation_loss")))
-
-
-def _evaluate(task: TrainingTask, metrics: Metrics, agreement: StepAgreement) -> tuple[Evaluation | None, int]:
-    """Each term's mean on the held-out samples, logged once; None if there is no evaluation or the run stops in it.
-
-    The second value says why it stops, or 0.
-    """
-
-    def look() -> None:
-        if stop := agreement.exchange()["stop"]:
-            raise _EvaluationLeft(stop)
-
-    trainer = task.trainer
-    if not task.held_out:
-        return None, 0
-    trainer.optimizer.wait_for_parameters()
-    try:
-        found = evaluate_sources(trainer.model, trainer.objective, task.held_out, trainer.grid.data, look)
-    except _EvaluationLeft as left:
-        return None, left.args[0]
-    loss, iteration = total(found.means), trainer.iteration
-    terms = {f"validation_{name}": mean.loss for name, mean in found.means.items()} if len(found.means) > 1 else {}
-    if len(found.by_source) > 1:
-        terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
-    if not metrics.has(iteration, "validation_loss"):
-        metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
-    metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}")
-    return found, 0
 
 
 def _stopped(trainer: Trainer, reason: str, folder: Path | None) -> str:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from trainers.checkpoints import disk
+
+#: seconds after which TensorBoard writes, and those that it may take to write what is left at the end
+FLUSH_SECONDS, CLOSE_SECONDS = 120, 10.0
 
 
 class Metrics:
@@ -28,7 +32,7 @@ class Metrics:
         self._active = active
         self._problem: str | None = None
         self._path = folder / "metrics.jsonl" if folder is not None and active else None
-        self._board = _summary_writer(tensorboard, start) if active and tensorboard is not None else None
+        self._board = _board(tensorboard, start) if active and tensorboard is not None else None
         self._bar = tqdm(
             total=total, initial=start, unit="step", disable=not active, ncols=100, file=sys.stderr,
             mininterval=1 if sys.stderr.isatty() else 15,  # so that a log file does not fill with bars
@@ -59,9 +63,10 @@ class Metrics:
             except OSError as error:
                 self._problem = f"{self._path} cannot be written: {error.strerror}; the last checkpoint is as it was"
         if self._board is not None:
-            for name, value in row.items():
-                if name != "iteration" and value is not None:
-                    self._board.add_scalar(name, value, row["iteration"])
+            self._board.add(row)
+            if self._board.failed:
+                self.say(f"{self._board.folder}: TensorBoard's files cannot be written; the run goes on without them")
+                self._board = None
 
     def problem(self) -> str | None:
         """Why a row could not be written, or None."""
@@ -86,6 +91,7 @@ class Metrics:
         self._bar.close()
         if self._board is not None:
             self._board.close()
+            self._board = None
 
 
 def as_json(value: Any) -> Any:
@@ -134,9 +140,38 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     disk.replace(beside, path)
 
 
-def _summary_writer(folder: Path, start: int) -> Any:
+class _Board:
+    """TensorBoard's files in ``folder``. They are not worth a run: an error of writing only sets ``failed``.
+
+    TensorBoard writes in a thread of its own. An error ends that thread, and from then on its other functions wait for
+    it for ever.
+    """
+
+    def __init__(self, writer: Callable[[], Any], folder: Path) -> None:
+        before = set(threading.enumerate())
+        self.folder = folder
+        self._writer = writer()
+        self._threads = set(threading.enumerate()) - before
+
+    @property
+    def failed(self) -> bool:
+        return not all(thread.is_alive() for thread in self._threads)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "iteration" and value is not None and not self.failed:
+                self._writer.add_scalar(name, value, row["iteration"])
+
+    def close(self) -> None:
+        if not self.failed:  # in a thread, because it fails in the last write, too
+            closing = threading.Thread(target=self._writer.close, name="TensorBoard's end", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)
+
+
+def _board(folder: Path, start: int) -> _Board | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:  # TensorBoard is an extra, and not installed
         return None
-    return SummaryWriter(str(folder), purge_step=start + 1)
+    return _Board(lambda: SummaryWriter(str(folder), purge_step=start + 1, flush_secs=FLUSH_SECONDS), folder)

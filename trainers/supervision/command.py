@@ -127,7 +127,7 @@ class TrainingCommand:
         return None
 
     def _saved(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, UsageError):
             found = pointer.latest(self.folder)
-            return 0 if found is None else int(found.name.removeprefix("iter_").removesuffix(".old"))
+            return 0 if found is None else int(found.stem.removeprefix("iter_"))
         return 0

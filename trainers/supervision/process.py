@@ -32,6 +32,7 @@ class Signals:
         #: the last signal that came, or None
         self.received: signal.Signals | None = None
         self._translated = translated
+        self._pending: list[signal.Signals] = []
         self._before = {number: signal.getsignal(number) for number in PASSED_ON}
 
     def __enter__(self) -> Self:
@@ -46,15 +47,16 @@ class Signals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)
+        self._pending.append(self.received)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the child what was received."""
-        if self.received is None or self.child is None or self.child.poll() is not None:
-            return
-        sent = self._translated if self.received == signal.SIGTERM and self._translated else self.received
-        with contextlib.suppress(ProcessLookupError):
-            self.child.send_signal(sent)
+        """Send the child each signal that it has not been sent yet, once: a second SIGINT would end it at once."""
+        while self._pending and self.child is not None and self.child.poll() is None:
+            number = self._pending.pop(0)
+            sent = self._translated if number == signal.SIGTERM and self._translated else number
+            with contextlib.suppress(ProcessLookupError):
+                self.child.send_signal(sent)
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until a signal comes."""

@@ -42,9 +42,9 @@ def test_environment_of_a_machine_with_a_gpu_has_its_software(monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: "580.1.3")
     monkeypatch.setattr(machine, "nccl", lambda: "2.30.7")
     versions = {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.28.9"}
-    installed = machine._installed
+    installed = machine.installed
     monkeypatch.setattr(
-        machine, "_installed", lambda names: versions if names == machine.GPU_PACKAGES else installed(names)
+        machine, "installed", lambda names: versions if names == machine.GPU_PACKAGES else installed(names)
     )
     result = machine.environment("bench.gpu")
     assert result["hardware"].endswith("; 8 x GPU A (80.0 GiB)")

@@ -47,8 +47,9 @@ class Case:
     """One case of a part.
 
     folder: empty, of this case alone. shared: of all cases of the part while one process runs them; empty at first, for
-    what is expensive to make, such as the run that was not disturbed. mark: an environment variable of this value is in
-    all processes that the case starts.
+    what is expensive to make, such as the run that was not disturbed (`tests.support.faults.runs.undisturbed`). In
+    `make test` all parts share it. mark: an environment variable of this value is in all processes that the case
+    starts.
     """
 
     part: str

@@ -52,6 +52,8 @@ def stopped(tmp_path_factory, pretrain, base):
         split = ["--tensor-model-parallel-size", str(tensor)]
         commands.append((n, [*base, *split, "--save", root / f"straight-{name}"]))
         commands.append((n, [*base, *split, "--save", root / f"halves-{name}", "--exit-interval", "10"]))
+    later = ["--async-save", "--save-interval", "3", "--keep-last", "2", "--keep-every", "12"]
+    commands.append((2, [*base, "--tensor-model-parallel-size", "2", "--save", root / "later", *later]))
     for outcome in pretrain(*commands):
         assert set(outcome.codes) == {0}, outcome.err
     crash = [*base, "--tensor-model-parallel-size", "2", "--save-interval", "10", "--save", str(root / "crashed")]
@@ -139,6 +141,15 @@ def test_a_death_while_saving_leaves_the_checkpoint_before_complete(stopped):
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (ten / file).read_bytes() == (expected / file).read_bytes()
     assert json.loads((ten / "state.json").read_text())["iteration"] == 10
+
+
+@pytest.mark.slow
+def test_saving_in_the_background_changes_nothing_and_older_checkpoints_go(stopped, rows):
+    folder = stopped / "later"
+    same_rows(rows, stopped / "straight-2x1", folder)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (stopped / "straight-2x1" / LAST / file).read_bytes() == (folder / LAST / file).read_bytes()
+    assert sorted(path.name for path in folder.glob("iter*")) == ["iter_0000012", "iter_0000018", LAST]
 
 
 @pytest.mark.slow

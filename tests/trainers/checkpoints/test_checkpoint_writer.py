@@ -10,7 +10,7 @@ from commengine import UsageError
 from trainers.checkpoints import disk, pointer, run_state
 from trainers.checkpoints.checkpoint_writer import DONE, FAILED, WRITING
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def agreed(world, saver):
 LAYOUTS = [{}, {"use_distributed_optimizer": True, "bf16": True}]
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fp32", "zero1-bf16"])
 def test_training_goes_on_and_the_files_are_those_of_the_moment(world, folder, trainer, held, layout):
     split = {"tensor_model_parallel_size": 2 if world.size > 1 else 1, **layout}

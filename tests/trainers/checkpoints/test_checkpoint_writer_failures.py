@@ -80,9 +80,7 @@ def stop_at(number, error, *, once=False):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("case", "background"), [("first", False), ("second", False), ("same name", False), ("second", True)]
-)
+@pytest.mark.parametrize(("case", "background"), [("first", False), ("same name", False), ("second", True)])
 def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background):
     """Then the same command goes on, and its next save leaves nothing behind of the one that was cut."""
     this = made(alone, 1)
@@ -110,7 +108,7 @@ def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("again", "background"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("again", "background"), [(True, False), (False, True)])
 def test_an_error_at_any_change_of_any_rank_is_one_error_on_all(world, folder, again, background):
     """again: the new checkpoint has the name of the old one, which another run left."""
     this = made(world, world.size)
@@ -152,6 +150,7 @@ def test_nothing_but_what_failed_is_removed(world, folder):
     before = {path.name: path.stat().st_ino for path in (folder / "iter_0000001").iterdir()}
     with pytest.raises(UsageError, match="No space left"), stop_at(9 if world.rank == 0 else 10**9, FULL, once=True):
         save(folder, this, 1.0, 2)
+    world.barrier()  # rank 0 removes the files when all ranks know of the error
     assert {path.name: path.stat().st_ino for path in (folder / "iter_0000001").iterdir()} == before
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "latest"]
     world.barrier()

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -102,3 +103,24 @@ def test_a_row_that_cannot_be_written_is_a_problem_and_no_exception(tmp_path):
     metrics.log({"iteration": 1, "lm_loss": 4.5})
     metrics.close()
     assert f"{tmp_path}/metrics.jsonl cannot be written: No space left on device" in metrics.problem()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("rows", [1, 60])
+def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path, capsys, monkeypatch, rows):
+    """Its thread ends with the first failed write; more rows follow than its queue holds, or the end alone."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr("trainers.run.metrics.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("trainers.run.metrics.FLUSH_SECONDS", 0 if rows > 1 else 120)
+    metrics = Metrics(tmp_path, 0, 100, tensorboard=tmp_path / "board", active=True)
+    (file,) = (tmp_path / "board").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    for iteration in range(1, rows + 1):
+        metrics.log({"iteration": iteration, "lm_loss": 4.5, "text": 1.0})
+        time.sleep(0.01)
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == rows and metrics.problem() is None
+    if rows > 1:
+        said = capsys.readouterr().err
+        assert said.count("TensorBoard's files cannot be written; the run goes on without them") == 1

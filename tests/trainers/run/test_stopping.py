@@ -153,7 +153,7 @@ launch.run(pretrain_gpt.main)
     done = mpirun.run(2, "-c", code, *words, timeout=60)
     assert done.returncode == 130, done.stderr
     assert done.stderr.count("interrupted again (SIGINT): ended at once, the last checkpoint is as it was") == 1
-    assert "Traceback" not in done.stderr and (tmp_path / "latest").read_text() == "iter_0000002\n"
+    assert "Traceback" not in done.stderr and (tmp_path / "latest").read_text().startswith("iter_0000002\n")
 
 
 # The clock ------------------------------------------------------------------------------------------------------------

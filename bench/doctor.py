@@ -1,0 +1,98 @@
+"""Say on one page what a job has to run on, what does not fit, and whether every transport works.
+
+    python -m bench.doctor
+    mpiexec -n 4 python -m bench.doctor
+    srun --mpi=pmi2 -N 2 --ntasks-per-node=4 python -m bench.doctor --json doctor.json
+
+Start it as the job would be started. The page names MPI, mpi4py, the launcher and the thread level; for each host its
+ranks, cores, shared memory, network devices and GPUs; the time and bandwidth of each transport, among the ranks of a
+node and among all, with checked results; and what to change. The exit status is 1 if something is wrong: a wrong
+result, or ranks with different versions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench.checkup.facts import rank_facts
+from bench.checkup.findings import WRONG, findings
+from bench.checkup.page import page
+from bench.checkup.self_test import Tested, self_test
+from bench.command.files import add_files, check_writable, publish
+from bench.command.machine import environment
+from bench.command.parser import CommandParser, new_parser
+from bench.command.start import run_on_ranks
+from commengine import Communicator
+from commengine.mpi import load_mpi, ranks_in
+from commengine.rank_zero import on_rank_zero
+
+COMMAND = "bench.doctor"
+#: the format of the JSON file
+FORMAT = 1
+LONGEST = 600.0
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    options = new_parser(COMMAND, __doc__)
+    options.add_argument("--seconds", type=float, default=10.0,
+                         help="about the time of the self-test; 0 leaves it out (default: %(default)s)")  # fmt: skip
+    add_files(options, output="write the page as markdown", json="write all that was found, of every rank")
+    return options
+
+
+def settings(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The options as JSON. Raises ValueError that names the option at fault."""
+    given = parser().parse_args(argv)
+    if not 0 <= given.seconds <= LONGEST:
+        raise ValueError(f"--seconds {given.seconds}: must be from 0 to {LONGEST:g}")
+    check_writable(output=given.output, json=given.json)
+    return {"seconds": given.seconds, "output": given.output, "json": given.json}
+
+
+def every_ranks_facts(world: Communicator) -> list[dict[str, Any]]:
+    """The facts of each rank, on rank 0, with "node": the least rank that it shares memory with. Collective."""
+    inside = world.mpi.Split_type(load_mpi().COMM_TYPE_SHARED, world.rank)
+    node = min(ranks_in(inside, world.mpi))
+    inside.Free()
+    # As JSON: mpi4py's own gather of objects would use pickle.
+    texts = gather_text(world, json.dumps(rank_facts() | {"node": node}))
+    return [json.loads(text) for text in texts]
+
+
+def gather_text(world: Communicator, text: str) -> list[str]:
+    """The text of each rank, on rank 0; elsewhere []. Collective."""
+    mpi, mine = load_mpi(), text.encode()
+    lengths = world.mpi.gather(len(mine)) or []
+    every = bytearray(sum(lengths))
+    world.mpi.Gatherv([mine, mpi.BYTE], [every, lengths, mpi.BYTE] if world.rank == 0 else None)
+    places = [sum(lengths[:rank]) for rank in range(len(lengths))]
+    return [every[start : start + length].decode() for start, length in zip(places, lengths, strict=True)]
+
+
+def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
+    """Look and measure; rank 0 prints and writes. Returns 1 if something is wrong. Collective over ``world``."""
+    chosen = on_rank_zero(world, lambda: settings(argv))
+    result = {"format": FORMAT, **environment(COMMAND)}
+    ranks = every_ranks_facts(world)
+    began = time.monotonic()
+    tested = self_test(world, chosen["seconds"]) if chosen["seconds"] else Tested([], [])
+
+    def told() -> bool:
+        found = findings(ranks, tested.rows)
+        result.update(
+            rank_facts=ranks, rows=tested.rows, skipped=tested.skipped, self_test_s=time.monotonic() - began,
+            findings=[asdict(one) for one in found],
+        )  # fmt: skip
+        publish(page(result, found), result, output=chosen["output"], json_file=chosen["json"])
+        return any(one.level == WRONG for one in found)
+
+    return int(on_rank_zero(world, told))
+
+
+if __name__ == "__main__":
+    run_on_ranks(COMMAND, main, parser)

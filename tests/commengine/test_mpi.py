@@ -1,0 +1,87 @@
+"""The limit of MPI's communicators is an error on all ranks, and no crash; older versions of mpi4py and MPI."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def exhausted(mpi_world):
+    """Whatever communicators MPI still has are taken, but ``left``: a function that frees that many more."""
+    from mpi4py import MPI
+
+    if "MPICH" not in MPI.Get_library_version():
+        pytest.skip("only MPICH is known to have a limit that a test reaches")
+    taken = []
+
+    def take():
+        while True:
+            taken.append(mpi_world.Dup())
+
+    with pytest.raises(MPI.Exception, match="Too many communicators"):
+        take()
+
+    def free(count):
+        for _ in range(min(count, len(taken))):
+            taken.pop().Free()
+
+    yield free
+    free(len(taken))
+
+
+def test_without_communicators_each_call_that_needs_one_says_so(mpi_world, exhausted):
+    from commengine import CollectiveError, Communicator
+    from tests.support.exact import ALWAYS
+
+    says = pytest.raises(CollectiveError, match="MPI has no communicator left to give")
+    for left in (0, 1):
+        exhausted(left)
+        with says:
+            Communicator(mpi_world, timeout=30)
+    exhausted(3)
+    comm = Communicator(mpi_world, switch_points=ALWAYS)
+    for call in (
+        lambda: [comm.new_stream() for _ in range(5)],
+        lambda: [comm.split(0) for _ in range(5)],
+        lambda: [comm.empty((8,)) for _ in range(5)],
+        lambda: comm.all_reduce(torch.ones(1 << 16)),
+    ):
+        with says:
+            call()
+    exhausted(100)
+    tensor = torch.ones(1 << 16)
+    comm.all_reduce(tensor)
+    assert tensor.eq(comm.size).all()
+    comm.close()
+
+
+def test_windows_of_kept_tensors_end_in_an_error_and_not_in_a_crash(mpi_world, exhausted):
+    from commengine import CollectiveError, Communicator
+
+    exhausted(40)
+    kept = []
+
+    def keep():
+        while True:
+            comm = Communicator(mpi_world)
+            kept.append(comm.empty((8,)))
+            comm.close()
+
+    with pytest.raises(CollectiveError, match=r"Communicator\.empty 1, as long as the process"):
+        keep()
+    assert len(kept) > 4
+    exhausted(100)
+    with Communicator(mpi_world) as after:
+        tensor = torch.ones(3)
+        after.all_reduce(tensor)
+        assert tensor.tolist() == [mpi_world.size] * 3
+
+
+def test_ranks_of_a_part_in_the_order_of_the_part(mpi_world):
+    from commengine.mpi import in_one_world, ranks_in
+
+    back = mpi_world.Split(0, -mpi_world.rank)
+    assert ranks_in(back, mpi_world) == list(reversed(range(mpi_world.size)))
+    assert in_one_world(back)
+    back.Free()

@@ -1,0 +1,100 @@
+"""The files of examples/slurm run as they are, but for a tiny model in place of main.yaml's."""
+
+import json
+
+import pytest
+
+from tests.support import mpirun
+from tests.support.lab.slurm import ended, why_not
+from tests.trainers.conftest import TINY
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
+    pytest.mark.slurm,
+    pytest.mark.slow,
+]
+
+EXAMPLES = mpirun.ROOT / "examples" / "slurm"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder to submit from: the packages, and a tiny.yaml like main.yaml."""
+    for name in ("commengine", "tplayers", "trainers"):
+        (tmp_path / name).symlink_to(mpirun.ROOT / name)
+    settings = dict(zip(TINY[::2], TINY[1::2], strict=True))
+    settings |= {"--mock-data": "true", "--vocab-size": "100", "--train-iters": "4", "--global-batch-size": "16",
+                 "--micro-batch-size": "16", "--tensor-model-parallel-size": "2"}  # fmt: skip
+    lines = (f"{name.removeprefix('--')}: {value}\n" for name, value in settings.items())
+    (tmp_path / "tiny.yaml").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def submit(cluster, folder):
+    """``submit(name, *words, **variables)``: the number of the job of an example."""
+
+    def submit(name, *words, **variables):
+        variables = {"CONFIG": "tiny.yaml", "SLURM_MPI_TYPE": cluster.mpi.removeprefix("--mpi="), **variables}
+        return cluster.submit(*words, str(EXAMPLES / name), env=variables, cwd=folder)
+
+    return submit
+
+
+def report(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_node(cluster, folder, submit):
+    after = cluster.wait(submit("one-node.sbatch"), ended, timeout=100)
+    assert after.state == "COMPLETED", (folder / f"one-node-{after.number}.out").read_text()
+    assert after.fields["NumNodes"] == "1"
+    assert (folder / "runs/one-node/iter_0000004").is_dir() and report(folder / "runs/one-node")
+
+
+def test_several_nodes_train_as_one_node(cluster, folder, submit):
+    """The tensor group is on each node, so the sums of each step are the same but for the order of two replicas."""
+    one, two = submit("one-node.sbatch"), None
+    assert cluster.wait(one, ended, timeout=100).state == "COMPLETED"
+    two = cluster.wait(submit("several-nodes.sbatch"), ended, timeout=110)
+    assert two.state == "COMPLETED", (folder / f"several-nodes-{two.number}.out").read_text()
+    assert two.fields["NumNodes"] == "2"
+    losses = [
+        [row["lm_loss"] for row in rows(folder / "runs" / name) if "lm_loss" in row]
+        for name in ("one-node", "several-nodes")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_an_array_of_runs(cluster, folder, submit):
+    job = submit("array.sbatch", "--array=0-1", LEARNING_RATES="1e-3 2e-3")
+    cluster.wait(job, ended, timeout=110)
+    done = cluster.run("squeue", "--noheader", timeout=20)
+    assert done.stdout == ""
+    reports = [report(folder / "runs/array" / f"lr-{rate}") for rate in ("1e-3", "2e-3")]
+    assert len(reports) == 2
+    first, second = ([row["lr"] for row in rows(folder / "runs/array" / f"lr-{rate}") if "lr" in row]
+                     for rate in ("1e-3", "2e-3"))  # fmt: skip
+    assert second == pytest.approx([2 * value for value in first])
+
+
+def test_a_failed_run_is_a_failed_job(cluster, folder, submit):
+    (folder / "tiny.yaml").write_text("no-such-option: 1\n")
+    after = cluster.wait(submit("one-node.sbatch"), ended, timeout=100)
+    assert (after.state, after.status) == ("FAILED", 2)
+    text = (folder / f"one-node-{after.number}.out").read_text()
+    assert text.count("error: ") == 1 + text.count("srun: error: ") and "no-such-option" in text
+
+
+def test_every_example_is_bash_that_names_its_limits():
+    for path in sorted(EXAMPLES.iterdir()):
+        done = mpirun.command(["bash", "-n", str(path)], timeout=20)
+        assert done.returncode == 0, done.stderr
+        text = path.read_text()
+        assert "#SBATCH --time=" in text and "OMP_NUM_THREADS=" in text and "SLURM_MPI_TYPE" in text
