@@ -64,7 +64,7 @@ ODD = (
 
 def run(case: Case) -> str:
     command, words, file, covered = READERS[case.number % len(READERS)]
-    template = _template(case.shared)
+    template = _template(case.shared / "damaged_files")
     folder = case.folder / "work"
     shutil.copytree(template, folder, symlinks=True, ignore=shutil.ignore_patterns("pipe", "huge"))
     path, draw = folder / file, case.random
@@ -102,7 +102,7 @@ def _template(shared: Path) -> Path:
     if folder.exists():
         return folder
     making = shared / "making"
-    shutil.rmtree(making, ignore_errors=True)
+    shutil.rmtree(shared, ignore_errors=True)
     drawing.fixtures(making)
     for name in ("pipe", "huge", "loop"):
         (making / name).unlink()
