@@ -9,7 +9,7 @@ DEMAND = "status 2 and one short line that names an option or a file, or a run; 
 CASES = 2000
 LIMIT_S = 120.0
 #: every case of a whole number of these goes through mpiexec, if its command has ranks
-JOBS = 9
+JOBS = 7
 
 GPT, BERT, STEP = "trainers.pretrain_gpt", "trainers.pretrain_bert", "bench.step"
 DATA, CORPUS = "trainers.preprocess_data", "trainers.prepare_corpus"
