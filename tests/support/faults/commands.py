@@ -160,6 +160,7 @@ COMMANDS = {
     "bench.step_contest": Command(["--rounds", "1"], _bench("step_contest", "read"), _parser("bench.step_contest")),
     "bench.corpus": Command(["--documents", "10"], _bench("corpus", "read"), _parser("bench.corpus")),
     "bench.this_machine": Command([], _bench("this_machine", "read"), _parser("bench.this_machine")),
+    "bench.doctor": Command([], _bench("doctor", "settings"), _parser("bench.doctor")),
     "bench.gpu": Command(["losses", "--runs", "."], _bench("gpu", "parse"), _parser("bench.gpu")),
 }  # fmt: skip
 
