@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 #: seconds that an aborting rank leaves to the launcher to forward its last message. MPICH's launcher kills the rank at
@@ -15,6 +17,23 @@ FORWARD_SECONDS = 0.5
 
 #: seconds after which a process that MPI_Abort keeps, because the launcher cannot be reached, ends by SIGALRM
 ABORT_SECONDS = 10
+
+#: Open MPI's launchers. They wait for ever for the daemon of a node that the network does not reach any more
+WAITING_LAUNCHERS = ("prterun", "orterun", "mpirun", "mpiexec")
+
+#: seconds that such a launcher has to end the job, and then to end itself after SIGTERM
+LAUNCHER_SECONDS = 4.0, 2.0
+
+_BESIDE = """
+import os, signal, sys, time
+launcher, first, second = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+for seconds, number in ((first, signal.SIGTERM), (second, signal.SIGKILL)):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        os.kill(launcher, 0)
+        time.sleep(0.1)
+    os.kill(launcher, number)
+"""
 
 
 def say(text: str) -> None:
@@ -42,3 +61,13 @@ def abort(code: int) -> NoReturn:
             signal.alarm(ABORT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def end_waiting_launcher() -> None:
+    """Start a process that ends Open MPI's launcher, if this rank is its child and `abort` does not make it end."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() in WAITING_LAUNCHERS:
+            argv = [sys.executable, "-I", "-S", "-c", _BESIDE, str(parent), *map(str, LAUNCHER_SECONDS)]
+            null = subprocess.DEVNULL
+            subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)

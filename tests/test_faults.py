@@ -14,7 +14,11 @@ from tests.support.faults import parts
 from tests.support.faults.results import BEGIN, END, Results, write_table
 
 PARTS = {name: parts.Part(name) for name in parts.names()}
-CASES = [(name, number) for name, part in PARTS.items() for number in part.short]
+CASES = [
+    pytest.param(name, number, id=f"{name}-{number}", marks=[pytest.mark.slurm] if name == "slurm" else [])
+    for name, part in PARTS.items()
+    for number in part.short
+]
 
 #: a part whose cases end in all the ways in which a case can end
 EXAMPLE = """
@@ -43,7 +47,7 @@ def run(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, number", CASES, ids=[f"{name}-{number}" for name, number in CASES])
+@pytest.mark.parametrize("name, number", CASES)
 def test_short_form(name: str, number: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     part = PARTS[name]
     if reason := part.why_not():

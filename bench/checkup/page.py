@@ -48,7 +48,8 @@ def _hosts(ranks: Sequence[Facts]) -> list[str]:
             for device in first["networks"]
         )
         ports = ", ".join(f"{port['name']} {port['rate']}" for port in first["infiniband"])
-        gpus = ", ".join(f"{count} x {name}" for name, count in Counter(first["gpus"]).items())
+        counted: Counter[str] = Counter(first["gpus"])
+        gpus = ", ".join(f"{count} x {gpu}" for gpu, count in counted.items())
         cells = (
             host, len(here), first["cores"], first["threads"],
             "none" if shared is None else f"{shared['free'] / 2**30:.1f} GB", networks or "none", ports or "none",
@@ -69,7 +70,8 @@ def _transports(result: dict[str, Any]) -> list[str]:
     ]
     for row in sorted(result["rows"], key=lambda row: (row["group"], row["operation"], row["bytes"])):
         size = f"{row['bytes'] >> 20} MB" if row["bytes"] >= 1 << 20 else f"{row['bytes']} B"
-        bandwidth = f"{row['algbw'] / 1e9:.2f}" if row["bytes"] >= 1 << 20 else ""
+        moves = row["bytes"] >= 1 << 20 and (row["ranks"] > 1 or row["operation"] == "sendrecv")
+        bandwidth = f"{row['algbw'] / 1e9:.2f}" if moves else ""
         verdict = f"{row['wrong']} WRONG" if row["wrong"] else "right"
         among = "a node's ranks" if row["group"] == "node" else "all ranks"
         lines.append(

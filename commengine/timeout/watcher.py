@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
-from commengine.job_end import abort, say
+from commengine.job_end import abort, end_waiting_launcher, say
 from commengine.mpi import in_one_world, load_mpi, ranks_in
 
 from .crash import CrashReport
@@ -39,6 +39,9 @@ TICK_SECONDS = 0.1
 
 #: seconds from the question how far the other ranks are to the deadline; a quarter of the timeout if that is shorter
 ASK_SECONDS = 1.0
+
+#: what a rank has told so many seconds ago need not be asked again
+FRESH_SECONDS = 2 * TICK_SECONDS
 
 #: a process that has not looked for so many seconds was suspended
 UNSEEN_SECONDS = 1.0
@@ -75,6 +78,8 @@ class Watch:
         self._world_ranks = ranks_in(comm, mpi.COMM_WORLD if in_one_world(comm) else comm)
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is
+        self._heard: dict[int, float] = {}  # when the last message of each rank came
+        self._unasked: set[int] = set()  # the ranks that are still to be asked, after their last message is received
         self._reachable: list[int] = []  # the ranks that are told that this one has run out of time
         self._asked_for: Entry | None = None  # the collective that the other ranks were asked about
         self._asked_at = 0.0
@@ -151,6 +156,7 @@ class Watch:
                 with contextlib.suppress(Exception):
                     self._tell(_OVER, self._reachable)
                 time.sleep(LINGER_SECONDS)
+                end_waiting_launcher()
                 abort(EXIT_CODE)
             except Exception as error:  # of MPI, for example: a rank must not go on without its watcher
                 say(self._report(None, f"the watcher of collectives failed: {error!r}"))
@@ -181,10 +187,15 @@ class Watch:
         if oldest is None:
             return
         left = oldest.started + self.timeout - now
-        if left < self._before and self._asked_for is not oldest:
-            self._asked_for, self._asked_at = oldest, now
-            self._told.clear()
-            self._tell(_ASKED, range(self._comm.size))
+        if left < self._before:
+            if self._asked_for is not oldest:
+                self._asked_for, self._asked_at = oldest, now
+                self._unasked = set(range(self._comm.size))
+                # Who asked this rank just now has told enough, and may have a message of this rank on its way.
+                self._told = {
+                    rank: said for rank, said in self._told.items() if now - self._heard[rank] < FRESH_SECONDS
+                }
+            self._unasked -= self._tell(_ASKED, self._unasked)
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
             self._reachable = list(self._told)
             raise CollectiveTimeout(self._report(oldest))
@@ -209,6 +220,7 @@ class Watch:
             self._comm.Recv([buffer, mpi.BYTE], status.Get_source(), status.Get_tag())
             message = json.loads(buffer)
             self._told[status.Get_source()] = message
+            self._heard[status.Get_source()] = self._looked
             asked |= message["kind"] == _ASKED
             if message["kind"] == _OVER:
                 over = int(message["world_rank"])
@@ -216,10 +228,10 @@ class Watch:
             self._tell(_TOLD, range(self._comm.size))
         return over
 
-    def _tell(self, kind: str, ranks: Iterable[int]) -> None:
+    def _tell(self, kind: str, ranks: Iterable[int]) -> set[int]:
         """Send ``ranks`` how far this rank is: in each sequence, and with which peers it exchanges messages.
 
-        A rank that has not received this rank's last message gets none.
+        A rank that has not received this rank's last message gets none. Returns the ranks that need no other.
         """
         mpi = load_mpi()
         groups = list(self._groups.values())
@@ -230,11 +242,14 @@ class Watch:
         said = {"kind": kind, "world_rank": self._world_ranks[self._rank], "sequences": sequences, "peers": peers}
         message = json.dumps(said).encode()
         self._forget_received()
+        reached = {self._rank}
         for rank in ranks:
             if rank != self._rank and rank not in self._sent:
                 self._telling = rank
                 self._sent[rank] = self._comm.Issend([message, mpi.BYTE], rank), message
+                reached.add(rank)
         self._telling = None
+        return reached
 
     def _forget_received(self) -> None:
         self._sent = {rank: sent for rank, sent in self._sent.items() if not sent[0].Test()}

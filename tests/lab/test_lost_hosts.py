@@ -37,13 +37,14 @@ def test_survivors_report_a_rank_that_died(tmp_path, learns):
     (tmp_path / "program.py").write_text(DEATH)
     with lab.emulated_hosts(3, 100, 1000) as hosts:
         job = hosts.start(
-            str(tmp_path / "program.py"), "0.5" if learns == "at once" else "0", options=["-disable-auto-cleanup"]
-        )
+            str(tmp_path / "program.py"), "0.5" if learns == "at once" else "0", log=tmp_path / "log",
+            options=["-disable-auto-cleanup"],
+        )  # fmt: skip
         try:
-            _, stderr = job.communicate(timeout=40)
+            assert job.wait(40) != 0
         finally:
             mpirun.stop(job)
-    assert job.returncode != 0
+    stderr = (tmp_path / "log").read_text()
     found = re.findall(r"^\[rank (\d)\] .*\n(missing: .*)", stderr, re.MULTILINE)
     assert {rank for rank, _ in found} == {"0", "1"}, stderr
     assert any("rank 2" in missing or "2, all_reduce" in missing for _, missing in found), stderr

@@ -86,6 +86,19 @@ def test_training_across_nodes_equals_training_on_one_machine(cluster, tmp_path)
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
+def test_the_doctor_sees_both_nodes(cluster, tmp_path):
+    words = ["-m", "bench.doctor", "--seconds", "4", "--json", str(tmp_path / "doctor.json")]
+    done = cluster.run("srun", cluster.mpi, "-N2", "--ntasks-per-node=2", sys.executable, *words, timeout=100)
+    assert done.returncode == 0, done
+    result = json.loads((tmp_path / "doctor.json").read_text())
+    facts = result["rank_facts"]
+    assert [(one["host"], one["node"]) for one in facts] == [("lab2", 0), ("lab2", 0), ("lab3", 2), ("lab3", 2)]
+    assert facts[0]["launcher"].startswith("srun (job ") and facts[0]["launcher"].endswith(f", {cluster.mpi[6:]})")
+    groups = {(row["group"], row["transport"]) for row in result["rows"]}
+    assert groups >= {(group, name) for group in ("node", "world") for name in ("engine", "mpi4py", "stream")}
+    assert ("node", "shared") in groups and all(row["wrong"] == 0 for row in result["rows"])
+
+
 def test_the_status_of_a_job_is_that_of_its_script(cluster, tmp_path):
     job = cluster.submit("--wrap", "sleep 0.2; exit 75", cwd=tmp_path)
     after = cluster.wait(job, ended, timeout=20)

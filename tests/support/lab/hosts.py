@@ -72,13 +72,15 @@ class Hosts:
         argv, environment = self._job(args, ranks_each)
         return mpirun.command(argv, timeout=timeout, env=environment)
 
-    def start(self, *args: str, ranks_each: int = 1, options: Sequence[str] = ()) -> "subprocess.Popen[str]":
-        """Start the same job, to be watched by the caller, who ends it with ``mpirun.stop``; its output is in pipes.
+    def start(self, *args: str, log: Path, ranks_each: int = 1, options: Sequence[str] = ()) -> "subprocess.Popen[str]":
+        """Start the same job, to be watched by the caller, who ends it with ``mpirun.stop``.
 
+        log: the file of its output; a pipe would stay open as long as a daemon on a host that was cut off.
         options: further ones of the launcher.
         """
         argv, environment = self._job(args, ranks_each, options)
-        return mpirun.start(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with log.open("w") as file:
+            return mpirun.start(argv, env=environment, stdout=file.fileno(), stderr=subprocess.STDOUT)
 
     def cut(self, address: str) -> None:
         """Cut the link of the host ``address`` for good."""

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from tests.support import mpirun
 from tests.support.lab import hosts as lab_hosts
+from tests.support.lab import reaper
 from tests.support.lab.hosts import HERE, Hosts, emulated_hosts
 
 PROGRAMS = ("srun", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "munged")
@@ -100,7 +102,7 @@ def install() -> str | None:
 
 def mpi_option() -> str:
     """The ``--mpi`` of srun that speaks to the MPI of this environment."""
-    return "--mpi=pmi2" if "hydra" in lab_hosts._launcher_version().lower() else "--mpi=pmix"
+    return "--mpi=pmi2" if lab_hosts.is_mpich() else "--mpi=pmix"
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,13 @@ class SlurmCluster:
         done = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", timeout=READY_S)
         return set(done.stdout.split()) == set(self.nodes)
 
+    def kill(self, address: str) -> None:
+        """Kill all that runs on a host, its daemons and the ranks of jobs."""
+        holder = self.hosts.pids[address]
+        for pid in set(reaper.inhabitants({reaper.namespace(holder)})) - {holder}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def _on(self, address: str, argv: tuple[str, ...]) -> list[str]:
         return [sys.executable, str(HERE / "enter.py"), address, shlex.join(argv)]
 
@@ -242,20 +251,20 @@ def slurm_cluster(nodes: int, delay_us: float = 50, rate_mbit: float = 2000) -> 
     """A Slurm with ``nodes`` nodes, lab2 and on. Between any two hosts: ``delay_us`` one way, and ``rate_mbit``."""
     # A folder of its own, because the path of a socket may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="lab-") as folder, emulated_hosts(nodes + 1, delay_us, rate_mbit) as hosts:
-        reaper = subprocess.Popen(
+        ender = subprocess.Popen(
             [sys.executable, str(HERE / "reaper.py"), *map(str, hosts.pids.values())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        assert reaper.stdin is not None and reaper.stdout is not None
+        assert ender.stdin is not None and ender.stdout is not None
         try:
-            reaper.stdout.readline()  # it has found the namespaces
+            ender.stdout.readline()  # it has found the namespaces
             cluster = SlurmCluster(hosts, Path(folder), mpi_option())
             cluster._settle()
             yield cluster
         finally:
-            reaper.stdin.close()
-            reaper.wait()
-            reaper.stdout.close()
+            ender.stdin.close()
+            ender.wait()
+            ender.stdout.close()
 
 
 def output(path: Path) -> str:
