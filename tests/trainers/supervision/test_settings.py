@@ -3,6 +3,7 @@
 import pytest
 
 from commengine import UsageError
+from trainers.options import parse
 from trainers.supervision.settings import Host, Size, SuperviseConfig
 
 
@@ -13,6 +14,17 @@ def test_sizes_and_hosts_are_read():
     assert settings.host_list() == [Host("n1", 2), Host("n2", 1), Host("n3", 1)]
     assert SuperviseConfig().sizes() == [] and SuperviseConfig().host_list() == []
     assert SuperviseConfig(ranks="4,2").sizes() == [Size(4), Size(2)]
+
+
+def test_a_list_of_many_hosts_is_no_long_name(tmp_path):
+    hosts = ",".join(f"cluster-node-{n:04}:8" for n in range(300))
+    settings = parse(SuperviseConfig, ["--ranks", "2400", "--hosts", hosts], "supervise")
+    settings.validate()
+    assert len(settings.host_list()) == 300
+    (tmp_path / "hosts.yaml").write_text(f"ranks: 2400\nhosts: {hosts}\n")
+    assert parse(SuperviseConfig, ["--config", str(tmp_path / "hosts.yaml")], "supervise") == settings
+    with pytest.raises(UsageError, match="longer than any name"):
+        parse(SuperviseConfig, ["--hosts", "x" * 300], "supervise")
 
 
 @pytest.mark.parametrize(
