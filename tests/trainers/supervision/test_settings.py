@@ -42,6 +42,8 @@ def test_a_list_of_many_hosts_is_no_long_name(tmp_path):
         ({"ranks": "2", "hosts": "a:0"}, "--hosts a:0: must be names with numbers"),
         ({"ranks": "2", "hosts": "a:1,a:1"}, "a host is there twice"),
         ({"ranks": "2", "hosts": "a:2", "probe": "true"}, "must contain {host}"),
+        ({"ranks": "2", "hosts": "a:2", "probe": "ssh {host} 'true"}, "No closing quotation"),
+        ({"start_minutes": 1e300}, "--start-minutes 1e+300"),
         ({"restarts": -1}, "--restarts -1"),
         ({"repeats": 0}, "--repeats 0"),
         ({"back_off": float("inf")}, "--back-off inf"),
