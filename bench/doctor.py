@@ -29,6 +29,7 @@ from bench.command.start import run_on_ranks
 from commengine import Communicator
 from commengine.mpi import load_mpi, ranks_in
 from commengine.rank_zero import on_rank_zero
+from trainers.options import between
 
 COMMAND = "bench.doctor"
 #: the format of the JSON file
@@ -39,7 +40,7 @@ LONGEST = 600.0
 def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
-    options.add_argument("--seconds", type=float, default=10.0,
+    options.add_argument("--seconds", type=float, valid=between(0, LONGEST), default=10.0,
                          help="about the time of the self-test; 0 leaves it out (default: %(default)s)")  # fmt: skip
     add_files(options, output="write the page as markdown", json="write all that was found, of every rank")
     return options
@@ -48,8 +49,6 @@ def parser() -> CommandParser:
 def settings(argv: Sequence[str] | None) -> dict[str, Any]:
     """The options as JSON. Raises ValueError that names the option at fault."""
     given = parser().parse_args(argv)
-    if not 0 <= given.seconds <= LONGEST:
-        raise ValueError(f"--seconds {given.seconds}: must be from 0 to {LONGEST:g}")
     check_writable(output=given.output, json=given.json)
     return {"seconds": given.seconds, "output": given.output, "json": given.json}
 

@@ -38,6 +38,7 @@ from bench.timing.sampling import mean_seconds
 from commengine import Communicator, UsageError
 from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 from commengine.rank_zero import on_rank_zero
+from trainers.files.reading import require_regular
 from trainers.options import SECONDS, at_least
 
 COMMAND = "bench.switch_points"
@@ -170,7 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def before(path: str | None) -> SwitchPoints:
     """The switch points in the file of ``--json``, or the defaults if there is no such file yet."""
     try:
-        return SwitchPoints.load(path) if path and Path(path).exists() else SwitchPoints.load()
+        return SwitchPoints.load(require_regular(path)) if path and Path(path).exists() else SwitchPoints.load()
     except (AttributeError, ValueError) as error:
         raise ValueError(
             f"--json {path}: holds something else than switch points, so it cannot be completed: {error}"

@@ -6,8 +6,9 @@ in order.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import torch
 from commengine import UsageError
 from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT, SAVED
-from trainers.files.reading import read_json_lines
+from trainers.files.reading import InputFileError, read_json_lines
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = (
@@ -29,6 +30,16 @@ MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pai
 IN_WINDOWS = IN_MEMORY
 #: the fields that a file has in another form than a `RecordedCall`
 UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
+
+
+#: the types of an event's fields, and which values they may have
+FIELDS: dict[str, tuple[Any, Callable[[Any], bool] | None]] = {
+    "operation": (str, None), "group": (str, None), "dtype": (str, None), "redop": (str, None), "stream": (str, None),
+    "root": (int, lambda rank: rank >= 0), "bytes": (int, lambda size: 0 <= size < 1 << 40),
+    **dict.fromkeys(("enqueue", "start", "end", "wait_start", "wait_end"), ((int, float), math.isfinite)),
+    "shape": (list, None), "peers": (list, None), "buffers": (list, None),
+}  # fmt: skip
+MAY_BE_NONE = ("redop", "stream", "root", "wait_start", "wait_end")
 
 
 @dataclass(frozen=True)
@@ -175,12 +186,19 @@ def read(folder: Path) -> dict[str, Any]:
                 lines[1:] if head["format"] == FORMAT else [{"peers": [], "buffers": []} | one for one in lines[1:]]
             )
             found[head["rank"]] = [head["groups"], events]
+            groups, rank = head["groups"], head["rank"]
+            lists = isinstance(groups, dict) and all(isinstance(ranks, list) for ranks in groups.values())
+            if not lists or not all(type(one) is int for ranks in (*groups.values(), [rank]) for one in ranks):
+                raise TypeError("want the number of its rank, and groups: an object of lists of ranks")
+        except InputFileError as error:
+            raise UsageError(str(error)) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"{path}: not a trace of one rank: {error!r}") from error
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise UsageError(f"{path}: not a trace of one rank: {what[:300]}") from error
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise UsageError(f"{folder}: there is no trace of rank {missing[0]}, though of {len(found)} ranks in all")
-    return {"ranks": [found[rank] for rank in range(len(found))]}
+    return {"folder": str(folder), "ranks": [found[rank] for rank in range(len(found))]}
 
 
 def parse(data: dict[str, Any]) -> Recording:
@@ -188,6 +206,13 @@ def parse(data: dict[str, Any]) -> Recording:
 
     Raises UsageError if the ranks' traces do not fit together or cannot be replayed.
     """
+    try:
+        return _parse(data)
+    except UsageError as error:
+        raise UsageError(f"{data['folder']}: {error}" if "folder" in data else str(error)) from error
+
+
+def _parse(data: dict[str, Any]) -> Recording:
     numbers: dict[Group, int] = {}
     for groups, _ in data["ranks"]:
         for name, ranks in groups.items():
@@ -256,6 +281,11 @@ def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[Rec
         where = f"rank {rank}, event {number}"
         if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
             raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
+        for name, (kinds, valid) in FIELDS.items():
+            value = event[name]
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and (valid is None or valid(value))
+            if not fits and not (value is None and name in MAY_BE_NONE):
+                raise UsageError(f"{where}: {name} is {str(value)[:100]}")
         if event["operation"] not in REPLAYED:
             why = "a trace does not say with which ranks it was" if event["operation"] == "exchange" else "unknown"
             raise UsageError(f"{where}: {event['operation']} cannot be replayed: {why}")

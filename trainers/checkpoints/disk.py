@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -72,8 +73,20 @@ def write(path: Path, data: bytes) -> None:
 
 def size(path: Path) -> int:
     """The bytes of a file that other hosts have written, too: NFS asks the server when a file is opened."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size
+    file = open_to_read(path)
+    try:
+        return os.fstat(file).st_size
+    finally:
+        os.close(file)
+
+
+def open_to_read(path: Path) -> int:
+    """The descriptor of a regular file. A pipe in its place would wait for a writer. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def named(error: OSError, path: Path) -> OSError:

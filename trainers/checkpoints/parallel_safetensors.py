@@ -18,6 +18,7 @@ from torch import Tensor
 from commengine import Communicator
 from tplayers import Placement
 
+from . import disk
 from .safetensors_file import StoredTensor, lay_out, read_layout
 
 #: bytes of the longest range that is written or read at once
@@ -105,7 +106,7 @@ def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str,
 
     Raises ValueError, naming the file, if names, shapes or dtypes differ, and OSError if it cannot be read.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = disk.open_to_read(path)
     try:
         stored = read_layout(file, path)
         if set(stored) != set(placements):

@@ -51,6 +51,8 @@ def latest(folder: Path) -> Path | None:
     """
     pointer = folder / LATEST
     try:
+        if pointer.exists() and not pointer.is_file():  # a pipe would wait for a writer
+            raise UsageError(f"--load {folder}: {pointer}: not a file")
         raw = pointer.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return max(complete(folder), key=_iteration, default=None)

@@ -98,6 +98,8 @@ def text(pieces: Iterable[Piece]) -> str:
 
 def read(path: str | os.PathLike[str]) -> list[Piece]:
     """The pieces of a list. Raises ChecksumError where the list is damaged, OSError if it cannot be read."""
+    if not Path(path).is_file():  # a pipe would wait for a writer
+        raise ChecksumError(f"{os.fspath(path)}: no such file")
     raw = Path(path).read_bytes()
     try:
         pieces = [_piece(line) for line in raw.decode().split("\n")[1:-2]]
@@ -129,6 +131,8 @@ def verify(path: str | os.PathLike[str], pieces: Sequence[Piece], part: int = 0,
 
 def check(folder: Path, piece: Piece) -> None:
     """Raise ChecksumError unless the bytes of ``piece`` in ``folder`` have its digest."""
+    if not (folder / piece.name).is_file():
+        raise ChecksumError(f"{folder / piece.name}: no such file")
     made, left = xxhash.xxh3_64(), piece.stop - piece.start
     with (folder / piece.name).open("rb", buffering=0) as file:
         file.seek(piece.start)

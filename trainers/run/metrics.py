@@ -39,7 +39,7 @@ class Metrics:
         )  # fmt: skip
         if self._path is not None:
             damaged: list[int] = []
-            if start and self._path.exists():
+            if start and self._path.is_file():
                 every, damaged = read_rows(self._path)
                 self.rows = [row for row in every if row["iteration"] <= start]
             write_rows(self._path, self.rows)
