@@ -49,7 +49,7 @@ def test_a_signal_to_srun_reaches_the_run(cluster, tmp_path, name, kill):
         f"until test -s {rows}; do kill -0 $job || exit 1; sleep 0.1; done\n{kill}\nwait $job; echo status $?"
     )
     done = cluster.run("bash", "-c", script, timeout=90)
-    stopped(done.stdout, name, tmp_path / "run")
+    stopped(done.stderr, name, tmp_path / "run")
     assert done.stdout.endswith("status 75\n"), done
     assert "Traceback" not in done.stderr
 

