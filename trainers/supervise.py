@@ -114,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
     except OSError as error:
         print(f"error: the command after -- cannot be started: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first start, while options are read
+        return INTERRUPTED
     return 2
 
 
