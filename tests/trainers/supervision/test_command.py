@@ -48,7 +48,8 @@ def test_a_command_without_ranks_is_started_as_it_is():
         (
             [*LAUNCH, *SAVED, "--hidden-size", "8", "--num-attention-heads", "4",
              "--tensor-model-parallel-size", "{tensor}"],
-            {"ranks": "4:2,3:3"}, "on 3 ranks: --tensor-model-parallel-size 3 does not divide all of --num-attention-heads 4",
+            {"ranks": "4:2,3:3"},
+            "on 3 ranks: --tensor-model-parallel-size 3 does not divide all of --num-attention-heads 4",
         ),
         (
             [*(word for word in LAUNCH if word not in ("--global-batch-size", "8")), *SAVED], {},
