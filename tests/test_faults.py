@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.__main__ import Turn
 from tests.support import mpirun
 from tests.support.faults import parts
 from tests.support.faults.results import BEGIN, END, Results, write_table
@@ -99,6 +101,18 @@ def test_driver_counts_failures_and_goes_on_where_it_stopped(example: str, tmp_p
     assert f"{example} 1: passed" in done.stdout and f"{example} 0:" not in done.stdout
     assert "cases are left" in done.stdout, done.stdout
     assert Results(results).rows[example, 1]["passed"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_between_cases_is_started_again(example: str, tmp_path: Path) -> None:
+    turn = Turn(example, tmp_path)
+    turn.left = [0]
+    os.kill(turn.worker.pid, signal.SIGKILL)
+    while turn.worker.alive:
+        time.sleep(0.01)
+    assert turn.worker.run(0) is None
+    assert turn.run()["passed"]
+    turn.worker.close()
 
 
 @pytest.mark.slow

@@ -156,7 +156,8 @@ class OneLineParser(ArgumentParser):
         for word in words:
             if not word:
                 raise ArgumentError(action, "expected a value, and got an empty one (from a variable that is not set?)")
-            if not any(map(str.isspace, word)) and any(len(part) > _LONGEST_NAME for part in word.split("/")):
+            names = re.split(r"[/,]", word)  # of a path, or of a list such as --hosts
+            if not any(map(str.isspace, word)) and any(len(name) > _LONGEST_NAME for name in names):
                 raise ArgumentError(action, f"{word[:40]}... is longer than any name")
             if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
                 raise ArgumentError(action, f"{word!r} is not text in UTF-8 without zero bytes")

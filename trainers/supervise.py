@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from commengine import UsageError
+from commengine.errors import one_line
 
 from . import options
 from .options import OptionError
@@ -110,9 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, command = read(sys.argv[1:] if argv is None else argv)
         return Supervisor(settings, command).run()
     except (OptionError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
     except OSError as error:
         print(f"error: the command after -- cannot be started: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first start, while options are read
+        return INTERRUPTED
     return 2
 
 

@@ -136,7 +136,7 @@ def test_the_projects_own_results(tmp_path):
         (None, "", "no results: there is no .md, .json"),
         ("a.json", "{", "a.json: not JSON: Expecting"),
         ("a.json", '{"format": 1, "rows": [{}]}', "a.json: rows[0]: 'operation' is missing"),
-        ("a.json", '{"collectives": {"all_reduce": [{}]}}', "a.json: KeyError"),
+        ("a.json", '{"collectives": {"all_reduce": [{}]}}', "a.json: cannot be shown: 'beta' is missing"),
     ],
 )
 def test_bad_folder_is_one_clear_error(name, text, message, tmp_path, capsys):

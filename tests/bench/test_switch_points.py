@@ -41,7 +41,7 @@ def test_command(tmp_path):
     ("argv", "message"),
     [
         (["--seconds", "-1"], "--seconds -1.0: must be a number above 0"),
-        (["--margin", "0"], "--margin 0.0: must be a number above 0"),
+        (["--margin", "0"], "--margin 0.0: must be at least 1"),
         (["--largest", "much"], "--largest: 'much' is not a size"),
         (["--largest", "16K"], "--largest 16K: valid: from 32K to 64M"),
         (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),

@@ -81,15 +81,21 @@ class Turn:
     def run(self) -> dict[str, Any]:
         """Run the next case and return its row."""
         number, began = self.left.pop(0), time.monotonic()
+        if not self.worker.alive:
+            self._renew()
         outcome = self.worker.run(number)
         if outcome is None:
             text = "the process of the part died, or could not be interrupted"
             outcome = {"passed": False, "text": text, "details": "", "seconds": time.monotonic() - began}
-            self.worker.close()
-            self.worker = Worker(self.name, self.folder)
+            self._renew()
         self.spent += outcome["seconds"]
         return {"part": self.name, "case": number, "passed": outcome["passed"], "outcome": outcome["text"],
                 "seconds": round(outcome["seconds"], 2), "details": outcome["details"][-4000:]}  # fmt: skip
+
+    def _renew(self) -> None:
+        """Start the part's process again."""
+        self.worker.close()
+        self.worker = Worker(self.name, self.folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

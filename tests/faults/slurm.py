@@ -41,8 +41,8 @@ why_not = slurm.why_not
 SCRIPT = mpirun.ROOT / "examples" / "slurm" / "requeue.sbatch"
 TIMEOUT_S = 12.0  # of a collective
 MORE_S = 10.0
-#: of a run that goes on for more than half a minute: Slurm looks for jobs at their limit twice a minute
-LONG = {"steps": 1500, "save_interval": 500, "eval_interval": 500}
+#: of a run that takes longer: Slurm looks for jobs at their limit twice a minute
+LONG = {"steps": 250, "save_interval": 100, "eval_interval": 100}
 
 
 def run(case: Case) -> str:

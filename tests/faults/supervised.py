@@ -108,7 +108,7 @@ def stopped(case: Case, name: str) -> str:
 
 def diverged(case: Case) -> str:
     folder, log = case.folder / "run", case.folder / "diverged.log"
-    words = runs.words("DP 2", folder, lr=1e30, clip_grad=0)
+    words = runs.words("DP 2", folder, lr=1000, weight_decay=1000, clip_grad=0)
     status = runs.finish(start(case, log, words, ["--ranks", "2", "--repeats", "2", "--back-off", "0.05"]), log)
     text = log.read_text()
     assert status == 1 and text.count("the run has diverged") == 2, f"status {status}: {runs.tail(log)}"

@@ -218,6 +218,7 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer_at_once(inputs: Path) -> None:
         "import os, signal, threading\n"
         "from trainers import preprocess_data\n"
         "from trainers.data import wordpiece\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "cut = wordpiece.cut_words\n"
         "def then_interrupt(texts):\n"
         "    yield from cut(texts)\n"

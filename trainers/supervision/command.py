@@ -96,7 +96,8 @@ class TrainingCommand:
             config = options.parse(importlib.import_module(module).CONFIG, words[self._at + 1 :], module.split(".")[1])
             if size is not None:
                 config.validate(size.ranks)
-        except (OptionError, UsageError) as error:
+                config.completed(size.ranks)  # the vocabulary and the heads, which this size must divide
+        except (OptionError, UsageError, ValueError) as error:
             at = f" on {size.ranks} ranks" if size is not None else ""
             raise UsageError(f"{module}{at}: {error}") from error
         assert isinstance(config, TrainConfig)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from dataclasses import dataclass
 
-from trainers.options import AT_LEAST_ONE, NOT_NEGATIVE, ValidRange, option, require, require_ranges
+from commengine import UsageError
+from trainers.options import COUNT, SECONDS, between, option, require, require_ranges
 
-POSITIVE = ValidRange(lambda value: 0 < value < float("inf"), "must be positive, and finite")
+#: a count that may be 0, and seconds that may be 0
+NONE_OR_MORE = between(0, 10**6)
 _SIZE = re.compile(r"([1-9]\d{0,6})(?::([1-9]\d{0,6}))?")
 _HOST = re.compile(r"([^\s:,]+)(?::([1-9]\d{0,6}))?")
 
@@ -46,19 +49,19 @@ class SuperviseConfig:
         "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true",
         "command that tells whether a host of --hosts is there, by status 0; asked before each start",
     )
-    restarts: int = option(100, "restarts before it gives up", valid=NOT_NEGATIVE)
+    restarts: int = option(100, "restarts before it gives up", valid=NONE_OR_MORE)
     repeats: int = option(
         3, "crashes in a row at the same step after which it gives up; before the first step: after which it takes the "
         "next number of --ranks",
-        valid=AT_LEAST_ONE,
+        valid=COUNT,
     )  # fmt: skip
     back_off: float = option(
         1.0, "seconds before the first restart; doubled with each crash that follows without a newer checkpoint",
-        valid=NOT_NEGATIVE,
+        valid=NONE_OR_MORE,
     )  # fmt: skip
-    longest_back_off: float = option(300.0, "the longest wait before a restart, in seconds", valid=NOT_NEGATIVE)
+    longest_back_off: float = option(300.0, "the longest wait before a restart, in seconds", valid=NONE_OR_MORE)
     start_minutes: float = option(
-        30.0, "a start that has not begun a step after this time is ended, and counts as a crash", valid=POSITIVE
+        30.0, "a start that has not begun a step after this time is ended, and counts as a crash", valid=SECONDS
     )
 
     def validate(self) -> None:
@@ -82,6 +85,10 @@ class SuperviseConfig:
             not hosts or numbers[0] <= room,
             f"--ranks {self.ranks}: the hosts of --hosts {self.hosts} take {room} ranks",
         )
+        try:
+            shlex.split(self.probe)
+        except ValueError as error:
+            raise UsageError(f"--probe {self.probe!r}: no command as a shell takes it: {error}") from error
         require(
             self.probe.strip() != "" and (not hosts or "{host}" in self.probe),
             f"--probe {self.probe!r}: must contain {{host}}, which stands for the host's name",

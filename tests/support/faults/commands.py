@@ -116,6 +116,15 @@ def _alone(name: str) -> Callable[[list[str]], Any]:
     return lambda words: importlib.import_module(name).main(words)
 
 
+def _supervised(words: list[str]) -> Any:
+    """Read the options of supervise, before a command that fits ``--ranks 2,1``."""
+    from trainers import supervise
+
+    saved = ["--save", "run", "--load", "run", "--save-interval", "1"]
+    launch = ["mpirun", "-n", "{ranks}", "python", "-m", "trainers.pretrain_gpt", *GPT, *MOCK, *saved]
+    return supervise.read([*words, "--", *launch])
+
+
 def _replay(words: list[str]) -> Any:
     from bench import replay
 
@@ -136,6 +145,9 @@ COMMANDS = {
     ),
     "trainers.prepare_corpus": Command(
         ["--input", "rows.jsonl", "--output", "made.jsonl"], _prepare, _parser("trainers.prepare_corpus"), ranks=True
+    ),
+    "trainers.supervise": Command(
+        ["--ranks", "2,1"], _supervised, _settings_parser("trainers.supervision.settings.SuperviseConfig")
     ),
     "bench.fit": Command(["results.json", "--output", "model.json"], _alone("bench.fit"), _parser("bench.fit")),
     "bench.report": Command(["results", "--output", "page.html"], _alone("bench.report"), _parser("bench.report")),

@@ -46,11 +46,24 @@ class Worker:
             raise RuntimeError(f"tests/faults/{part}.py cannot be imported")
         self.about = about
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there; somebody may have killed it between two cases."""
+        return self._process.poll() is None
+
     def run(self, number: int) -> dict[str, Any] | None:
         """The outcome of a case (`tests.support.faults.parts.Outcome`), or None if the process has died of it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{number}\n".encode())
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(f"{number}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
         return self._answer(self.about["limit_s"] + GRACE_S)
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:

@@ -87,6 +87,10 @@ def test_a_slow_rank_is_named_with_its_host(world, trainer, folder):
     assert line.startswith(f"iteration 2: rank {slow} on ") and "keeps the others waiting" in line
 
 
+#: each step multiplies the weights by 1 - lr * weight decay, a million
+DIVERGES = ("--lr", "1000", "--weight-decay", "1000", "--clip-grad", "0")
+
+
 @pytest.mark.slow
 def test_whole_runs(pretrain, mock, rows, tmp_path):
     good, diverged = tmp_path / "good", tmp_path / "diverged"
@@ -95,7 +99,7 @@ def test_whole_runs(pretrain, mock, rows, tmp_path):
     (again / BATCHES).mkdir(parents=True)
     one, other, third, refused = pretrain(
         (2, [*mock, *checked, "--train-iters", "5", "--bf16", "--use-distributed-optimizer", "--save", good]),
-        (2, [*mock, "--train-iters", "9", "--lr", "1e30", "--clip-grad", "0", "--save", diverged]),
+        (2, [*mock, "--train-iters", "9", *DIVERGES, "--save", diverged]),
         (2, [*mock, "--train-iters", "2", "--overwrite", "--save", again]),
         (2, [*mock, "--train-iters", "9", "--check-for-spiky-loss", "10"]),
     )
@@ -119,7 +123,7 @@ def test_whole_runs(pretrain, mock, rows, tmp_path):
 
 @pytest.mark.mpi
 def test_without_a_folder_nothing_is_saved_and_the_error_says_so(world, trainer):
-    one = trainer(world, lr=1e30, lr_warmup_iters=0)
+    one = trainer(world, lr=1000.0, weight_decay=1000.0, clip_grad=0.0, lr_warmup_iters=0)
     checks = InRunChecks(one, None, print)
 
     def steps():

@@ -46,6 +46,12 @@ def test_a_command_without_ranks_is_started_as_it_is():
         ([*LAUNCH, *SAVED, "--tensor-model-parallel-size", "4"], {}, "on 2 ranks: --tensor-model-parallel-size 4"),
         ([*LAUNCH, *SAVED, "--micro-batch-size", "4"], {}, "on 4 ranks: --global-batch-size 8"),
         (
+            [*LAUNCH, *SAVED, "--hidden-size", "8", "--num-attention-heads", "4",
+             "--tensor-model-parallel-size", "{tensor}"],
+            {"ranks": "4:2,3:3"},
+            "on 3 ranks: --tensor-model-parallel-size 3 does not divide all of --num-attention-heads 4",
+        ),
+        (
             [*(word for word in LAUNCH if word not in ("--global-batch-size", "8")), *SAVED], {},
             "needs --global-batch-size",
         ),

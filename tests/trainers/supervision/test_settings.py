@@ -3,6 +3,7 @@
 import pytest
 
 from commengine import UsageError
+from trainers.options import parse
 from trainers.supervision.settings import Host, Size, SuperviseConfig
 
 
@@ -13,6 +14,17 @@ def test_sizes_and_hosts_are_read():
     assert settings.host_list() == [Host("n1", 2), Host("n2", 1), Host("n3", 1)]
     assert SuperviseConfig().sizes() == [] and SuperviseConfig().host_list() == []
     assert SuperviseConfig(ranks="4,2").sizes() == [Size(4), Size(2)]
+
+
+def test_a_list_of_many_hosts_is_no_long_name(tmp_path):
+    hosts = ",".join(f"cluster-node-{n:04}:8" for n in range(300))
+    settings = parse(SuperviseConfig, ["--ranks", "2400", "--hosts", hosts], "supervise")
+    settings.validate()
+    assert len(settings.host_list()) == 300
+    (tmp_path / "hosts.yaml").write_text(f"ranks: 2400\nhosts: {hosts}\n")
+    assert parse(SuperviseConfig, ["--config", str(tmp_path / "hosts.yaml")], "supervise") == settings
+    with pytest.raises(UsageError, match="longer than any name"):
+        parse(SuperviseConfig, ["--hosts", "x" * 300], "supervise")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +42,8 @@ def test_sizes_and_hosts_are_read():
         ({"ranks": "2", "hosts": "a:0"}, "--hosts a:0: must be names with numbers"),
         ({"ranks": "2", "hosts": "a:1,a:1"}, "a host is there twice"),
         ({"ranks": "2", "hosts": "a:2", "probe": "true"}, "must contain {host}"),
+        ({"ranks": "2", "hosts": "a:2", "probe": "ssh {host} 'true"}, "No closing quotation"),
+        ({"start_minutes": 1e300}, "--start-minutes 1e+300"),
         ({"restarts": -1}, "--restarts -1"),
         ({"repeats": 0}, "--repeats 0"),
         ({"back_off": float("inf")}, "--back-off inf"),
