@@ -18,6 +18,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from commengine.job_end import FORWARD_SECONDS, say
 
@@ -33,6 +35,12 @@ SIGNALS = {
 #: the longest text of faulthandler that is read, in bytes; a pipe holds as much
 LONGEST = 65536
 
+#: at least the size of C's ``struct sigaction``
+SIGACTION_BYTES = 512
+
+#: whose handlers are replaced: Open MPI's, MPICH's and UCX's
+LIBRARIES = ("libopen-pal", "libopen-rte", "libmpi", "libmpich", "libucs")
+
 _OVER = b"\0"
 
 
@@ -41,20 +49,25 @@ class CrashReport:
 
     report: gets what happened in one line, and returns the report. It must not call MPI.
     It stands back, and does nothing, where somebody else handles these signals (Python's ``-X faulthandler``, a Java
-    machine, UCX's own handler), and where the C library is not glibc.
+    machine), and where the C library is not glibc. It takes the place of the handlers of MPI's own libraries, which
+    print where a process crashed and not in which collective; `close` restores them.
     """
 
     def __init__(self, report: Callable[[str], str]) -> None:
         self._report = report
         self._pipe: tuple[int, int] | None = None
-        if faulthandler.is_enabled() or not _sleep_on_crash():
+        self._before: dict[signal.Signals, Any] = {}
+        if faulthandler.is_enabled():
             return
-        self._pipe = os.pipe()
+        before = _sleep_on_crash()
+        if before is None:
+            return
+        self._pipe, self._before = os.pipe(), before
         os.set_blocking(self._pipe[1], False)  # a thread that crashed must never wait for a reader
         faulthandler.enable(self._pipe[1], all_threads=False)
         forked = weakref.WeakMethod(self._forked)
         os.register_at_fork(after_in_child=lambda: (method := forked()) and method())
-        threading.Thread(target=self._wait, name="commengine crash", daemon=True).start()
+        threading.Thread(target=self._wait, args=self._pipe, name="commengine crash", daemon=True).start()
 
     @property
     def active(self) -> bool:
@@ -64,21 +77,23 @@ class CrashReport:
     def close(self) -> None:
         """Restore the signals."""
         if self._pipe is not None:
-            faulthandler.disable()
-            _end_on_crash()
+            self._restore()
             os.write(self._pipe[1], _OVER)
             self._pipe = None
 
     def _forked(self) -> None:
         """A child of this process crashes by itself."""
         if self._pipe is not None:
-            faulthandler.disable()
-            _end_on_crash()
+            self._restore()
             self._pipe = None
 
-    def _wait(self) -> None:
-        assert self._pipe is not None
-        reading, writing = self._pipe
+    def _restore(self) -> None:
+        faulthandler.disable()
+        libc = _libc()
+        for number, before in self._before.items():
+            libc.sigaction(number, before, None)
+
+    def _wait(self, reading: int, writing: int) -> None:
         said = os.read(reading, LONGEST)
         if said == _OVER:
             os.close(reading)
@@ -93,7 +108,7 @@ class CrashReport:
         problem = f"crashed ({number.name}). A rank that died or a network that failed makes some MPIs crash the others"
         say(f"{self._report(problem)}\n{text}")
         time.sleep(FORWARD_SECONDS)
-        _end_on_crash()
+        _libc().sysv_signal(number, None)  # the default: it ends the process
         os.kill(os.getpid(), number)
 
 
@@ -101,31 +116,43 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.sysv_signal.restype = ctypes.c_void_p
     libc.sysv_signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return libc
 
 
-def _sleep_on_crash() -> bool:
+def _sleep_on_crash() -> dict[signal.Signals, Any] | None:
     """Let a thread that crashes sleep as many seconds as the signal's number says, once; then the signal ends it.
 
-    Returns False, with nothing changed, if one of the signals is handled already.
+    Returns what handled the signals before, as C's ``struct sigaction``. Returns None, with nothing changed, if one of
+    the signals is handled by anything but a library of MPI.
     """
     try:
         libc = _libc()
+        sleep = ctypes.cast(libc.sleep, ctypes.c_void_p)
     except (AttributeError, OSError):
-        return False
-    sleep = ctypes.cast(libc.sleep, ctypes.c_void_p)
+        return None
+    before = {number: ctypes.create_string_buffer(SIGACTION_BYTES) for number in SIGNALS}
+    for number, action in before.items():
+        libc.sigaction(number, None, action)
+        handler = ctypes.c_void_p.from_buffer(action).value  # glibc has it first
+        if handler and not _is_of_mpi(libc, handler):
+            return None
     for number in SIGNALS:
-        before = libc.sysv_signal(number, sleep)
-        if before is not None:
-            libc.sysv_signal(number, before)
-            for changed in SIGNALS:
-                if changed == number:
-                    return False
-                libc.sysv_signal(changed, None)
-    return True
+        libc.sysv_signal(number, sleep)
+    return before
 
 
-def _end_on_crash() -> None:
-    libc = _libc()
-    for number in SIGNALS:
-        libc.sysv_signal(number, None)
+class _Symbol(ctypes.Structure):
+    """C's ``Dl_info``: the library of an address."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _is_of_mpi(libc: ctypes.CDLL, address: int) -> bool:
+    """Whether the function at ``address`` is in a library of MPI or of UCX."""
+    found = _Symbol()
+    file = found.file if libc.dladdr(address, ctypes.byref(found)) else None
+    return file is not None and Path(os.fsdecode(file)).name.startswith(LIBRARIES)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from commengine.timeout.watcher import EXIT_CODE
+from tests.support.lab.hosts import is_open_mpi
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,8 @@ timed.barrier()
         n=4,
     )
     found = reports(done.stderr)
-    assert done.returncode == EXIT_CODE and set(found) == {0, 1, 2}, done.stderr
+    woken = {3} if is_open_mpi() else set()  # Open MPI wakes a stopped rank before it ends it
+    assert done.returncode == EXIT_CODE and {0, 1, 2} <= set(found) <= {0, 1, 2} | woken, done.stderr
     assert "missing: rank 3, all_reduce #2 (it does not answer)" in found[1]
 
 
