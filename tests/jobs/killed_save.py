@@ -21,8 +21,8 @@ class KilledSaver(run_state.CheckpointSaver):
 
     saves = 0
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Any, *more: Any) -> None:
+        super().__init__(trainer, *more)
         self._rank = trainer.grid.world.rank
         self._operations: FileOperations | None = None
         self._changes = 0

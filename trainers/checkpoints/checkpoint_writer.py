@@ -37,14 +37,17 @@ class CheckpointWriter:
     the constructor returns. In both cases the checkpoint has its name only after `finish`, and until then the older
     checkpoints are as they were.
 
+    lost: asked on rank 0 before it changes anything in the folder; why the folder is another run's by now, or None.
+
     The threads do not communicate. Collective over the grid's world to make and to finish. Raises UsageError, on all
     ranks, if any rank cannot write: it names the file and the reason.
     """
 
     def __init__(
         self, folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, settings: Mapping[str, Any],
-        grid: ProcessGrid, *, background: bool = False,
+        grid: ProcessGrid, *, background: bool = False, lost: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._lost = lost
         self._folder, self._world, self._group = folder, grid.world, grid.tensor
         self._name = pointer.name_of(progress.iteration)
         self._beside = folder / f"{self._name}.tmp"
@@ -103,7 +106,7 @@ class CheckpointWriter:
         self._given_up.set()
         if self._thread is not None:
             self._thread.join()
-        if self._world.rank == 0:
+        if self._world.rank == 0 and self._lost() is None:  # another run's checkpoint may have this name
             disk.remove_if_possible(self._beside)
 
     # This rank's share ----------------------------------------------------------------------------------------
@@ -166,7 +169,12 @@ class CheckpointWriter:
     # Errors ---------------------------------------------------------------------------------------------------
 
     def _on_rank_zero(self, work: Callable[[], None]) -> None:
-        on_rank_zero(self._world, lambda: self._told(work))
+        def allowed() -> None:
+            if (problem := self._lost()) is not None:
+                raise UsageError(problem)
+            self._told(work)
+
+        on_rank_zero(self._world, allowed)
 
     def _raise_problem(self) -> None:
         if self._problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ class CheckpointSaver:
 
     With ``--async-save`` a checkpoint is written in the background. After each step the ranks agree on the largest
     `state` of them all and give it to `settle`; at the end of the run they call `finish`.
+
+    lost: as for `CheckpointWriter`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, lost: Callable[[], str | None] = lambda: None) -> None:
+        self._trainer, self._lost = trainer, lost
         self._writer: CheckpointWriter | None = None
 
     def start(self, *, background: bool | None = None) -> None:
@@ -51,7 +54,7 @@ class CheckpointSaver:
         later = config.async_save if background is None else background
         self._writer = CheckpointWriter(
             Path(config.save), progress, trainer.model, optimizer, _settings(trainer).to_json(), trainer.grid,
-            background=later,
+            background=later, lost=self._lost,
         )  # fmt: skip
         if not later:
             self.finish()

@@ -58,8 +58,10 @@ def train(
     folder = Path(config.save) if config.save else None
     with contextlib.ExitStack() as held:
         locked = folder is not None and on_rank_zero(world, folder.is_dir)
+        lost: Callable[[], str | None] = lambda: None  # noqa: E731
         if folder is not None and locked:
-            agreement.add_failure(held.enter_context(folder_lock.hold(world, folder)).problem)
+            lost = held.enter_context(folder_lock.hold(world, folder)).problem
+            agreement.add_failure(lost)
             on_rank_zero(world, lambda: run_folder.require_free(config))  # another run may just have ended
         task = new_task(config, world)
         trainer = task.trainer
@@ -79,7 +81,8 @@ def train(
         if config.tensorboard_dir:
             on_rank_zero(world, lambda: make_writable("--tensorboard-dir", Path(config.tensorboard_dir or "")))
         if folder is not None and not locked:
-            agreement.add_failure(held.enter_context(folder_lock.hold(world, folder)).problem)
+            lost = held.enter_context(folder_lock.hold(world, folder)).problem
+            agreement.add_failure(lost)
             on_rank_zero(world, lambda: run_folder.require_new(config))
         on_rank_zero(world, lambda: run_folder.clear(config))  # last, when nothing can be refused any more
         board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
@@ -92,7 +95,7 @@ def train(
                 metrics.say(line)
         if stopping.limit is not None:
             metrics.say(stopping.limit)
-        saver = run_state.CheckpointSaver(trainer)
+        saver = run_state.CheckpointSaver(trainer, lost)
         try:
             status = _Run(task, metrics, saver, agreement, stopping, goes_on=goes_on).run()
         except UsageError:  # on all ranks; what is being written in the background is of a step before the error

@@ -120,3 +120,20 @@ def test_only_the_last_checkpoints_are_kept(world, folder, trainer):
         run_state.save(made)
     assert [int(path.name[5:]) for path in pointer.complete(folder)] == [3, 5, 6]
     world.barrier()
+
+
+def test_a_run_that_lost_its_folder_leaves_the_other_runs_files_alone(world, folder, trainer, held):
+    """Its process was stopped for a minute, say; the run that took the folder over writes the same iteration."""
+    made = trainer(world, save=str(folder), async_save=True)
+    made.step()
+    problem = None
+    saver = run_state.CheckpointSaver(made, lambda: problem)
+    saver.start()
+    problem = "another run has taken the folder over"
+    world.barrier()
+    held.set()
+    with pytest.raises(UsageError, match="another run has taken the folder over"):
+        saver.finish()
+    world.barrier()
+    assert [path.name for path in folder.iterdir()] == ["iter_0000001.tmp"]
+    world.barrier()
