@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,6 +28,9 @@ from .pointer import STATE
 
 #: what `CheckpointWriter.state` says of one rank; the largest value over the ranks says it of all
 DONE, WRITING, FAILED = range(3)
+
+#: seconds between two looks at the threads of all ranks
+LOOK_SECONDS = 0.05
 
 
 class CheckpointWriter:
@@ -92,22 +96,32 @@ class CheckpointWriter:
         A failure of any rank is an error on all; then the others do not wait until theirs are written.
         """
         try:
-            if self._thread is not None:
-                self._thread.join()
+            self._wait()
             on_every_rank(self._world, lambda: self._told(self._raise_problem))
             pieces = [checksums.Piece(*one) for some in gather_json(self._group, self._pieces) for one in some]
             self._on_rank_zero(lambda: self._publish(pieces))
-        except UsageError:
-            self.give_up()
+        except UsageError:  # on all ranks
+            self._world.barrier()  # no rank writes any more, see `_wait`
+            if self._world.rank == 0 and self._lost() is None:  # another run's checkpoint may have this name
+                disk.remove_if_possible(self._beside)
             raise
 
-    def give_up(self) -> None:
-        """Write nothing more, and remove what is written. Not collective: every rank calls it."""
-        self._given_up.set()
+    def _wait(self) -> None:
+        """Wait for the threads of all ranks, in collectives of which none takes long: a disk may be slow. Collective.
+
+        If one of them has failed, the others write nothing more.
+        """
+        while (state := self._largest_state()) == WRITING:
+            time.sleep(LOOK_SECONDS)
+        if state == FAILED:
+            self._given_up.set()
         if self._thread is not None:
             self._thread.join()
-        if self._world.rank == 0 and self._lost() is None:  # another run's checkpoint may have this name
-            disk.remove_if_possible(self._beside)
+
+    def _largest_state(self) -> int:
+        largest = torch.tensor([self.state])
+        self._world.all_reduce(largest, "max")
+        return int(largest)
 
     # This rank's share ----------------------------------------------------------------------------------------
 

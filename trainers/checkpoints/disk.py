@@ -64,7 +64,8 @@ class RangeWriter:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file. Raises OSError with its name."""
+    """Write a whole file, in place of an older one. Raises OSError with its name."""
+    remove(path)  # a longer one would keep its end
     with RangeWriter(path) as file:
         file.write(0, data)
     if file.problem is not None:

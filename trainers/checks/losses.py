@@ -16,6 +16,8 @@ from trainers.training.trainer import Trainer
 
 #: losses that a new one is compared with, and how many there must be
 REMEMBERED, FEWEST = 100, 20
+#: so many spikes in a row are no spikes: the losses have another level
+IN_A_ROW = 5
 #: standard deviations in a median absolute deviation of normal values
 _NORMAL = 1.4826
 
@@ -24,12 +26,14 @@ class SpikeDetector:
     """Tells losses that lie far above those before. ``limit``: in standard deviations.
 
     The deviation is estimated from the median of absolute deviations, which spikes themselves do not change, and is at
-    least a thousandth of the median. A spike is not remembered. The first FEWEST losses are never spikes.
+    least a thousandth of the median. A spike is not remembered, but after IN_A_ROW of them in a row losses are compared
+    with these. The first FEWEST losses are never spikes.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._row: list[float] = []  # the spikes since the last loss that was none
 
     def deviations(self, loss: float) -> float | None:
         """How many standard deviations above the median of the last losses a spike is; None for other losses."""
@@ -38,7 +42,13 @@ class SpikeDetector:
             spread = _NORMAL * statistics.median(abs(one - median) for one in self._losses)
             above = (loss - median) / max(spread, 1e-3 * abs(median), 1e-12)
             if above > self._limit:
+                self._row.append(loss)
+                if len(self._row) == IN_A_ROW:
+                    self._losses.clear()
+                    self._losses.extend(self._row)
+                    self._row.clear()
                 return above
+        self._row.clear()
         self._losses.append(loss)
         return None
 
@@ -57,7 +67,12 @@ def save_batch(trainer: Trainer, k: int, folder: Path) -> Path:
         for name in _tensor_names(microbatches[0]):
             tensors[name] = torch.cat([getattr(batch, name) for batch in microbatches]).contiguous()
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
+        beside = path.with_suffix(".tmp")
+        try:
+            save_file(tensors, beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     return path
 
 

@@ -67,9 +67,11 @@ class StopRequests:
         if self._rank == 0 and config.save is not None and config.exit_before_limit:
             end, source = job_end_time(os.environ)
             if end is not None:
-                self._end_at = end - config.exit_before_limit
+                # In a job that is shorter, half of its time goes to training.
+                seconds = min(config.exit_before_limit, max(0.0, (end - time.time()) / 2))
+                self._end_at = end - seconds
                 when = datetime.fromtimestamp(end).isoformat(" ", "seconds")
-                before = f"{config.exit_before_limit:g} s before it"
+                before = f"{seconds:.0f} s before it"
                 self.limit = f"the job's time limit is {when} ({source}): the run saves and stops {before}"
                 self._texts[LIMIT] = f"--exit-before-limit {config.exit_before_limit:g}"
 

@@ -8,7 +8,7 @@ import torch
 
 from commengine import UsageError
 from trainers.checkpoints import disk, pointer, run_state
-from trainers.checkpoints.checkpoint_writer import DONE, FAILED, WRITING
+from trainers.checkpoints.checkpoint_writer import DONE, FAILED, WRITING, CheckpointWriter
 
 pytestmark = pytest.mark.mpi
 
@@ -110,6 +110,50 @@ def test_a_write_that_fails_on_one_rank_is_one_error_on_all(world, folder, train
     world.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "latest"]
     assert saver.state() == DONE
+    world.barrier()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["a slow disk", "a full disk meanwhile"])
+def test_no_rank_waits_long_in_a_collective_while_another_one_writes(world, folder, trainer, held, monkeypatch, fails):
+    """It would be taken for a hang. Rank 0's disk is slow until the ranks have asked each other three times."""
+    made = trainer(world, save=str(folder), async_save=True, tensor_model_parallel_size=world.size)
+    made.step()
+    plain, looks = disk.os.pwrite, []
+    last = world.rank == world.size - 1
+
+    def full(file, data, start):
+        if fails and last and threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        return plain(file, data, start)
+
+    def look(self):
+        looks.append(found := ask(self))
+        if len(looks) == 3:
+            held.set()
+        return found
+
+    ask = CheckpointWriter._largest_state
+    monkeypatch.setattr(disk.os, "pwrite", full)
+    monkeypatch.setattr(CheckpointWriter, "_largest_state", look)
+    if fails and last and world.size > 1:
+        held.set()
+    saver = run_state.CheckpointSaver(made)
+    saver.start()
+    if fails and world.size > 1:
+        threading.Timer(0.5, held.set).start()  # the others end after the failure was told, not before
+        with pytest.raises(UsageError, match="No space left"):
+            saver.finish()
+        assert FAILED in looks
+    elif not fails:
+        saver.finish()
+        assert looks[:3] == [WRITING] * 3 and looks[-1] == DONE
+        assert pointer.latest(folder).name == "iter_0000001"
+    else:
+        held.set()
+        with pytest.raises(UsageError, match="No space left"):
+            saver.finish()
+    world.barrier()
+    assert not list(folder.glob("*.tmp"))
     world.barrier()
 
 

@@ -82,3 +82,11 @@ def test_what_is_kept(folder, last, every, kept):
     assert [path.name[-1] for path in pointer.complete(folder)] == list(kept)
     assert {"iter_0000009", "iter_notes", "latest"} <= set(names(folder))
     assert pointer.latest(folder).name == "iter_0000006"
+
+
+def test_a_longer_pointer_that_a_killed_run_left_beside_is_replaced(tmp_path):
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002" / "state.json").write_text("{}")
+    (tmp_path / "latest.tmp").write_text("iter_10000000\n0123456789abcdef\n")
+    pointer.point_to(tmp_path, "iter_0000002")
+    assert pointer.latest(tmp_path) == tmp_path / "iter_0000002"

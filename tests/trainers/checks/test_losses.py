@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainers.checks.losses import FEWEST, SpikeDetector, save_batch
+from trainers.checks.losses import FEWEST, IN_A_ROW, SpikeDetector, save_batch
 
 
 def course(steps, noise=0.05, seed=3):
@@ -28,10 +28,18 @@ def test_a_jump_is_a_spike_and_does_not_hide_the_next():
     for loss in losses:
         assert detector.deviations(loss) is None
     for _ in range(50):
-        above = detector.deviations(losses[-1] + 3)
-        assert above is not None and above > 10
-    assert detector.deviations(losses[-1]) is None
+        for _ in range(IN_A_ROW - 1):
+            above = detector.deviations(losses[-1] + 3)
+            assert above is not None and above > 10
+        assert detector.deviations(losses[-1]) is None
     assert detector.deviations(losses[-1] - 3) is None  # downwards is no spike
+
+
+def test_a_new_level_is_not_a_spike_at_each_step():
+    detector, losses = SpikeDetector(10), course(400)
+    found = [detector.deviations(loss) for loss in losses + [loss + 3 for loss in losses[100:]]]
+    assert [n for n, above in enumerate(found) if above is not None] == list(range(400, 400 + IN_A_ROW))
+    assert detector.deviations(losses[-1] + 9) is not None
 
 
 def test_the_first_losses_are_only_remembered():
@@ -46,7 +54,7 @@ def test_the_batch_is_saved_once_for_each_replica(world, trainer, tmp_path_facto
     one = trainer(world, tensor_model_parallel_size=world.size, micro_batch_size=2, global_batch_size=8)
     path = save_batch(one, 3, folder)
     assert path.name == "step_0000004-replica_0.safetensors"
-    assert path.exists() == (world.rank == 0)
+    assert path.exists() == (world.rank == 0) and not list(folder.glob("*.tmp"))
     if world.rank == 0:
         found = load_file(path)
         assert found["numbers"].tolist() == list(range(24, 32))

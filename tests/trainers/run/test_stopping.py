@@ -195,10 +195,17 @@ def test_the_limit_is_in_force_before_the_end_of_the_job(stopping, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(math.ceil(time.time()) + 1000))
     stopping.configure(TrainConfig(save="runs/x"))
     assert stopping.reason() == 0 and "the run saves and stops 120 s before it" in stopping.limit
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() - 1))
     stopping.configure(TrainConfig(save="runs/x", exit_before_limit=2000.0))
     assert stopping.reason() == LIMIT and stopping.text(LIMIT) == "--exit-before-limit 2000"
     stopping.forget()
     assert stopping.reason() == 0
+
+
+def test_half_of_a_short_job_is_left_to_training(stopping, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
+    stopping.configure(TrainConfig(save="runs/x"))
+    assert stopping.reason() == 0 and "the run saves and stops 50 s before it" in stopping.limit
 
 
 @pytest.mark.parametrize("settings", [{"save": None}, {"save": "runs/x", "exit_before_limit": 0.0}])
