@@ -16,6 +16,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -29,7 +30,12 @@ from typing import Any, Self
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
 
+from . import disk, pointer
+
 NAME = "run.lock"
+
+#: a random name as `_me` makes it, short enough to be part of a file name
+_NONCE = re.compile("[0-9a-f]{32}")
 
 #: seconds between two touches, and those after which a holder that does not touch its file is dead
 BEAT_SECONDS, DEAD_SECONDS = 5.0, 60.0
@@ -69,11 +75,17 @@ def read(path: Path) -> Record | None:
         raise
     try:
         fields = json.loads(text)
-        if not (isinstance(fields, dict) and str(fields["nonce"]).isalnum() and isinstance(fields["pid"], int)):
-            raise ValueError
-    except (ValueError, KeyError, RecursionError):
-        return Record({"nonce": f"damaged{touched}"}, touched)
-    return Record(fields, touched)
+    except (ValueError, RecursionError):
+        fields = None
+    return Record(fields if _is_whole(fields) else {"nonce": f"damaged{touched}"}, touched)
+
+
+def _is_whole(fields: Any) -> bool:
+    """Whether a record has a nonce that can be part of a file name, and a number that a process can have."""
+    if not isinstance(fields, dict):
+        return False
+    nonce, pid = fields.get("nonce"), fields.get("pid")
+    return isinstance(nonce, str) and _NONCE.fullmatch(nonce) is not None and type(pid) is int and 0 < pid < 2**31
 
 
 def _me() -> dict[str, Any]:
@@ -130,8 +142,19 @@ class FolderLock:
         self._held = False
 
     def attempt(self) -> Record | None:
-        """Take the lock: None, or the living holder's record. Raises OSError where files cannot be made."""
-        holder = self._take()
+        """Take the lock: None, or the living holder's record. Raises OSError where files cannot be made.
+
+        If the disk is full and no holder lives, what killed saves left in the folder is removed first.
+        """
+        try:
+            holder = self._take()
+        except OSError as error:
+            if error.errno not in disk.NO_ROOM:
+                raise
+            holder = self._living_holder()
+            if holder is None:
+                pointer.make_room(self.path.parent)
+                holder = self._take()
         if holder is None:
             self._remove_leftovers()
             self._thread = threading.Thread(target=self._touch, name="lock of the save folder", daemon=True)
@@ -139,11 +162,12 @@ class FolderLock:
         return holder
 
     def _take(self) -> Record | None:
-        with self._own.open("w") as file:
-            file.write(json.dumps(self._me) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        # It must not make room on a full disk: `_touched` calls it while this run may be writing a checkpoint.
         try:
+            with self._own.open("w") as file:
+                file.write(json.dumps(self._me) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             while not self._held:
                 if (holder := self._follow()) is not None:
                     return holder
@@ -161,7 +185,7 @@ class FolderLock:
             record = read(place)
             if record is None:
                 return None
-            if not self._is_dead(record):
+            if not self._is_dead(record, self._own):
                 return record
             seen.append((place, record.nonce))
             place = self.path.with_name(f"{NAME}.after.{record.nonce}")
@@ -175,6 +199,16 @@ class FolderLock:
         self._held = True
         return None
 
+    def _living_holder(self) -> Record | None:
+        """The living holder, found without a new file, which a full disk may refuse."""
+        os.utime(self.path.parent)
+        place = self.path
+        while (record := read(place)) is not None:
+            if not self._is_dead(record, self.path.parent):
+                return record
+            place = self.path.with_name(f"{NAME}.after.{record.nonce}")
+        return None
+
     def _link(self, place: Path) -> bool:
         try:
             place.hardlink_to(self._own)
@@ -183,19 +217,25 @@ class FolderLock:
             return self._own.stat().st_nlink == 2
         except OSError:  # a file system without links; a reader may then see a file that is still empty
             try:
-                with place.open("x") as file:
-                    file.write(json.dumps(self._me) + "\n")
+                file = place.open("x")
             except FileExistsError:
                 return False
+            try:
+                with file:
+                    file.write(json.dumps(self._me) + "\n")
+            except OSError:
+                place.unlink(missing_ok=True)  # a damaged record would lock the folder for a minute
+                raise
         return True
 
-    def _is_dead(self, record: Record) -> bool:
+    def _is_dead(self, record: Record, touched: Path) -> bool:
+        """Whether the process of ``record`` is dead. ``touched`` was touched just now, and so tells the time."""
         fields = record.fields
         if fields.get("namespace") is not None and fields["namespace"] == self._me["namespace"]:
             start = _start(fields["pid"])
             if start != "hidden":
                 return start != fields.get("start")
-        return (self._own.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
+        return (touched.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
 
     def _remove_leftovers(self) -> None:
         """Remove files of processes that died while they tried to take the lock."""

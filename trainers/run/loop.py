@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.checkpoints import folder_lock, run_folder, run_state
+from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig
 from trainers.options import make_writable
@@ -84,7 +84,7 @@ def train(
             lost = held.enter_context(folder_lock.hold(world, folder)).problem
             agreement.add_failure(lost)
             on_rank_zero(world, lambda: run_folder.require_new(config))
-        on_rank_zero(world, lambda: run_folder.clear(config))  # last, when nothing can be refused any more
+        on_rank_zero(world, lambda: _tidy(config, lost))  # last, when nothing can be refused any more
         board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
         metrics = on_every_rank(
             world,
@@ -106,6 +106,15 @@ def train(
             metrics.close()
         trainer.close()  # not after an exception: it is collective, and the other ranks may be in another call
     return status
+
+
+def _tidy(config: TrainConfig, lost: Callable[[], str | None]) -> None:
+    """Remove from ``--save`` what this run replaces, and what killed saves left: the first rows may need its room."""
+    if (problem := lost()) is not None:
+        raise UsageError(problem)
+    run_folder.clear(config)
+    if config.save is not None:
+        pointer.make_room(Path(config.save))
 
 
 def _is_done(trainer: Trainer, folder: Path | None, *, goes_on: bool) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 from commengine import UsageError
 from tests.support import mpirun
+from tests.support.small_disk import small_disk, why_not
 from trainers.checkpoints.folder_lock import DEAD_SECONDS, NAME, FolderLock, hold, read
 
 FORK = multiprocessing.get_context("fork")
@@ -107,6 +108,20 @@ def test_a_damaged_file_counts_as_another_hosts(tmp_path, content):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"pid": pid} for pid in (0, -1, True, 2**31, 10**12)] + [{"nonce": nonce} for nonce in ("a" * 300, "A" * 32, 3)],
+)
+def test_a_record_that_no_process_can_have_written_is_damaged(tmp_path, changed):
+    """The kernel refuses such process numbers with an exception, and the file system such long names."""
+    path = record(tmp_path, start="hidden", **changed)
+    with FolderLock(tmp_path) as lock:
+        assert "damaged" in str(lock.attempt())
+        age(path, DEAD_SECONDS + 1)
+        assert lock.attempt() is None
+    assert names(tmp_path) == []
+
+
 def test_a_crash_of_the_successor_before_its_rename(tmp_path):
     """The chain of dead records is followed to its end and then removed."""
     first = record(tmp_path, start="1")
@@ -114,7 +129,7 @@ def test_a_crash_of_the_successor_before_its_rename(tmp_path):
     for number in range(3):
         before = read(links[-1]).nonce
         links.append(tmp_path / f"{NAME}.after.{before}")
-        links[-1].write_text(json.dumps({**read(first).fields, "nonce": f"{number}a"}))
+        links[-1].write_text(json.dumps({**read(first).fields, "nonce": f"{number:032x}"}))
     with FolderLock(tmp_path) as lock:
         assert lock.attempt() is None
         assert names(tmp_path) == [NAME] and read(lock.path).fields["start"] != "1"
@@ -126,8 +141,8 @@ def test_two_that_find_the_same_dead_holder(tmp_path):
     faster = FolderLock(tmp_path)
 
     class Slower(FolderLock):
-        def _is_dead(self, found):
-            dead = super()._is_dead(found)
+        def _is_dead(self, found, touched):
+            dead = super()._is_dead(found, touched)
             if dead:
                 assert faster.attempt() is None
             return dead
@@ -191,13 +206,13 @@ def test_the_holder_touches_its_file_and_makes_it_again(tmp_path):
 def test_a_holder_that_was_taken_for_dead_learns_who_follows(tmp_path):
     with FolderLock(tmp_path, beat=0.02) as lock:
         assert lock.attempt() is None
-        other = {**read(lock.path).fields, "nonce": "0", "host": "elsewhere", "pid": 17}
+        other = {**read(lock.path).fields, "nonce": "0" * 32, "host": "elsewhere", "pid": 17}
         beside = tmp_path / "beside"
         beside.write_text(json.dumps(other))
         beside.replace(lock.path)
         wait_until(lock.problem)
         assert "process 17 on elsewhere" in lock.problem() and str(tmp_path) in lock.problem()
-    assert read(tmp_path / NAME).nonce == "0"  # it is not ours to remove
+    assert read(tmp_path / NAME).nonce == "0" * 32  # it is not ours to remove
 
 
 def test_a_file_system_without_links(tmp_path, monkeypatch):
@@ -233,6 +248,100 @@ def test_leftovers_of_dead_starts_are_removed(tmp_path):
     with FolderLock(tmp_path) as lock:
         assert lock.attempt() is None
         assert names(tmp_path) == [NAME, new.name]
+
+
+PAGE = 4096  # what the smallest file takes on the small disk
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 256 kB."""
+    if reason := why_not():
+        pytest.skip(f"no small disk can be mounted: {reason}")
+    with small_disk(tmp_path / "disk", 256):
+        yield tmp_path / "disk"
+
+
+def fill(folder: Path, *, pages: int = 0) -> Path:
+    """Leave a checkpoint in which a kill came, on a disk that now has room for so many pages."""
+    left = folder / "iter_0000002.tmp"
+    left.mkdir()
+    with (left / "model.safetensors").open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, os.statvfs(folder).f_bavail * PAGE - pages * PAGE)
+    assert os.statvfs(folder).f_bavail == pages
+    return left
+
+
+@pytest.mark.parametrize("before", ["nobody", "killed", "a dead host"])
+def test_a_full_disk_is_freed_of_what_a_killed_save_left(disk, before):
+    if before == "killed":
+        killed(disk)
+    elif before == "a dead host":
+        age(record(disk, namespace="another boot"), DEAD_SECONDS + 1)
+    fill(disk)
+    with FolderLock(disk) as lock:
+        assert lock.attempt() is None
+        assert names(disk) == [NAME] and read(lock.path).fields["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_full_disk_keeps_what_a_living_holder_writes(disk, elsewhere):
+    with FolderLock(disk) as lock, FolderLock(disk) as other:
+        if elsewhere:
+            record(disk, namespace="another boot", host="elsewhere")
+        else:
+            assert lock.attempt() is None
+        left = fill(disk)
+        holder = other.attempt()
+        assert holder is not None and ("on elsewhere" in str(holder)) is elsewhere
+        assert names(disk) == [left.name, NAME] and names(left) == ["model.safetensors"]
+
+
+def test_a_holder_on_a_full_disk_whose_file_was_removed_keeps_its_own_checkpoint(disk):
+    """No other process holds the lock then, but what is in the folder is no leftover."""
+    with FolderLock(disk, beat=1000) as lock:
+        assert lock.attempt() is None
+        lock.path.unlink()
+        left = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            lock._touched()
+        assert names(disk) == [left.name] and names(left) == ["model.safetensors"]
+        (left / "model.safetensors").unlink()
+        assert lock._touched() is None and names(disk) == [left.name, NAME]
+
+
+def test_a_full_disk_without_leftovers_is_an_error_and_nothing_is_left(disk):
+    fill(disk).rename(disk / "data")
+    with FolderLock(disk) as lock, pytest.raises(OSError, match="No space left"):
+        lock.attempt()
+    assert names(disk) == ["data"]
+
+
+def test_a_full_disk_without_links(disk, monkeypatch):
+    """There is room for the first of the two files."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    fill(disk, pages=1)
+    with FolderLock(disk) as lock:
+        assert lock.attempt() is None and names(disk) == [NAME]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_with_room_for_the_lock_alone_removes_what_a_killed_save_left(tmp_path, pretrain, mock):
+    """The first row of the metrics comes before the first save, and needs room, too."""
+    if reason := why_not():
+        pytest.skip(f"no small disk can be mounted: {reason}")
+    with small_disk(tmp_path / "disk", 8000):
+        folder = tmp_path / "disk" / "run"
+        folder.mkdir()
+        fill(folder, pages=1)
+        save = ["--save", folder, "--load", folder, "--tensorboard-dir", tmp_path / "board"]
+        (outcome,) = pretrain((1, [*mock, *save, "--train-iters", "2", "--log-interval", "1"]))
+        assert outcome.codes == [0], outcome.err
+        assert "iter_0000002" in names(folder) and "iter_0000002.tmp" not in names(folder)
 
 
 @pytest.mark.mpi
