@@ -45,6 +45,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("-m"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests of host tensors use no device, even if there is one
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; programs of tests would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = 0
     if config.getoption("--with-mpi"):
         from mpi4py import MPI

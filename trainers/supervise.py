@@ -81,9 +81,12 @@ class Supervisor:
         say(f"starting {shlex.join(words)}")
         status = process.run(words, signals, lambda: command.step() is not None, 60 * self._settings.start_minutes)
         if signals.received is not None and status not in (0, os.EX_TEMPFAIL):
-            came = f"{signals.received.name} came, and the launcher ended with status {status}"
+            how = "was ended" if status is None else f"ended with status {status}"
+            came = f"{signals.received.name} came, and the launcher {how}"
             return Decision(Action.END, f"{came}; started again, the run goes on", status=_stopped(signals.received))
-        return self._policy.after(status, command.position(), smaller=len(self._sizes) > 1)
+        # with --hosts, the hosts that answer decide the size
+        smaller = self._settings.hosts is None and len(self._sizes) > 1
+        return self._policy.after(status, command.position(), smaller=smaller)
 
     def _place(self) -> tuple[Size | None, list[Host]] | None:
         """The size of the next start and its hosts; None if too few hosts are there for any size."""

@@ -53,3 +53,36 @@ def test_its_own_status(tmp_path, capfd, status, own):
     if status == 1:
         assert "the run crashed (status 1) before its first step; the newest checkpoint is of step 0" in err
         assert "for the second time in a row: the run does not start" in err
+
+
+def launcher(folder, code):
+    """A program of the shell in place of the launcher."""
+    program = folder / "launcher"
+    program.write_text(f"#!/bin/sh\n{code}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.slow
+def test_a_start_that_begins_no_step_counts_as_a_crash(tmp_path, capfd):
+    """The program answers SIGTERM as ranks before their first step do."""
+    program = launcher(tmp_path, "trap 'exit 75' TERM\necho started\nwhile :; do sleep 0.05; done")
+    options = ["--repeats", "2", "--back-off", "0.01", "--start-minutes", "0.02"]
+    assert supervise.main([*options, *words(program, tmp_path)]) == 1
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["started"] * 2
+    assert "the run took too long to begin a step (--start-minutes) before its first step, for the second time" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [True, False])
+def test_with_hosts_only_their_answers_make_it_smaller(tmp_path, capfd, hosts):
+    program = launcher(tmp_path, 'echo "started $2"\nexit 1')
+    options = ["--repeats", "2", "--back-off", "0.01"]
+    command = [*words(program, tmp_path), "--global-batch-size", "4"]
+    command[1] = "2,1"
+    if hosts:
+        options += ["--hosts", "a:1,b:1", "--probe", "true {host}"]
+        command[command.index("python")] = "env HOSTS={hosts} python"
+    assert supervise.main([*options, *command]) == 1
+    assert capfd.readouterr().out.splitlines() == ["started 2"] * 2 + ([] if hosts else ["started 1"] * 2)

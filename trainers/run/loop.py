@@ -155,10 +155,12 @@ class _Run:
         grid = self.trainer.grid
         first = grid.world.rank == 0
         with trace(grid.tensor, grid.data) as log:
+            begun = StepFile(Path(self.config.step_file) if self.config.step_file and first else None)
+            if self.trainer.iteration:  # the evaluation and the report of this step may be left, and may take long
+                begun.begin(self.trainer.iteration)
             if self.goes_on and self._lacks_evaluation():  # the run was ended in it
                 with log.paused():
                     self._evaluate()
-            begun = StepFile(Path(self.config.step_file) if self.config.step_file and first else None)
             for iteration in _iterations(self.trainer) if not self.stop else ():
                 begun.begin(iteration)
                 self._step(iteration, log)

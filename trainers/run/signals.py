@@ -28,8 +28,8 @@ def parse(name: str) -> signal.Signals:
 
 
 def end_on_interrupt() -> None:
-    """From now on SIGINT ends this process with one line and status 130. For a command's first line."""
-    if threading.current_thread() is threading.main_thread():
+    """From now on SIGINT ends this process with one line and status 130, unless it is ignored. For a first line."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: say_and_end("interrupted (SIGINT) before the run began", 130))
 
 
@@ -48,6 +48,8 @@ def say_and_end(text: str, status: int) -> None:
 class SignalListener:
     """Hears SIGTERM, SIGINT and the signals that are added, until `close`.
 
+    A SIGINT that is ignored, as in a background job of a shell script, stays ignored unless it is added.
+
     at_once: called in the listener's thread with each signal that comes before `hold`, and with a SIGINT that is not
     the first; it ends the process. Outside of the main thread of Python it hears nothing, because only that thread may
     set handlers.
@@ -65,8 +67,9 @@ class SignalListener:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.add(number)
+        self.add(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self.add(signal.SIGINT)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def add(self, number: signal.Signals) -> None:

@@ -43,11 +43,11 @@ class Policy:
         self._idle = 0  # crashes in a row without a newer checkpoint
         self._began = False  # whether any start has begun a step
 
-    def after(self, status: int, position: Position, *, smaller: bool) -> Decision:
+    def after(self, status: int | None, position: Position, *, smaller: bool) -> Decision:
         """The decision after a start that ended.
 
-        status: of the launcher; negative: the number of the signal that killed it. smaller: whether there is a next
-        size of ``--ranks``.
+        status: of the launcher; negative: the number of the signal that killed it; None: the supervisor ended it,
+        because it began no step in time. smaller: whether the next size of ``--ranks`` may be taken.
         """
         self._began = self._began or position.step is not None
         if status == 0:
@@ -97,7 +97,9 @@ class Policy:
         return min(doubled, self._settings.longest_back_off)
 
 
-def _how(status: int) -> str:
+def _how(status: int | None) -> str:
+    if status is None:
+        return "the run took too long to begin a step (--start-minutes)"
     if status < 0:
         return f"the launcher was killed by signal {-status}"
     if status == TIMEOUT:

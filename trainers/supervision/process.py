@@ -15,6 +15,9 @@ from typing import Self
 
 #: the signals that a batch system or a person sends to stop a run
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: those of them that stay ignored, here and in the child, if they are ignored at the start: SIGHUP is under nohup, and
+#: SIGINT in a background job of a shell script
+LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 END_SECONDS = 30.0  # between asking a launcher to end and killing it
 LOOK_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -33,10 +36,15 @@ class Signals:
         self.received: signal.Signals | None = None
         self._translated = translated
         self._pending: list[signal.Signals] = []
-        self._before = {number: signal.getsignal(number) for number in PASSED_ON}
+        before = {number: signal.getsignal(number) for number in PASSED_ON}
+        self._before = {
+            number: handler
+            for number, handler in before.items()
+            if handler is not signal.SIG_IGN or number not in LEFT_IGNORED
+        }
 
     def __enter__(self) -> Self:
-        for number in PASSED_ON:
+        for number in self._before:
             signal.signal(number, self._take)
         return self
 
@@ -65,12 +73,13 @@ class Signals:
             time.sleep(min(left, LOOK_SECONDS))
 
 
-def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start_seconds: float) -> int:
+def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start_seconds: float) -> int | None:
     """Run the launcher and return its status; negative: the number of the signal that killed it.
 
-    begun: whether the run has begun a step. If it has not after ``start_seconds``, the launcher is ended. The launcher
-    is the head of a process group of its own, so that Ctrl-C reaches it once; it gets SIGTERM if this process dies.
-    Raises OSError if it cannot be started.
+    begun: whether the run has begun a step. If it has not after ``start_seconds``, the launcher is ended, and None is
+    returned: the launcher's status then says only how it answers SIGTERM. The launcher is the head of a process group
+    of its own, so that Ctrl-C reaches it once; it gets SIGTERM if this process dies. Raises OSError if it cannot be
+    started.
     """
     child = subprocess.Popen(
         list(words), stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with(os.getpid())
@@ -79,16 +88,18 @@ def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start
     signals.pass_on()  # what came while the launcher was started
     try:
         deadline: float | None = time.monotonic() + start_seconds
+        ended = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(LOOK_SECONDS)
+                status = child.wait(LOOK_SECONDS)
+                return None if ended else status
             if deadline is not None and begun():
                 deadline = None
             if deadline is not None and time.monotonic() > deadline:
                 print(
                     "supervise: no step has begun (--start-minutes): ending the launcher", file=sys.stderr, flush=True
                 )
-                deadline = None
+                deadline, ended = None, True
                 _end(child)
     except BaseException:
         _end(child)

@@ -51,8 +51,8 @@ class SuperviseConfig:
     )
     restarts: int = option(100, "restarts before it gives up", valid=NONE_OR_MORE)
     repeats: int = option(
-        3, "crashes in a row at the same step after which it gives up; before the first step: after which it takes the "
-        "next number of --ranks",
+        3, "crashes in a row at the same step after which it gives up; before the first step, without "
+        "--hosts: after which it takes the next number of --ranks",
         valid=COUNT,
     )  # fmt: skip
     back_off: float = option(

@@ -27,8 +27,8 @@ def wait():
 """
 
 
-def run(tmp_path, body, timeout=30):
-    argv = [sys.executable, "-c", HELD + textwrap.dedent(body), str(tmp_path / "lock")]
+def run(tmp_path, body, timeout=30, held=HELD):
+    argv = [sys.executable, "-c", held + textwrap.dedent(body), str(tmp_path / "lock")]
     return subprocess.run(
         argv, env=mpirun.environment(), capture_output=True, text=True, timeout=timeout, check=False, cwd=mpirun.ROOT
     )
@@ -44,6 +44,23 @@ def later(*numbers):
 def test_before_there_is_something_to_save_it_ends_at_once(tmp_path, number):
     done = run(tmp_path, later(number) + "wait()")
     assert (done.returncode, done.stdout, done.stderr) == (9, f"at once {number.name}\n", "")
+
+
+IGNORED = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+
+
+def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
+    """As it is in a background job; other signals are heard."""
+    early = IGNORED + "from trainers.run.signals import end_on_interrupt\nend_on_interrupt()\n"
+    done = run(tmp_path, later(signal.SIGINT, signal.SIGTERM) + "wait()", held=early + HELD)
+    assert (done.returncode, done.stdout, done.stderr) == (9, "at once SIGTERM\n", "")
+
+
+def test_an_ignored_interrupt_is_heard_if_it_is_asked_for(tmp_path):
+    """As --exit-signal INT does."""
+    body = "listener.add(signal.SIGINT)\n" + later(signal.SIGINT) + "wait()"
+    done = run(tmp_path, body, held=IGNORED + HELD)
+    assert (done.returncode, done.stdout, done.stderr) == (9, "at once SIGINT\n", "")
 
 
 def test_afterwards_the_first_is_kept_and_a_second_interrupt_ends(tmp_path):

@@ -36,6 +36,16 @@ def test_a_crash_that_repeats_at_one_step_ends_it_and_others_do_not(status):
     assert "in or after step 13, for the third time in a row" in last.text
 
 
+def test_a_start_that_was_ended_is_a_crash():
+    chosen = policy(repeats=2)
+    first = chosen.after(None, Position(None, 5), smaller=False)
+    assert first.action is Action.AGAIN
+    assert "took too long to begin a step (--start-minutes) before its first step" in first.text
+    assert chosen.after(None, Position(None, 5), smaller=True).action is Action.SMALLER
+    assert chosen.after(None, Position(None, 5), smaller=False).action is Action.AGAIN
+    assert chosen.after(1, Position(None, 5), smaller=False).action is Action.GIVE_UP
+
+
 def test_a_crash_elsewhere_is_told_apart():
     chosen = policy()
     assert "not where" not in chosen.after(1, Position(7, 5), smaller=False).text

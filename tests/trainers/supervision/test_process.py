@@ -74,9 +74,33 @@ def test_a_signal_before_the_child_is_there_reaches_it_and_ends_a_wait():
 
 
 def test_a_start_that_takes_too_long_is_ended(capfd):
-    assert start(["sleep", "60"], begun=lambda: False, seconds=0.3) == -signal.SIGTERM
+    assert start(["sleep", "60"], begun=lambda: False, seconds=0.3) is None
     assert "no step has begun (--start-minutes)" in capfd.readouterr().err
     assert start(["sleep", "0.5"], begun=lambda: True, seconds=0.0) == 0
+
+
+@pytest.mark.parametrize("status", [75, 0])
+def test_a_start_that_takes_too_long_has_no_status(tmp_path, status):
+    """Ranks before their first step answer SIGTERM with 75, which otherwise means that the run was stopped."""
+    ready = tmp_path / "ready"
+    trapped = f"trap 'exit {status}' TERM; touch {ready}; while :; do sleep 0.05; done"
+    assert start(["sh", "-c", trapped], begun=lambda: False, seconds=1.0) is None
+    assert ready.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_an_ignored_signal_stays_ignored_here_and_in_the_child(number):
+    """As SIGHUP is under nohup, and SIGINT in a background job."""
+    tells = f"import signal, sys; sys.exit(7 + (signal.getsignal({int(number)}) is signal.SIG_IGN))"
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with process.Signals() as signals:
+            os.kill(os.getpid(), number)
+            assert start([sys.executable, "-c", tells], signals) == 8
+            assert signals.received is None
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
