@@ -78,7 +78,7 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
         accepted(command.text.replace("srun ", "mpirun "), data)
         return
     if name == "trainers.supervise":  # with the command that it starts
-        module.read([*arguments, "--data-path", str(data)])
+        module.read([*arguments, "--data-path", str(data), "--vocab-size", "4096"])
         return
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
     parser = module.parser() if hasattr(module, "parser") else module._parser()

@@ -8,6 +8,11 @@ has ended, 75 if it was stopped and would go on, 130 after Ctrl-C, 2 for wrong o
 
 from __future__ import annotations
 
+from .run import signals
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    signals.end_on_interrupt()
+
 import os
 import shlex
 import signal

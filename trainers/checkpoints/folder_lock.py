@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -309,7 +310,9 @@ def hold(world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS) -> Fo
             raise UsageError(f"--save {folder}: {holder}, is at work there; end it, or give another --save")
         if not told:
             told = True
-            print(f"--save {folder}: held by {holder}; waiting up to {wait:g} s for its end", flush=True)
+            print(
+                f"--save {folder}: held by {holder}; waiting up to {wait:g} s for its end", file=sys.stderr, flush=True
+            )
         time.sleep(0.5)  # not longer: the other ranks wait in a collective
         return False
 

@@ -91,7 +91,7 @@ def train(
             lambda: Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=world.rank == 0),
         )
         if config.load is not None:
-            for line in resumed or [f"starting from a new run: no checkpoint in {config.load}"]:
+            for line in resumed or [f"starting a new run: no checkpoint in {config.load}"]:
                 metrics.say(line)
         if stopping.limit is not None:
             metrics.say(stopping.limit)

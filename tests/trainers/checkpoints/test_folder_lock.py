@@ -370,14 +370,14 @@ def test_a_start_waits_for_the_run_that_is_there_and_says_so(tmp_path, mock):
         assert lock.attempt() is None
         argv = [sys.executable, "-m", "trainers.pretrain_gpt", *mock, "--train-iters", "2", "--save", str(run)]
         process = mpirun.start([mpirun.mpiexec(), "-n", "1", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        with contextlib.closing(process.stdout):
+        with contextlib.closing(process.stdout), contextlib.closing(process.stderr):
             ended = threading.Timer(100, process.kill)
             ended.start()
-            line = process.stdout.readline()
+            line = process.stderr.readline()
             assert line.startswith(f"--save {run}: held by the run of process {os.getpid()} on "), line
             lock.release()
-            rest = process.stdout.read()
+            rest, more = process.stdout.read(), process.stderr.read()
             ended.cancel()
-        assert process.wait(60) == 0, process.stderr.read()
-    assert rest.count("held by") == 0 and "written to" in rest
+            assert process.wait(60) == 0, more
+    assert more.count("held by") == 0 and "written to" in rest
     assert NAME not in names(run) and "report.json" in names(run)
