@@ -12,7 +12,6 @@ result, or ranks with different versions.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from bench.command.parser import CommandParser, new_parser
 from bench.command.start import run_on_ranks
 from commengine import Communicator
 from commengine.mpi import load_mpi, ranks_in
-from commengine.rank_zero import on_rank_zero
+from commengine.rank_zero import gather_json, on_rank_zero
 from trainers.options import between
 
 COMMAND = "bench.doctor"
@@ -58,19 +57,7 @@ def every_ranks_facts(world: Communicator) -> list[dict[str, Any]]:
     inside = world.mpi.Split_type(load_mpi().COMM_TYPE_SHARED, world.rank)
     node = min(ranks_in(inside, world.mpi))
     inside.Free()
-    # As JSON: mpi4py's own gather of objects would use pickle.
-    texts = gather_text(world, json.dumps(rank_facts() | {"node": node}))
-    return [json.loads(text) for text in texts]
-
-
-def gather_text(world: Communicator, text: str) -> list[str]:
-    """The text of each rank, on rank 0; elsewhere []. Collective."""
-    mpi, mine = load_mpi(), text.encode()
-    lengths = world.mpi.gather(len(mine)) or []
-    every = bytearray(sum(lengths))
-    world.mpi.Gatherv([mine, mpi.BYTE], [every, lengths, mpi.BYTE] if world.rank == 0 else None)
-    places = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    return [every[start : start + length].decode() for start, length in zip(places, lengths, strict=True)]
+    return gather_json(world, rank_facts() | {"node": node})
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from .options import (
+    ABOVE_ZERO,
     AT_LEAST_ONE,
     BATCH,
     FRACTION,
@@ -84,7 +84,7 @@ class TrainConfig:
     )  # fmt: skip
     exit_duration_in_mins: float | None = option(
         None, "save and stop after the step in which the run has lasted this long, start included",
-        valid=ValidRange(lambda minutes: 0 < minutes < math.inf, "must be positive, and finite"),
+        valid=ABOVE_ZERO,
     )  # fmt: skip
     exit_before_limit: float = option(
         120.0, "with --save in a Slurm job: save and stop this many seconds before the job's time limit; 0: do not",
@@ -184,7 +184,7 @@ class TrainConfig:
     )  # fmt: skip
     check_for_spiky_loss: float | None = option(
         None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10",
-        valid=ValidRange(lambda limit: 0 < limit < math.inf, "must be positive, and finite"),
+        valid=ABOVE_ZERO,
     )  # fmt: skip
     log_straggler: bool = option(
         False, "log each rank's own time, and name a rank that keeps the others waiting; traces every step"

@@ -8,10 +8,10 @@ has ended, 75 if it was stopped and would go on, 130 after Ctrl-C, 2 for wrong o
 
 from __future__ import annotations
 
-from .run import signals
+from .run.signals import end_on_interrupt, parse
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    signals.end_on_interrupt()
+    end_on_interrupt()
 
 import os
 import shlex
@@ -62,7 +62,7 @@ class Supervisor:
     def run(self) -> int:
         """Return the exit status. It must be called in the main thread."""
         named = self._command.exit_signal
-        translated = None if named is None else signal.Signals[f"SIG{named.upper().removeprefix('SIG')}"]
+        translated = None if named is None else parse(named)
         with process.Signals(translated) as signals:
             while True:
                 placed = self._place()
@@ -122,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
     except OSError as error:
         print(f"error: the command after -- cannot be started: {error}", file=sys.stderr)
-    except KeyboardInterrupt:  # before the first start, while options are read
-        return INTERRUPTED
     return 2
 
 

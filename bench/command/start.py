@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -14,10 +13,9 @@ from tqdm import tqdm
 from commengine import Communicator, UsageError, launch
 from commengine.device.choice import DeviceLike
 from commengine.errors import one_line
+from commengine.startup.tasks import task_number
 
 STATUS = 2  # of a process whose user made an error
-#: variables in which MPI's launchers tell a process its rank before MPI is started
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 HELP = ("-h", "--help")
 
 
@@ -76,8 +74,7 @@ def print_error(command: str, problem: Exception | str) -> None:
 
 def is_first_process() -> bool:
     """Whether this process is rank 0 of its job, by what the launcher says; True without a launcher."""
-    ranks = (os.environ[name] for name in RANK_VARIABLES if name in os.environ)
-    return next(ranks, "0") == "0"
+    return task_number() == 0
 
 
 def progress(world: Communicator, total: int, description: str | None = None) -> tqdm[NoReturn]:

@@ -14,7 +14,7 @@ from commengine.errors import LaunchError
 TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 #: the variables in which launchers tell a task its number in the job, and on its node
-TASK_NUMBERS = ("SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 LOCAL_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 #: seconds that the other tasks leave to the first one to speak; each waits a second longer than the one before it
@@ -70,8 +70,13 @@ def seconds_to_wait(environ: Mapping[str, str] = os.environ) -> float:
     Each task is a world of its own, so nobody can agree who speaks. The first task speaks at once. Launchers end the
     other tasks when one has failed, so they wait before they speak: also for a first task that starts late.
     """
-    number = _first(TASK_NUMBERS, environ)
+    number = task_number(environ)
     return SPEAK_SECONDS + min(number, 10) if number else 0.0
+
+
+def task_number(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this task in its job, by what the launcher says; 0 without a launcher."""
+    return _first(TASK_NUMBERS, environ)
 
 
 def first_on_node(environ: Mapping[str, str] = os.environ) -> bool:

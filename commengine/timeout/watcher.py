@@ -191,7 +191,7 @@ class Watch:
             if self._asked_for is not oldest:
                 self._asked_for, self._asked_at = oldest, now
                 self._unasked = set(range(self._comm.size))
-                # Who asked this rank just now has told enough, and may have a message of this rank on its way.
+                # A rank that asked this one just now has told enough; a message to it may be on its way.
                 self._told = {
                     rank: said for rank, said in self._told.items() if now - self._heard[rank] < FRESH_SECONDS
                 }

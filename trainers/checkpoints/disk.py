@@ -90,6 +90,16 @@ def open_to_read(path: Path) -> int:
     return file
 
 
+def rewrite(path: Path, data: bytes) -> None:
+    """Give a file new content: a kill leaves all of the old or all of the new. It writes ``NAME.tmp`` beside it first.
+
+    Raises OSError that names a file.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    write(beside, data)
+    replace(beside, path)
+
+
 def named(error: OSError, path: Path) -> OSError:
     """``error`` with the name of the file that it is about; a write to a descriptor knows no name."""
     return OSError(error.errno, error.strerror or str(error), str(path))

@@ -20,7 +20,7 @@ LATEST = "latest"
 STATE = "state.json"
 
 #: a checkpoint, one that is not complete, and one in whose place a new one comes
-_CHECKPOINT, _PARTIAL, _ASIDE = (re.compile(r"iter_\d{7,}" + suffix) for suffix in ("", r"\.tmp", r"\.old"))
+_KINDS = _CHECKPOINT, _PARTIAL, _ASIDE = [re.compile(r"iter_\d{7,}" + suffix) for suffix in ("", r"\.tmp", r"\.old")]
 
 
 def name_of(iteration: int) -> str:
@@ -37,6 +37,11 @@ def complete(folder: Path) -> list[Path]:
     whole = [path for path in found if _CHECKPOINT.fullmatch(path.name)]
     aside = [path for path in found if _ASIDE.fullmatch(path.name) and path.with_suffix("") not in whole]
     return sorted([*whole, *aside], key=_iteration)
+
+
+def folders(folder: Path) -> list[Path]:
+    """All folders of checkpoints in ``folder``: complete ones, and those that killed runs left."""
+    return [path for path in _listed(folder) if any(kind.fullmatch(path.name) for kind in _KINDS)]
 
 
 def names(folder: Path, most: int = 3) -> str:
@@ -77,10 +82,8 @@ def latest(folder: Path) -> Path | None:
 
 def point_to(folder: Path, name: str) -> None:
     """Make ``name`` the newest checkpoint of ``folder``. Raises OSError."""
-    beside = folder / f"{LATEST}.tmp"
     line = f"{name}\n".encode()
-    disk.write(beside, line + f"{checksums.digest(line)}\n".encode())
-    disk.replace(beside, folder / LATEST)
+    disk.rewrite(folder / LATEST, line + f"{checksums.digest(line)}\n".encode())
 
 
 def make_room(folder: Path) -> None:

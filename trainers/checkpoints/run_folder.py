@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from commengine import UsageError
@@ -18,7 +17,6 @@ FILES = (
 )  # fmt: skip
 #: the folder for batches of steps whose loss was not finite, or jumped
 BATCHES = "batches"
-CHECKPOINT = re.compile(r"iter_\d{7,}(\.tmp|\.old)?")
 
 
 def checkpoint_to_load(config: TrainConfig) -> Path | None:
@@ -89,8 +87,7 @@ def clear(config: TrainConfig) -> None:
 def _left(folder: Path) -> list[Path]:
     # A run that ended before its first row leaves an empty file, which is nothing to lose.
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
-    folders = sorted(path for path in folder.glob("iter_*") if CHECKPOINT.fullmatch(path.name))
-    return files + folders + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
+    return files + pointer.folders(folder) + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:

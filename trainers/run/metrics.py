@@ -134,10 +134,7 @@ def _is_number(value: Any) -> bool:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Give ``path`` new rows: a kill leaves all the old ones or all the new ones. Raises OSError."""
-    beside = path.with_name(f"{path.name}.tmp")
-    disk.remove(beside)
-    disk.write(beside, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    disk.replace(beside, path)
+    disk.rewrite(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 class _Board:

@@ -137,10 +137,8 @@ class Report:
         values |= {name: as_json(value) for name, value in self.measures.items()}
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
-        beside = folder / f"{NAME}.tmp"  # last and by a rename: if report.json is there, the report is complete
-        disk.remove(beside)
-        disk.write(beside, (json.dumps(values, indent=1) + "\n").encode())
-        disk.replace(beside, folder / NAME)
+        # Last and at once: if report.json is there, the report is complete.
+        disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def is_written(folder: Path, iteration: int) -> bool:

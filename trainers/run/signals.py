@@ -18,7 +18,7 @@ from typing import Any
 #: seconds by which other tasks than the first speak later: the first one's words are enough if it ends the job
 LATER_SECONDS = 1.0
 
-#: where launchers tell a task its number
+#: where launchers tell a task its number; `commengine.startup.tasks` has these, too, but imports PyTorch
 TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 

@@ -97,4 +97,6 @@ def test_the_task_that_speaks():
     assert seconds_to_wait({}) == seconds_to_wait({"SLURM_PROCID": "0"}) == seconds_to_wait({"PMI_RANK": "0"}) == 0
     waits = [seconds_to_wait({"OMPI_COMM_WORLD_RANK": str(number)}) for number in (1, 2, 10, 1000)]
     assert waits == sorted(waits) and waits[0] > 0 and waits[-1] == waits[-2]
+    # An mpiexec inside sbatch: all of its tasks inherit the number of the batch script.
+    assert seconds_to_wait({"SLURM_PROCID": "0", "PMI_RANK": "2"}) == seconds_to_wait({"PMI_RANK": "2"})
     assert first_on_node({}) and first_on_node({"SLURM_LOCALID": "0"}) and not first_on_node({"MPI_LOCALRANKID": "1"})

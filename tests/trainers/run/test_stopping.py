@@ -228,7 +228,7 @@ def test_the_duration_counts_from_the_start(stopping):
         ({"exit_signal": "KILL", "save": "x"}, ["--exit-signal KILL", "USR1, USR2"]),
         ({"exit_signal": "", "save": "x"}, ["--exit-signal ''", "USR1, USR2"]),
         ({"exit_signal": "USR1"}, ["--exit-signal: needs --save"]),
-        ({"exit_duration_in_mins": 0.0, "save": "x"}, ["--exit-duration-in-mins 0.0", "positive"]),
+        ({"exit_duration_in_mins": 0.0, "save": "x"}, ["--exit-duration-in-mins 0.0", "above 0"]),
         ({"exit_duration_in_mins": 5.0}, ["--exit-duration-in-mins: needs --save"]),
         ({"exit_before_limit": -1.0}, ["--exit-before-limit -1.0", "negative"]),
         ({"save": ""}, ["--save ''", "must not be empty"]),
