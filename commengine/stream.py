@@ -7,6 +7,7 @@ collectives cannot match those of another stream.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from .trace import CollectiveEvent
 
 #: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
 MOST_RECORDS = 1024
+
+#: seconds that a program which ends without close() waits for the collectives in its streams
+EXIT_SECONDS = 10.0
 
 
 class StreamPoint(Protocol):
@@ -187,6 +191,7 @@ class Stream:
             # A daemon thread: a program that ends without close() must not hang on an idle worker.
             self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
             self._worker.start()
+            atexit.register(self._end_with_program)
 
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
@@ -228,6 +233,17 @@ class Stream:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+            atexit.unregister(self._end_with_program)
+
+    def _end_with_program(self) -> None:
+        # Python ends the threads that are left when they ask for its lock, and a thread inside PyTorch then aborts the
+        # process. So the worker ends first. A peer that is gone may keep it waiting, which does no harm.
+        assert self._worker is not None
+        self._queue.put(None)
+        self._worker.join(EXIT_SECONDS)
+        if self._worker.is_alive():
+            self._failure = self._failure or CollectiveError("the program ended")  # nothing more begins
+            self._worker.join(1.0)
 
     def free(self) -> None:
         """Free what was made from MPI, after `close`. Collective."""

@@ -316,6 +316,17 @@ def test_program_that_ends_without_close(tmp_path, busy):
     assert time.monotonic() - began < GONE_S
 
 
+def test_program_that_ends_while_pytorch_works_in_a_stream(tmp_path):
+    """Python ends threads that come back from PyTorch then, which aborted the process."""
+    (tmp_path / "careless.py").write_text(
+        "from mpi4py import MPI\nimport torch\nfrom commengine import Communicator\n"
+        "comm = Communicator(MPI.COMM_WORLD)\nstream = comm.new_stream()\ntensor = torch.ones(3_000_000)\n"
+        "for _ in range(100):\n    stream.enqueue(lambda: tensor.mul_(1.0))\n"
+    )
+    done = mpirun.run(1, str(tmp_path / "careless.py"), timeout=40)
+    assert (done.returncode, done.stderr) == (0, ""), done
+
+
 def test_ctrl_c_at_the_terminal_ends_the_job(tmp_path):
     """The launcher gets the signal, as it does from a terminal, and passes it on."""
     (tmp_path / "program.py").write_text(
