@@ -201,7 +201,7 @@ def draw(path: Path, fields: np.ndarray, errors: np.ndarray) -> None:
     for label, error in zip(titles[1:], errors.T, strict=True):
         axes[3].plot(times, error, label=label)
     axes[3].set(title="root mean square error", xlabel="time")
-    axes[3].legend()
+    axes[3].legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

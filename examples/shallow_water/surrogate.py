@@ -31,7 +31,7 @@ class Surrogate:
     """The network as a solver: it advances [members, 3, rows, columns] by a lead."""
 
     def __init__(self, grid: CartesianGrid, blocks: Decomposition, width: int) -> None:
-        self.unet = tplayers.UNet(grid, blocks, 3, 3, width=width, depth=2, padding_mode="circular")
+        self.unet = tplayers.UNet(3, 3, grid, blocks, width=width, depth=2, padding_mode="circular", norm="none")
         tplayers.initialize(self.unet, seed=0)  # equal on all ranks
 
     def change(self, state: torch.Tensor) -> torch.Tensor:
