@@ -7,11 +7,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .agreement import agree
 from .communicator import Communicator
-from .decomposition import Decomposition
+from .decomposition import Decomposition, grid_coords, grid_rank
 from .errors import CollectiveError
 from .mpi import load_mpi
 
@@ -77,22 +78,15 @@ class CartesianGrid:
 
     def coords_at(self, rank: int) -> tuple[int, ...]:
         """Return the place of ``rank``: the inverse of `rank_at`."""
-        coords = []
-        for extent in reversed(self.shape):
-            rank, coordinate = divmod(rank, extent)
-            coords.append(coordinate)
-        return tuple(reversed(coords))
+        return grid_coords(rank, self.shape)
 
     def rank_at(self, coords: Sequence[int]) -> int | None:
         """Return the rank at ``coords``, or None outside the grid. Coordinates on a periodic axis wrap around."""
         if len(coords) != len(self.shape):
             raise CollectiveError(f"{list(coords)} is not a place of a grid of shape {list(self.shape)}")
-        rank = 0
-        for coordinate, extent, wraps in zip(coords, self.shape, self.periodic, strict=True):
-            if not wraps and not 0 <= coordinate < extent:
-                return None
-            rank = rank * extent + coordinate % extent
-        return rank
+        if any(not wraps and not 0 <= c < p for c, p, wraps in zip(coords, self.shape, self.periodic, strict=True)):
+            return None
+        return grid_rank([c % p for c, p in zip(coords, self.shape, strict=True)], self.shape)
 
     def neighbour(self, axis: int, step: int) -> int | None:
         """Return the rank that is ``step`` places (of either sign) from this one along ``axis``; None: outside."""
@@ -129,6 +123,33 @@ class CartesianGrid:
     def decompose(self, shape: Sequence[int]) -> Decomposition:
         """Return the even decomposition of a global array of ``shape``, one axis for each axis of the grid."""
         return Decomposition.even(shape, self.shape)
+
+    def decomposition_of(self, local_shape: Sequence[int]) -> Decomposition:
+        """Return the decomposition of which every rank gives its own block: the solver's, however it made it.
+
+        local_shape: the points of this rank's block along each axis of the grid. Collective over the grid. Raises
+        CollectiveError on every rank if the blocks do not fit together: ranks with one coordinate on an axis must have
+        equally many points on this axis.
+        """
+        axes = len(self.shape)
+        mine = torch.full((1 + axes,), -1, dtype=torch.int64, device="cpu")
+        mine[0] = len(local_shape)
+        mine[1:] = torch.tensor([*local_shape, *[-1] * axes][:axes], dtype=torch.int64)
+        everybody = torch.empty(self.size * (1 + axes), dtype=torch.int64, device="cpu")
+        self.comm.all_gather(everybody, mine)
+        rows = everybody.view(self.size, 1 + axes).tolist()
+        shapes = [row[1:] for row in rows]
+        blocks = [[-1] * extent for extent in self.shape]
+        for rank, shape in enumerate(shapes):
+            for sizes, c, points in zip(blocks, self.coords_at(rank), shape, strict=True):
+                sizes[c] = points if sizes[c] in (-1, points) else -2
+        if any(row[0] != axes for row in rows) or min(map(min, blocks), default=0) < 0:
+            told = ", ".join(f"{shape} at {list(self.coords_at(rank))}" for rank, shape in enumerate(shapes[:16]))
+            raise CollectiveError(
+                f"the blocks of the ranks are not those of one field on a grid of shape {list(self.shape)}: {told}. "
+                "Ranks with the same coordinate on an axis must have equally many points on this axis"
+            )
+        return Decomposition(tuple(map(tuple, blocks)))
 
     def close(self) -> None:
         """Close the Communicator that `from_mpi` or `sub` made; otherwise do nothing. Collective; may be repeated."""

@@ -12,6 +12,23 @@ from dataclasses import dataclass
 from .errors import CollectiveError
 
 
+def grid_coords(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the place of ``rank`` in a grid of ``shape`` whose ranks stand in row-major order, as MPI's do."""
+    coords = []
+    for extent in reversed(shape):
+        rank, coordinate = divmod(rank, extent)
+        coords.append(coordinate)
+    return tuple(reversed(coords))
+
+
+def grid_rank(coords: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the rank at the place ``coords`` of a grid of ``shape``: the inverse of `grid_coords`."""
+    rank = 0
+    for coordinate, extent in zip(coords, shape, strict=True):
+        rank = rank * extent + coordinate
+    return rank
+
+
 @dataclass(frozen=True)
 class Decomposition:
     """A global array that is cut into blocks along each axis; place ``coords`` of a grid holds one block.

@@ -35,7 +35,7 @@ ROOMS = {
     ),
     "tplayers": (
         {"host_copy", "checks"},
-        {"rng", "recompute", "regions"},
+        {"rng", "recompute", "regions", "movement"},
         {"placement"},
         {"linear", "norm", "cross_entropy"},
         {"embedding", "attention", "mlp"},
