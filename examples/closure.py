@@ -25,8 +25,7 @@ SLOW, FAST = 36, 10  # X, and Y for each X
 FORCING, COUPLING, RATIO = 10.0, 1.0, 10.0  # F, h, and c = b of the model
 STEP = 0.005  # of time; the fast variables need it
 MEMBERS = 16  # simulations at a time
-SPIN_UP, EVERY = 1000, 10  # steps before the first exchange; steps between two of them
-SPAN = 400  # steps of a forecast
+SPIN_UP, EVERY = 1000, 10  # steps that forget the start; steps between two exchanges
 
 
 class Lorenz96:
@@ -97,7 +96,7 @@ class Lorenz96:
         return x + STEP / 6 * (k1 + 2 * k2 + 2 * k3 + change(x + STEP * k3))
 
 
-def solve(comm: MPI.Intracomm, network: MPI.Intercomm, exchanges: int, output: Path) -> None:
+def solve(comm: MPI.Intracomm, network: MPI.Intercomm, exchanges: int, span: int, output: Path) -> None:
     """The solver's half."""
     model = Lorenz96(comm)
     model.advance(SPIN_UP)
@@ -111,8 +110,8 @@ def solve(comm: MPI.Intracomm, network: MPI.Intercomm, exchanges: int, output: P
     comm.Allreduce(MPI.IN_PLACE, all_of_u)
     model.advance(SPIN_UP)  # away from the states of the training
     states = dict.fromkeys(("network", "constant"), model.x)
-    errors, fields = np.zeros((SPAN, 2)), []
-    for step in range(SPAN):
+    errors, fields = np.zeros((span, 2)), []
+    for step in range(span):
         model.advance(1)
         u = np.empty_like(model.x)
         network.Allgatherv(states["network"], none)
@@ -127,7 +126,7 @@ def solve(comm: MPI.Intracomm, network: MPI.Intercomm, exchanges: int, output: P
     whole = np.empty((SLOW, *mine.shape[1:]))
     comm.Gatherv(mine, [whole, [count * mine[0].size for count in model.counts]])
     if comm.rank == 0:
-        for step in range(SPAN // 4, SPAN + 1, SPAN // 4):
+        for step in range(span // 4, span + 1, span // 4):
             network_error, constant_error = errors[step - 1]
             print(f"time {step * STEP:g}: error with the network {network_error:.3f}, with a constant U "
                   f"{constant_error:.3f}")  # fmt: skip
@@ -151,7 +150,7 @@ class Closure(nn.Module):
         return 5.0 * self.leave(torch.tanh(entered + self.mlp(entered))).squeeze(-1)
 
 
-def serve(comm: MPI.Intracomm, solver: MPI.Intercomm, exchanges: int) -> None:
+def serve(comm: MPI.Intracomm, solver: MPI.Intercomm, exchanges: int, span: int) -> None:
     """The network's half."""
     torch.manual_seed(0)  # PyTorch's layers must begin equal on all ranks
     size = solver.remote_size
@@ -181,7 +180,7 @@ def serve(comm: MPI.Intracomm, solver: MPI.Intercomm, exchanges: int) -> None:
                     f"exchange {exchange + 1}: loss {loss.item():.3f}, variance of U {u.var().item():.3f}", flush=True
                 )
         with torch.no_grad():
-            for _ in range(SPAN):
+            for _ in range(span):
                 u = model(receive(1)[:, 0])
                 if tensor.rank == 0:
                     solver.Scatterv([u.double().numpy(), [count * MEMBERS for count in places]], None, root=MPI.ROOT)
@@ -193,7 +192,7 @@ def draw(path: Path, fields: np.ndarray, errors: np.ndarray) -> None:
     """X over time and place: of the full model and of both forecasts; and their errors."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     axes = figure.subplots(1, 4)
-    times = np.arange(1, SPAN + 1) * STEP
+    times = np.arange(1, len(errors) + 1) * STEP
     titles = ("X of the full model", "with the network", "with a constant U")
     for one, title, index in zip(axes, titles, range(3), strict=False):
         one.imshow(fields[:, index].T, aspect="auto", origin="lower", extent=(0, SLOW, 0, times[-1]), vmin=-6, vmax=12)
@@ -210,6 +209,7 @@ def main() -> None:
     """One rank of the job."""
     parser = argparse.ArgumentParser(description="A network in the place of the fast variables of a solver.")
     parser.add_argument("--exchanges", type=int, default=600, help="states that the network trains on")
+    parser.add_argument("--forecast", type=int, default=400, help="steps of the forecasts; 4 or more")
     parser.add_argument("--output", type=Path, default=Path("runs/examples/closure.png"))
     options = parser.parse_args()
     world = MPI.COMM_WORLD
@@ -218,9 +218,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with launch.split_world(color=int(world.rank >= world.size // 2)) as part:
         if part.color == 0:
-            solve(part.comm, part.other, options.exchanges, options.output)
+            solve(part.comm, part.other, options.exchanges, options.forecast, options.output)
         else:
-            serve(part.comm, part.other, options.exchanges)
+            serve(part.comm, part.other, options.exchanges, options.forecast)
 
 
 if __name__ == "__main__":
