@@ -42,7 +42,7 @@ SCRIPT = mpirun.ROOT / "examples" / "slurm" / "requeue.sbatch"
 TIMEOUT_S = 12.0  # of a collective
 MORE_S = 10.0
 #: of a run that takes longer: Slurm looks for jobs at their limit twice a minute
-LONG = {"steps": 1000, "save_interval": 400, "eval_interval": 500}
+LONG = {"steps": 1500, "save_interval": 500, "eval_interval": 700}
 
 
 def run(case: Case) -> str:
@@ -110,12 +110,12 @@ class Disturbed:
         assert "Traceback" not in text, text[-2000:]
         assert runs.saved(self.folder) == int(lines[0][1]), f"{lines}, saved {runs.saved(self.folder)}"
 
-    def requeued(self, job: int) -> int:
-        """Let the job run to its end, and start at once whenever it is requeued. Returns how often it was."""
+    def requeued(self, job: int, *changes: str) -> int:
+        """Let the job run to its end, and start at once, changed, whenever it is requeued. Returns how often it was."""
 
         def over(now: Job) -> bool:
             if now.state == "PENDING" and now.restarts:
-                self.cluster.start_again(job)
+                self.cluster.start_again(job, *changes)
             if not ended(now):
                 return False
             time.sleep(3)  # a job that asked to be requeued has ended for a moment
@@ -129,7 +129,7 @@ class Disturbed:
     def complete(self, job: int) -> None:
         """Wait for the end of a job that nothing disturbs any more, and compare."""
         after = self.cluster.wait(job, ended, 300)
-        assert after.state == "COMPLETED", f"{after.state}: {self.text(job)[-2000:]}"
+        assert after.state == "COMPLETED", f"{after}: {self.text(job)[-2000:]} {self.cluster.logs()}"
         for extra in {path.name for path in self.folder.glob("iter_*")} - {
             path.name for path in self.wanted.glob("iter_*")
         }:
@@ -147,7 +147,7 @@ class Disturbed:
 def usr1_before_the_limit(run: Disturbed) -> str:
     # Slurm sends it 40 to 10 seconds before the limit: earlier, and a run would not come to its first step.
     job = run.submit("--time=1", "--signal=USR1@10")
-    run.requeued(job)
+    run.requeued(job, "TimeLimit=20")
     lines = signals.STOPPED.findall(run.text(job))
     assert {name for name, _ in lines} == {"SIGUSR1"}, f"{lines}: {run.text(job)[-2000:]}"
     return "saved and requeued"

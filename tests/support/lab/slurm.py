@@ -180,9 +180,9 @@ class SlurmCluster:
                 raise TimeoutError(f"after {timeout:g} s: {job}")
             time.sleep(0.2)
 
-    def start_again(self, number: int) -> None:
-        """Let a requeued job start now. Slurm itself lets it wait for two minutes."""
-        done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", timeout=READY_S)
+    def start_again(self, number: int, *changes: str) -> None:
+        """Let a requeued job start now, changed like ``TimeLimit=5``. Slurm itself lets it wait for two minutes."""
+        done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", *changes, timeout=READY_S)
         if done.returncode:
             raise OSError(f"scontrol failed: {done.stderr}")
 
