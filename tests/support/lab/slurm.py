@@ -181,7 +181,11 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def start_again(self, number: int, *changes: str) -> None:
-        """Let a requeued job start now, changed like ``TimeLimit=5``. Slurm itself lets it wait for two minutes."""
+        """Let a requeued job start now, changed like ``TimeLimit=5``. Slurm itself lets it wait for two minutes.
+
+        A node refuses a job that starts within the second in which it was requeued ("Job credential revoked").
+        """
+        time.sleep(2)
         done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", *changes, timeout=READY_S)
         if done.returncode:
             raise OSError(f"scontrol failed: {done.stderr}")
