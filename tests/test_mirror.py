@@ -33,6 +33,7 @@ TESTED_BY = {
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
     "tplayers/checks.py": ["tplayers/test_embedding.py", "tplayers/models/test_bert.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
+    "tplayers/movement/transfer.py": ["tplayers/movement/test_halo.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
     "trainers/checkpoints/safetensors_file.py": ["trainers/checkpoints/test_parallel_safetensors.py"],
@@ -54,6 +55,7 @@ TESTED_BY = {
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
+    "trainers/training/module_buffers.py": ["trainers/test_data_parallel.py"],
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
 }
