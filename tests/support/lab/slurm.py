@@ -187,7 +187,7 @@ class SlurmCluster:
         """
         time.sleep(2)
         done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", *changes, timeout=READY_S)
-        if done.returncode:
+        if done.returncode and self.job(number).state == "PENDING":  # otherwise it has started meanwhile
             raise OSError(f"scontrol failed: {done.stderr}")
 
     def ready(self) -> bool:
