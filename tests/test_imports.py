@@ -22,7 +22,7 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 ROOMS = {
     "commengine": (
         {"errors"},
-        {"mpi", "job_end", "dtypes", "operations"},
+        {"mpi", "job_end", "dtypes", "operations", "decomposition"},
         {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # the MPI transport, which sends large tensors through shared memory
@@ -31,11 +31,11 @@ ROOMS = {
         {"calls"},  # checks a call and dispatches it to a transport
         {"compiled_ops"},
         {"communicator"},
-        {"grid", "launch", "rank_zero"},
+        {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
         {"host_copy", "checks"},
-        {"rng", "recompute", "regions"},
+        {"rng", "recompute", "regions", "movement"},
         {"placement"},
         {"linear", "norm", "cross_entropy"},
         {"embedding", "attention", "mlp"},

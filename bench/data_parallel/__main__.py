@@ -78,8 +78,8 @@ def markdown(result: dict[str, Any], count: int) -> str:
             f"## {network['parameters'] / 1e6:.1f} million parameters",
             "",
             f"Width {task['width']}, images of {task['pixels']} x {task['pixels']}, {task['global_batch_size']} in the "
-            f"global batch, {network['steps']} steps in a round. The losses of the first {COMPARED_STEPS} steps differ by at "
-            f"most {network['largest_loss_difference']:.1e}.",
+            f"global batch, {network['steps']} steps in a round. The losses of the first {COMPARED_STEPS} steps differ "
+            f"by at most {network['largest_loss_difference']:.1e}.",
             *[f"**ERROR: {error}**" for error in network["errors"]],
             "",
             f"| contestant | ms per step | time over {network['baseline']} | images/s | peak RSS of both, MB |",

@@ -1,0 +1,1 @@
+"""Data movement between ranks as linear operators, each with its transposed operator for the backward."""

@@ -1,0 +1,227 @@
+"""Which parts of the ranks' blocks go where: the arithmetic of halo exchanges and repartitions, without communication.
+
+Along each axis a rank wants a range of global positions. Each position takes the value of one point of the source, or
+zero. So a rank's new block is a product of such ranges, and it is cut into pieces that each come from one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from commengine import Decomposition
+from commengine.decomposition import grid_coords, grid_rank
+
+#: what a position outside the global array takes: PyTorch's names of ``padding_mode``
+PADDINGS = ("zeros", "circular", "reflect", "replicate")
+
+#: the wanted ranges [start, stop): for each axis, for each coordinate of the target grid
+Ranges = Sequence[Sequence[tuple[int, int]]]
+
+
+class BlockPart(NamedTuple):
+    """A part of one rank's block that becomes a part of one rank's new block.
+
+    source: the part of the source rank's block. target: the part of the target rank's new block. Both hold slices of
+        the last dimensions, after an Ellipsis.
+    shape: of the source's part, which is what a message carries.
+    flipped, repeated: the dimensions (negative numbers) on which the target has the values in reverse order, or has
+        one value several times.
+    """
+
+    source: tuple[Any, ...]
+    target: tuple[Any, ...]
+    shape: tuple[int, ...]
+    flipped: tuple[int, ...]
+    repeated: tuple[int, ...]
+
+
+class TransferPlan(NamedTuple):
+    """All that one rank sends, receives and copies, to turn its block into its new block: a linear operator.
+
+    source_shape, target_shape: of this rank's block and of its new block.
+    sends, receives: (rank, pieces) for each rank that gets one message, or sends one. kept: the pieces that stay here.
+    filled: whether the pieces write every point of the new block; the others are zero.
+    """
+
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    sends: tuple[tuple[int, tuple[BlockPart, ...]], ...]
+    receives: tuple[tuple[int, tuple[BlockPart, ...]], ...]
+    kept: tuple[BlockPart, ...]
+    filled: bool
+
+    @property
+    def sent_points(self) -> int:
+        """The points that this rank sends, for each channel and sample."""
+        return sum(math.prod(piece.shape) for _, pieces in self.sends for piece in pieces)
+
+    @property
+    def received_points(self) -> int:
+        """The points that this rank receives, for each channel and sample."""
+        return sum(math.prod(piece.shape) for _, pieces in self.receives for piece in pieces)
+
+
+class _Run(NamedTuple):
+    """``length`` positions of a new block, from ``target`` on. They take points of the block ``owner`` of one axis.
+
+    The points are ``source``, ``source`` + ``step`` ... of this block. step: 1, -1 (in reverse order) or 0 (one point).
+    """
+
+    owner: int
+    source: int
+    target: int
+    length: int
+    step: int
+
+
+def halo_ranges(source: Decomposition, widths: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the ranges of blocks with ``widths`` = (low, high) more points at the two ends of each axis."""
+    return [
+        [(start - low, stop + high) for start, stop in itertools.pairwise(source.bounds(axis))]
+        for axis, (low, high) in enumerate(widths)
+    ]
+
+
+def halo_plan(source: Decomposition, rank: int, ranges: Ranges, padding: Sequence[str]) -> TransferPlan:
+    """Plan that every rank gets a range of global positions, of any extent: its block, with or without more points.
+
+    source: the blocks; ranks stand at the places of its grid in row-major order. rank: this rank.
+    ranges: [start, stop) for each axis and each coordinate. Positions below 0 or from the axis's extent on lie outside
+        the array. padding: for each axis what they take: "zeros", "circular" (the array repeats), "reflect" (about the
+        border points, which are not repeated) or "replicate" (the border point), as in ``torch.nn.functional.pad``.
+
+    Raises ValueError if the array is too small for its padding: "reflect" needs more points than the padding is wide,
+    "circular" and "replicate" at least one.
+    """
+    if not len(padding) == len(ranges) == len(source.blocks):
+        raise ValueError(
+            f"{len(ranges)} ranges and {len(padding)} paddings for the {len(source.blocks)} axes of {source}"
+        )
+    if [len(ends) for ends in ranges] != list(source.grid_shape):
+        raise ValueError(f"the ranges are not those of a grid of shape {list(source.grid_shape)}")
+    runs = [
+        [_runs(source, axis, start, stop, padding[axis]) for start, stop in ends] for axis, ends in enumerate(ranges)
+    ]
+    coords = grid_coords(rank, source.grid_shape)
+    target_shape = tuple(stop - start for start, stop in (ends[c] for ends, c in zip(ranges, coords, strict=True)))
+    return _plan(source, rank, source.grid_shape, runs, target_shape)
+
+
+def repartition_plan(source: Decomposition, target: Decomposition, rank: int) -> TransferPlan:
+    """Plan that the blocks of ``source`` become those of ``target``: another grid of the same ranks, or other blocks.
+
+    Raises ValueError if the two differ in their global shape or in the number of ranks.
+    """
+    if source.shape != target.shape or math.prod(source.grid_shape) != math.prod(target.grid_shape):
+        raise ValueError(
+            f"a field of shape {list(source.shape)} on a grid of shape {list(source.grid_shape)} cannot become one of "
+            f"shape {list(target.shape)} on a grid of shape {list(target.grid_shape)}: the shapes and the numbers of "
+            "ranks must be equal"
+        )
+    runs = [
+        [_runs(source, axis, start, stop, "zeros") for start, stop in itertools.pairwise(target.bounds(axis))]
+        for axis in range(len(source.blocks))
+    ]
+    target_shape = target.local_shape(grid_coords(rank, target.grid_shape))
+    return _plan(source, rank, target.grid_shape, runs, target_shape)
+
+
+def _plan(
+    source: Decomposition,
+    rank: int,
+    target_grid: tuple[int, ...],
+    runs: list[list[list[_Run]]],
+    target_shape: tuple[int, ...],
+) -> TransferPlan:
+    """Plan from the runs of each axis and each coordinate of the target's grid."""
+    here, there = grid_coords(rank, source.grid_shape), grid_coords(rank, target_grid)
+    sends: dict[int, list[BlockPart]] = {}
+    receives: dict[int, list[BlockPart]] = {}
+    kept, covered = [], 0
+    # Two ranks list the pieces of one message in the same order: that of the runs of the receiving rank.
+    for chosen in itertools.product(*(runs[axis][c] for axis, c in enumerate(there))):
+        piece, sender = _piece(chosen), grid_rank([run.owner for run in chosen], source.grid_shape)
+        covered += math.prod(run.length for run in chosen)
+        if sender == rank:
+            kept.append(piece)
+        else:
+            receives.setdefault(sender, []).append(piece)
+    mine = [
+        [(c, run) for c, of_one in enumerate(runs[axis]) for run in of_one if run.owner == here[axis]]
+        for axis in range(len(here))
+    ]
+    for pairs in itertools.product(*mine):
+        receiver = grid_rank([c for c, _ in pairs], target_grid)
+        if receiver != rank:
+            sends.setdefault(receiver, []).append(_piece([run for _, run in pairs]))
+    return TransferPlan(
+        source.local_shape(here),
+        target_shape,
+        tuple((peer, tuple(pieces)) for peer, pieces in sorted(sends.items())),
+        tuple((peer, tuple(pieces)) for peer, pieces in sorted(receives.items())),
+        tuple(kept),
+        covered == math.prod(target_shape),
+    )
+
+
+def _runs(source: Decomposition, axis: int, start: int, stop: int, padding: str) -> list[_Run]:
+    """Return the runs of one axis for the positions from ``start`` to ``stop`` - 1, in ascending order."""
+    if padding not in PADDINGS:
+        raise ValueError(f"padding={padding!r} is not one of {', '.join(PADDINGS)}")
+    if stop < start:
+        raise ValueError(f"the range from {start} to {stop} of axis {axis} ends before it begins")
+    bounds = source.bounds(axis)
+    extent = bounds[-1]
+    runs = _outside(source, axis, range(start, min(stop, 0)), start, padding)
+    for owner, (first, last) in enumerate(itertools.pairwise(bounds)):
+        first, last = max(first, start), min(last, stop)
+        if first < last:
+            runs.append(_Run(owner, first - bounds[owner], first - start, last - first, 1))
+    return runs + _outside(source, axis, range(max(start, extent), stop), start, padding)
+
+
+def _outside(source: Decomposition, axis: int, positions: range, start: int, padding: str) -> list[_Run]:
+    """Return the runs for ``positions`` on one side of the array. start: the first position of the whole range."""
+    if padding == "zeros" or not positions:
+        return []
+    extent, bounds = source.shape[axis], source.bounds(axis)
+    most = max(-positions[0], positions[-1] - extent + 1)
+    if extent < 1 or (padding == "reflect" and most >= extent):
+        raise ValueError(f"axis {axis} has {extent} points: too few for padding={padding!r} of width {most}")
+    runs: list[_Run] = []
+    for position in positions:
+        if padding == "circular":
+            index = position % extent
+        elif padding == "reflect":
+            index = -position if position < 0 else 2 * (extent - 1) - position
+        else:
+            index = min(max(position, 0), extent - 1)
+        owner = source.owner(axis, index)
+        at = index - bounds[owner]
+        if runs and runs[-1].owner == owner:
+            last = runs[-1]
+            step = at - (last.source + (last.length - 1) * last.step)
+            if step in (-1, 0, 1) and (last.length == 1 or step == last.step):
+                runs[-1] = last._replace(length=last.length + 1, step=step)
+                continue
+        runs.append(_Run(owner, at, position - start, 1, 1))
+    return runs
+
+
+def _piece(runs: Sequence[_Run]) -> BlockPart:
+    source, target, shape = [], [], []
+    flipped, repeated = [], []
+    for dim, run in enumerate(runs, start=-len(runs)):
+        taken = 1 if run.step == 0 else run.length
+        first = run.source - (run.length - 1 if run.step == -1 and run.length > 1 else 0)
+        source.append(slice(first, first + taken))
+        target.append(slice(run.target, run.target + run.length))
+        shape.append(taken)
+        if run.step == -1:
+            flipped.append(dim)
+        if run.step == 0:
+            repeated.append(dim)
+    return BlockPart((..., *source), (..., *target), tuple(shape), tuple(flipped), tuple(repeated))

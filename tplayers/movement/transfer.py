@@ -1,0 +1,216 @@
+"""Running a plan on tensors, at once or on a stream, forward and backward.
+
+A plan says what each rank sends, receives and keeps (`tplayers.movement.plan`). Every pair of ranks exchanges at most
+one message. The transposed operator sends the same messages the other way, and adds them up where a point was sent to
+several ranks; the order of its sums is fixed, so its bits depend on the inputs only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine import Communicator, Event, Stream
+
+from .plan import BlockPart, TransferPlan
+
+
+def transfer(x: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
+    """Return this rank's new block: what ``plan`` keeps of ``x`` and what the other ranks send.
+
+    x: [..., *plan.source_shape]; the other dimensions (batch, channels), the dtype and ``requires_grad`` are the same
+        on every rank. The result is [..., *plan.target_shape], in the memory format of ``x``.
+
+    Every rank of ``comm`` must call it, and must run the backward, which is `transfer_adjoint`. It may be
+    differentiated any number of times. Raises ValueError if the shape of ``x`` is not the plan's.
+    """
+    check_block(x, plan.source_shape)
+    return _Transfer.apply(x, plan, comm, False)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
+    """Return the transposed operator of `transfer`, from new blocks [..., *plan.target_shape] back to the blocks.
+
+    Each point of the result is the sum of all points of the new blocks that `transfer` makes of it.
+    """
+    check_block(y, plan.target_shape)
+    return _Transfer.apply(y, plan, comm, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def start_transfer(x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None) -> StartedTransfer:
+    """Begin `transfer` on ``stream``; ``wait()`` of the result ends it, and returns the new block.
+
+    Between the two this rank computes what needs no other rank's points. The backward overlaps in the same way: it
+    sends the gradient of the new block when the backward reaches ``wait()``, and waits for the sums when it reaches
+    this call. It can be differentiated once. ``x`` must not be changed before ``wait()``.
+    """
+    check_block(x, plan.source_shape)
+    started = StartedTransfer(plan, comm, stream)
+    started._token = _Start.apply(x, started)  # type: ignore[no-untyped-call]
+    return started
+
+
+class StartedTransfer:
+    """A transfer under way: see `start_transfer`."""
+
+    def __init__(self, plan: TransferPlan, comm: Communicator, stream: Stream | None) -> None:
+        self._plan, self._comm, self._stream = plan, comm, stream
+        self._token: Any = None
+        self._forward: Any = None
+        self._backward: Any = None
+
+    def wait(self) -> Tensor:
+        """Return the new block [..., *plan.target_shape]. To be called once."""
+        return _Wait.apply(self._token, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def check_block(x: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError if the last dimensions of ``x`` are not ``shape``."""
+    if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
+        raise ValueError(f"a tensor of shape {list(x.shape)} is not this rank's block: its last sizes must be {shape}")
+
+
+# Without autograd -------------------------------------------------------------------------------------------------
+
+
+class ForwardTransfer:
+    """A transfer under way that autograd does not see: construction sends, `wait` returns the new block.
+
+    The new block holds what the rank keeps as soon as the object is constructed; ``out`` is this tensor.
+    """
+
+    def __init__(self, x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None = None) -> None:
+        self._messages = _Messages(x, plan, False, comm, stream)
+        self.out = _new_block(x, plan.target_shape, plan.filled)
+        for piece in plan.kept:
+            part = x[piece.source]
+            self.out[piece.target] = part.flip(piece.flipped) if piece.flipped else part
+
+    def wait(self) -> Tensor:
+        """Put the received parts into the new block, and return it."""
+        for piece, part in self._messages.wait():
+            self.out[piece.target] = part.flip(piece.flipped) if piece.flipped else part
+        return self.out
+
+
+class AdjointTransfer:
+    """The transposed transfer under way, which autograd does not see: construction sends, `wait` adds up."""
+
+    def __init__(self, y: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None = None) -> None:
+        self._messages = _Messages(y, plan, True, comm, stream)
+        self.out = _new_block(y, plan.source_shape, False)
+        for piece in plan.kept:
+            self.out[piece.source] += _folded(y, piece)
+
+    def wait(self) -> Tensor:
+        """Add the received parts, in the order of the ranks, and return the sums."""
+        for piece, part in self._messages.wait():
+            self.out[piece.source] += part
+        return self.out
+
+
+class _Messages:
+    """The messages of one transfer: one flat buffer for each rank that this rank sends to or receives from."""
+
+    def __init__(self, x: Tensor, plan: TransferPlan, back: bool, comm: Communicator, stream: Stream | None) -> None:
+        sends, receives = (plan.receives, plan.sends) if back else (plan.sends, plan.receives)
+        self._parts: list[tuple[BlockPart, Tensor]] = []
+        self._done: Event | None = None
+        if not sends and not receives:
+            return
+        lead = x.shape[: x.dim() - len(plan.source_shape)]
+        outgoing = [
+            (torch.cat([(_folded(x, piece) if back else x[piece.source]).reshape(-1) for piece in pieces]), peer)
+            for peer, pieces in sends
+        ]
+        incoming = []
+        for peer, pieces in receives:
+            sizes = [lead.numel() * math.prod(piece.shape) for piece in pieces]
+            buffer = x.new_empty(sum(sizes))
+            incoming.append((buffer, peer))
+            for piece, flat in zip(pieces, torch.split(buffer, sizes), strict=True):
+                self._parts.append((piece, flat.view(*lead, *piece.shape)))
+        with comm.coalesce(stream=stream):
+            for buffer, peer in outgoing:
+                self._done = comm.send(buffer, peer)
+            for buffer, peer in incoming:
+                self._done = comm.recv(buffer, peer)
+
+    def wait(self) -> list[tuple[BlockPart, Tensor]]:
+        """Wait for all messages, and return the received parts in the order of the ranks."""
+        if self._done is not None:
+            self._done.wait()
+        return self._parts
+
+
+def _folded(y: Tensor, piece: BlockPart) -> Tensor:
+    """Return the gradient of the source's part of ``piece``, from that of the new block."""
+    part = y[piece.target]
+    if piece.repeated:
+        part = part.sum(piece.repeated, keepdim=True)
+    return part.flip(piece.flipped) if piece.flipped else part
+
+
+def _new_block(x: Tensor, shape: tuple[int, ...], filled: bool) -> Tensor:
+    """Return a tensor with the leading sizes of ``x`` in its memory format: uninitialised if ``filled``, else zeros."""
+    size = (*x.shape[: x.dim() - len(shape)], *shape)
+    kind = torch.contiguous_format
+    if not x.is_contiguous():
+        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+            kind = torch.channels_last
+        elif x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+            kind = torch.channels_last_3d
+    out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=kind)
+    return out if filled else out.zero_()
+
+
+# With autograd ----------------------------------------------------------------------------------------------------
+
+
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: TransferPlan, comm: Communicator, adjoint: bool) -> Tensor:
+        ctx.plan, ctx.comm, ctx.adjoint = plan, comm, adjoint
+        return (AdjointTransfer if adjoint else ForwardTransfer)(x, plan, comm).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # The transposed operator is differentiable, too, so a program may differentiate twice.
+        return _Transfer.apply(grads[0], ctx.plan, ctx.comm, not ctx.adjoint), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Start(torch.autograd.Function):
+    """Sends the block; its output is an empty tensor that leads autograd from `_Wait` to here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, started: StartedTransfer) -> Tensor:
+        ctx.started = started
+        started._forward = ForwardTransfer(x, started._plan, started._comm, started._stream)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        adjoint, ctx.started._backward = ctx.started._backward, None
+        return adjoint.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, started: StartedTransfer) -> Tensor:
+        ctx.started = started
+        forward, started._forward = started._forward, None
+        result: Tensor = forward.wait()
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        started = ctx.started
+        started._backward = AdjointTransfer(grads[0], started._plan, started._comm, started._stream)
+        return grads[0].new_empty(0), None
