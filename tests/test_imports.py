@@ -62,6 +62,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
+        {"data_parallel"},  # a command in a folder of its own
     ),
 }
 LARGEST_FOLDER = 16
