@@ -33,7 +33,7 @@ TESTED_BY = {
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
     "tplayers/checks.py": ["tplayers/test_embedding.py", "tplayers/models/test_bert.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
-    "tplayers/movement/transfer.py": ["tplayers/movement/test_halo.py"],
+    "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
     "trainers/checkpoints/safetensors_file.py": ["trainers/checkpoints/test_parallel_safetensors.py"],
