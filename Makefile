@@ -1,4 +1,4 @@
-# make train | train-bert | test | test-quick | test-long | test-slurm | lint | docs | clean.
+# make train | train-bert | examples | test | test-quick | test-long | test-slurm | lint | docs | clean.
 # Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
@@ -13,6 +13,7 @@ BERT   := trainers/configs/bert.yaml
 STDLIB := runs/data/stdlib
 SENTENCES := runs/data/stdlib-bert_text_sentence
 CONFIG ?= $(MAIN)
+HALF   := $(shell expr $(NP) / 2)
 DATA   ?= $(STDLIB)
 ARGS   ?=
 
@@ -32,7 +33,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert test test-quick test-long test-slurm lint format docs install clean
+.PHONY: train train-bert examples test test-quick test-long test-slurm lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
@@ -61,6 +62,21 @@ $(SENTENCES).bin $(SENTENCES).idx &: | $(STAMP)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --split-sentences --train-wordpiece 4096 \
 		--output-prefix $(SENTENCES:_text_sentence=) --overwrite
+
+# Every example, on NP ranks (an even number), with its picture in runs/examples. Each takes at most 3 minutes on two cores.
+examples: $(STAMP)
+	@mkdir -p runs/examples
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/inside_mpi.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/data_parallel.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/shallow_water/surrogate.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/closure.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/parameter_study.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/petsc_dmda.py
+	@if test -x $(BIN)/mpicc && command -v cc >/dev/null; \
+		then set -x; $(BIN)/mpicc -O2 -o runs/examples/solver examples/mpmd/solver.c -lm && \
+		$(BIN)/mpiexec -n $(HALF) runs/examples/solver : \
+			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
+		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
 
 # At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)

@@ -1,7 +1,8 @@
 """Starting a program of MPI ranks, and ending all ranks when one of them fails.
 
 Nothing happens on import. A command of this project is ``launch.run(main)``. Another MPI program, which starts and ends
-MPI itself, uses `Communicator` alone, or `abort_on_error` besides.
+MPI itself, uses `Communicator` alone, or `abort_on_error` besides. Where several programs share MPI.COMM_WORLD,
+`split_world` gives each its ranks and connects them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from .communicator import Communicator
 from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError, one_line
 from .job_end import abort, process_status, say
+from .startup.programs import WorldPart, split_world
 from .startup.segments import unlink_own
 from .startup.start import start_mpi
 from .startup.tasks import check_world_size, seconds_to_wait
+
+__all__ = ["WorldPart", "abort_on_error", "check_world_size", "run", "split_world"]
 
 #: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0

@@ -32,6 +32,7 @@ COMMANDS = [command for _, command in ALL]
 NOT_OURS = {
     "export PATH=$PWD/.venv/bin:$PATH OMP_NUM_THREADS=1": "sets the shell's environment",
     "python -m mpi4py program.py": "mpi4py's own command",
+    "python -m mpi4py": "mpi4py's own command",
 }
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
@@ -63,8 +64,10 @@ def data(tmp_path):
 
 
 def python_words(words: list[str]) -> tuple[int, list[str]]:
-    """(ranks, what python is given) of a command that a launcher may start."""
+    """(ranks, what python is given) of a command that a launcher may start; mpi4py's own module is left out."""
     at = words.index("python")
+    if words[at + 1 : at + 3] == ["-m", "mpi4py"]:
+        words = [*words[: at + 1], *words[at + 3 :]]
     launcher = words[:at]
     ranks = int(launcher[launcher.index("-n") + 1]) if "-n" in launcher else 1
     return ranks, words[at + 1 :]
@@ -118,6 +121,8 @@ def test_command_is_parsed(command, data):
         parse_make(words, data)
     elif words[0] == "pip":
         parse_pip(words)
+    elif words[0] == "mpicc":
+        assert [word for word in words if word.endswith(".c") and not (ROOT / word).is_file()] == []
     else:
         assert words[0] in (*LAUNCHERS, "python"), f"{command.text}: not known how to check this"
         if "python" not in words and not command.fenced:
@@ -248,6 +253,15 @@ def test_programs_that_pages_show_are_the_files():
     }
     texts = [block.text for page in PAGES for block in documents.blocks(page) if block.language == "python"]
     assert shown and all(program in texts for program in shown)
+
+
+@pytest.mark.parametrize("language", ["c", "fortran"])
+def test_parts_of_other_programs_that_pages_show_are_in_the_files(language):
+    fence = re.compile(rf'^```{language} title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    shown = [found for page in PAGES for found in fence.findall(page.read_text())]
+    blocks = [block for page in PAGES for block in documents.blocks(page) if block.language == language]
+    assert len(shown) == len(blocks) > 0
+    assert all(text in (ROOT / title).read_text() for title, text in shown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=documents.name)

@@ -16,8 +16,10 @@ from tests.support.faults import parts
 from tests.support.faults.results import BEGIN, END, Results, write_table
 
 PARTS = {name: parts.Part(name) for name in parts.names()}
+#: the kill in a save is a short case of "kills", too, and tests/trainers/run/test_stopping.py sends signals to a run
+MARKS = {"slurm": pytest.mark.slurm, "saves": pytest.mark.long, "signals": pytest.mark.long}
 CASES = [
-    pytest.param(name, number, id=f"{name}-{number}", marks=[pytest.mark.slurm] if name == "slurm" else [])
+    pytest.param(name, number, id=f"{name}-{number}", marks=MARKS.get(name, ()))
     for name, part in PARTS.items()
     for number in part.short
 ]

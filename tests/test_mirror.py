@@ -55,6 +55,7 @@ TESTED_BY = {
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
+    "trainers/training/module_buffers.py": ["trainers/test_data_parallel.py"],
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
 }

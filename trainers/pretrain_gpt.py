@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from .run import signals
 
 if __name__ == "__main__":  # before the other imports, which take seconds
-    signals.end_on_interrupt()
+    signals.end_on_signals(sys.argv[1:])
 
 from commengine import Communicator, launch
 

@@ -33,10 +33,10 @@ def run(case: Case) -> str:
     minutes, (count, ranks_each), layout = KINDS[case.number]
     ranks, draw = count * ranks_each, case.random
     folder, log = case.folder / "run", case.folder / "log"
-    # The numbers of three ranks divide no default. A step takes some 10 ms, so 5,000 outlast the cut.
+    # Two, three and four ranks divide these sizes. A step takes some 10 ms, so 5,000 outlast the cut.
     words = runs.words(
         "DP 2", folder, 5000, distributed_timeout_minutes=minutes, global_batch_size=2 * ranks, micro_batch_size=1,
-        hidden_size=96, num_attention_heads=6, make_vocab_size_divisible_by=12, eval_interval=5000, save_interval=5000,
+        hidden_size=96, num_attention_heads=12, make_vocab_size_divisible_by=12, eval_interval=5000, save_interval=5000,
     )  # fmt: skip
     words += ["--tensor-model-parallel-size", str(ranks)] if layout == "TP" else []
     wanted = draw.randrange(3, 12)

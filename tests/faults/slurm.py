@@ -35,14 +35,16 @@ DEMAND = (
 )
 CASES = len(KINDS) * len(LAYOUTS)
 SHORT = [KINDS.index(kind) for kind in ("USR1 by scancel", "task killed, -K0", "task killed, -K1", "node down")]
-LIMIT_S = 300.0
+LIMIT_S = 540.0
 why_not = slurm.why_not
 
 SCRIPT = mpirun.ROOT / "examples" / "slurm" / "requeue.sbatch"
 TIMEOUT_S = 12.0  # of a collective
 MORE_S = 10.0
-#: of a run that takes longer: Slurm looks for jobs at their limit twice a minute
-LONG = {"steps": 250, "save_interval": 100, "eval_interval": 100}
+#: of a run that goes on until it is stopped: Slurm looks for jobs at their limit twice a minute
+ENDLESS = {"steps": 1_000_000, "save_interval": 10_000, "eval_interval": 10_000, "lr_decay_iters": 1000}
+#: steps after the stop
+MORE_STEPS = 20
 
 
 def run(case: Case) -> str:
@@ -52,26 +54,31 @@ def run(case: Case) -> str:
 
 
 class Disturbed:
-    """A run of requeue.sbatch: its folder, and its jobs. options: of the run, beside those of `runs.words`."""
+    """A run of requeue.sbatch: its folder, and its jobs. options: of the run, beside those of `runs.words`.
+
+    A run of the kinds with a limit has no last step until `stop_soon`.
+    """
 
     def __init__(self, case: Case, cluster: SlurmCluster, kind: str, layout: str) -> None:
         self.case, self.cluster, self.layout = case, cluster, layout
-        self.options = LONG if "limit" in kind else {}
-        self.wanted = runs.undisturbed(case.shared, layout, **self.options)
+        self.options = dict(ENDLESS) if "limit" in kind else {}
         self.folder, self.script = case.folder / "run", case.folder / "job.sbatch"
         text = SCRIPT.read_text()
         assert text.count("--kill-on-bad-exit=1") == 1
         self.script.write_text(text.replace("--kill-on-bad-exit=1", f"--kill-on-bad-exit={int(kind[-2:] != 'K0')}"))
-        (case.folder / "empty.yaml").write_text("log-interval: 1\n")
+        self.settings = case.folder / "settings.yaml"
+        self.settings.write_text(f"train-iters: {self.options.get('steps', runs.STEPS)}\n")
 
     def submit(self, *options: str) -> int:
         """``sbatch OPTIONS``: the number of the job, whose ranks are one on each of two nodes."""
         own = {"exit_before_limit": 0, "distributed_timeout_minutes": TIMEOUT_S / 60}
         words = runs.words(self.layout, self.folder, **(self.options | own))[2:]
+        steps = words.index("--train-iters")
+        del words[steps : steps + 2]  # the file of settings has it
         tensor = [] if "--tensor-model-parallel-size" in words else ["--tensor-model-parallel-size", "1"]
         return self.cluster.submit(
             "--ntasks-per-node=1", "--output=job-%j.out", *options, str(self.script), *words, *tensor,
-            env={"CONFIG": str(self.case.folder / "empty.yaml"), "SLURM_MPI_TYPE": self.cluster.mpi[6:]},
+            env={"CONFIG": str(self.settings), "SLURM_MPI_TYPE": self.cluster.mpi[6:]},
             cwd=self.case.folder,
         )  # fmt: skip
 
@@ -79,6 +86,12 @@ class Disturbed:
         """What the job has printed, all starts of it together."""
         path = self.case.folder / f"job-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def stop_soon(self) -> None:
+        """Let a run without a last step, which has stopped, come to its end if it is started again."""
+        if self.options:
+            self.options["steps"] = runs.saved(self.folder) + MORE_STEPS
+            self.settings.write_text(f"train-iters: {self.options['steps']}\n")
 
     def wait_for_step(self, job: int, step: int) -> None:
         """Wait until the run has written the row of ``step``."""
@@ -110,31 +123,32 @@ class Disturbed:
         assert "Traceback" not in text, text[-2000:]
         assert runs.saved(self.folder) == int(lines[0][1]), f"{lines}, saved {runs.saved(self.folder)}"
 
-    def requeued(self, job: int) -> int:
-        """Let the job run to its end, and start at once whenever it is requeued. Returns how often it was."""
+    def requeued(self, job: int, *changes: str) -> int:
+        """Let the job run to its end, and start at once, changed, whenever it is requeued. Returns how often it was."""
 
         def over(now: Job) -> bool:
             if now.state == "PENDING" and now.restarts:
-                self.cluster.start_again(job)
+                self.stop_soon()
+                self.cluster.start_again(job, *changes)
             if not ended(now):
                 return False
             time.sleep(3)  # a job that asked to be requeued has ended for a moment
             return ended(self.cluster.job(job))
 
-        restarts = self.cluster.wait(job, over, 200).restarts
+        restarts = self.cluster.wait(job, over, 400).restarts
         assert restarts, f"it was not requeued: {self.text(job)[-2000:]}"
         self.complete(job)
         return restarts
 
     def complete(self, job: int) -> None:
-        """Wait for the end of a job that nothing disturbs any more, and compare."""
-        after = self.cluster.wait(job, ended, 120)
-        assert after.state == "COMPLETED", f"{after.state}: {self.text(job)[-2000:]}"
-        for extra in {path.name for path in self.folder.glob("iter_*")} - {
-            path.name for path in self.wanted.glob("iter_*")
-        }:
-            shutil.rmtree(self.folder / extra)  # the checkpoint of the stop
-        assert not (found := runs.differences(self.folder, self.wanted)), "; ".join(found)
+        """Wait for the end of a job that nothing disturbs any more, and compare with an undisturbed run."""
+        after = self.cluster.wait(job, ended, 300)
+        assert after.state == "COMPLETED", f"{after}: {self.text(job)[-2000:]} {self.cluster.logs()}"
+        wanted = runs.undisturbed(self.case.folder if self.options else self.case.shared, self.layout, **self.options)
+        for path in self.folder.glob("iter_*"):
+            if not (wanted / path.name).exists():
+                shutil.rmtree(path)  # the checkpoint of the stop
+        assert not (found := runs.differences(self.folder, wanted)), "; ".join(found)
 
     def in_time(self, job: int, holds: Callable[[], bool], what: str) -> None:
         """Wait until ``holds()``. Raises AssertionError after the timeout of a collective and MORE_S."""
@@ -145,8 +159,9 @@ class Disturbed:
 
 
 def usr1_before_the_limit(run: Disturbed) -> str:
-    job = run.submit("--time=1", "--signal=USR1@40")
-    run.requeued(job)
+    # Slurm sends it 40 to 10 seconds before the limit: earlier, and a run would not come to its first step.
+    job = run.submit("--time=1", "--signal=USR1@10")
+    run.requeued(job, "TimeLimit=20")
     lines = signals.STOPPED.findall(run.text(job))
     assert {name for name, _ in lines} == {"SIGUSR1"}, f"{lines}: {run.text(job)[-2000:]}"
     return "saved and requeued"
@@ -182,6 +197,7 @@ def at_the_limit(run: Disturbed) -> str:
     run.cluster.wait(job, lambda _: run.cluster.ready(), 60)
     assert after.state == "TIMEOUT", f"{after}: {run.text(job)[-2000:]}"
     run.stopped(job, "SIGTERM", "SIGUSR1")  # USR1 is due as soon as the limit is near
+    run.stop_soon()
     run.complete(run.submit())
     return "saved; submitted again"
 

@@ -1,4 +1,4 @@
-"""Whether copies that must be equal are equal, by checksums: replicas, and what a tensor group holds more than once.
+"""Whether copies that must be equal are equal: replicas, and what a tensor group holds more than once.
 
 Copies part for good when a bit flips in memory, when a rank computes something else, or when a collective gives ranks
 different results. Nothing in a step compares them again.
@@ -6,14 +6,17 @@ different results. Nothing in a step compares them again.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import Communicator, ProcessGrid
+from commengine.agreement import raise_together
+from commengine.rank_zero import broadcast_json
 from tplayers import placements
 from trainers.training.trainer import Trainer
 
@@ -37,24 +40,56 @@ def difference(trainer: Trainer) -> str | None:
     the tensor group: the same of parameters that are not split. The ranks of a group get the same answer; groups do
     not. It costs one pass over these tensors and two collectives of 16 bytes. To be called between steps.
     """
-    grid = trainer.grid
     trainer.optimizer.wait_for_parameters()
-    held = list(_held(trainer))
     placed = placements(trainer.model)
-    whole = [(name, value) for name, parameter, value in held if not placed[parameter].sharded]
-    found = None
-    for comm, items in ((grid.data, [(name, value) for name, _, value in held]), (grid.tensor, whole)):
-        told = _compare(comm, items)  # every rank takes part in both
-        found = found or told
-    return found
+    state = ((name, name.partition(".")[2], tensor) for name, tensor in trainer.optimizer.unsharded())
+    parameters = ((name, name, parameter) for name, parameter in trainer.model.named_parameters())
+    return differing(
+        trainer.grid, [(name, tensor, placed[of].sharded) for name, of, tensor in itertools.chain(parameters, state)]
+    )
 
 
-def _held(trainer: Trainer) -> Iterator[tuple[str, str, int]]:
-    """(Name, its parameter's name, checksum) of everything that each rank of the data group holds."""
-    for name, parameter in trainer.model.named_parameters():
-        yield name, name, checksum(parameter)
-    for name, tensor in trainer.optimizer.unsharded():
-        yield name, name.partition(".")[2], checksum(tensor)
+def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> str | None:
+    """What differs between the ranks of this rank's data group or tensor group, and where, or None.
+
+    held: (name, tensor, whether the ranks of a tensor group hold different parts). Collective over both groups.
+    """
+    hashed = [(name, checksum(tensor), sharded) for name, tensor, sharded in held]
+    every = [(name, value) for name, value, _ in hashed]
+    whole = [(name, value) for name, value, sharded in hashed if not sharded]
+    told = [_compare(grid.data, every), _compare(grid.tensor, whole)]  # every rank takes part in both
+    return told[0] or told[1]
+
+
+def require_same_structure(world: Communicator, module: nn.Module) -> None:
+    """Raise CollectiveError on every rank unless ``module`` has the same parameters and buffers on every rank.
+
+    Names, global shapes, dtypes, kinds of devices, and which parameters require a gradient are compared; values are
+    not. Collective.
+    """
+    mine = dict(_structure(module))
+    first: dict[str, str] = broadcast_json(world, mine)
+    problem = None
+    for name in [*first, *mine]:
+        if (one := mine.get(name, "missing")) != (other := first.get(name, "missing")):
+            problem = f"the module differs between ranks: {name} is {one}, and on rank 0 it is {other}"
+            break
+    if problem is None and list(mine) != list(first):
+        problem = "the module differs between ranks: it has the parameters of rank 0 in another order"
+    raise_together(world.mpi, problem)
+
+
+def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
+    placed = placements(module)
+    for name, parameter in module.named_parameters():
+        frozen = "a parameter" if parameter.requires_grad else "a frozen parameter"
+        yield name, f"{frozen} of {_described(parameter)} {list(placed[name].shape)}"
+    for name, buffer in module.named_buffers():
+        yield name, f"a buffer of {_described(buffer)} {list(buffer.shape)}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
 def _compare(comm: Communicator, items: Sequence[tuple[str, int]]) -> str | None:

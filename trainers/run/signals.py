@@ -1,6 +1,6 @@
 """Signals that end a run, heard by a thread, and so also while the main thread waits inside MPI.
 
-This module imports nothing but the standard library, because a command calls `end_on_interrupt` before the imports that
+This module imports nothing but the standard library, because a command calls `end_on_signals` before the imports that
 take seconds.
 """
 
@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 #: seconds by which other tasks than the first speak later: the first one's words are enough if it ends the job
@@ -29,8 +30,30 @@ def parse(name: str) -> signal.Signals:
 
 def end_on_interrupt() -> None:
     """From now on SIGINT ends this process with one line and status 130, unless it is ignored. For a first line."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: say_and_end("interrupted (SIGINT) before the run began", 130))
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        _end_on(signal.SIGINT, "interrupted (SIGINT) before the run began", 130)
+
+
+def end_on_signals(arguments: Sequence[str]) -> None:
+    """`end_on_interrupt`; SIGTERM, and the signal that ``arguments`` give to --exit-signal, end it with status 75.
+
+    A batch system may send its warning as soon as the job starts. The signal's own action would end the job with a
+    status that nobody takes for "start it again". A signal that a YAML file names is not known yet.
+    """
+    end_on_interrupt()
+    numbers = {signal.SIGTERM}
+    for word, following in pairwise([*arguments, ""]):
+        name = following if word == "--exit-signal" else word.partition("--exit-signal=")[2]
+        with contextlib.suppress(KeyError):  # the option's own check comes later
+            numbers.add(parse(name))
+    for number in numbers - {signal.SIGINT}:
+        text = f"{number.name} before the run began: nothing to save (exit status {os.EX_TEMPFAIL})"
+        _end_on(number, text, os.EX_TEMPFAIL)
+
+
+def _end_on(number: signal.Signals, text: str, status: int) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, lambda *_: say_and_end(text, status))
 
 
 def say_and_end(text: str, status: int) -> None:

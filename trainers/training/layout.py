@@ -42,6 +42,7 @@ class BucketLayout:
 
     part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
     data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
+    masters: False: half-precision parameters have no masters, and are treated as others.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.parameters.FlatParameters`): those in half
@@ -51,13 +52,13 @@ class BucketLayout:
 
     def __init__(
         self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
-        shard: bool,
+        shard: bool, masters: bool = True,
     ) -> None:  # fmt: skip
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
         self.treatments = {parameter: Treatment.of(placements[name]) for name, parameter in part}
         self.dtype, self.device = first.dtype, first.device
-        self.mixed = first.dtype in HALF_TYPES
+        self.mixed = masters and first.dtype in HALF_TYPES
         #: the dtype of masters, moments and gradient sums
         self.state_dtype = torch.float32 if self.mixed else first.dtype
         self.sharded = shard
@@ -75,9 +76,14 @@ class BucketLayout:
         self.mine = slice(first_of_mine, first_of_mine + width)
 
     def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The part of ``flat`` [size] that belongs to ``parameter``, in the parameter's shape."""
+        """The part of ``flat`` [size] that belongs to ``parameter``, in the parameter's shape.
+
+        Outside of flat parameters it has the parameter's strides, too, if that is dense (``channels_last``): optimizers
+        are slower if a gradient is not laid out as its parameter.
+        """
         start = self.starts[parameter]
-        return flat[start : start + parameter.numel()].view(parameter.shape)
+        part = flat[start : start + parameter.numel()]
+        return part.view(parameter.shape) if self.flat else viewed_as(part, parameter)
 
     def stretches(self) -> Iterator[tuple[Treatment, slice]]:
         """The stretches of ``mine`` that are treated alike; each slice counts from the start of ``mine``.
@@ -109,6 +115,14 @@ def parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator
         elements += parameter.numel()
     if part:
         yield part
+
+
+def viewed_as(flat: Tensor, one: Tensor) -> Tensor:
+    """``flat`` [elements of ``one``] as a tensor of the shape of ``one``, with its strides if it is dense."""
+    order = sorted(range(one.dim()), key=one.stride, reverse=True)
+    if one.is_contiguous() or not one.permute(order).is_contiguous():
+        return flat.view(one.shape)
+    return flat.as_strided(one.shape, one.stride(), flat.storage_offset())
 
 
 def new_buffer(size: int, dtype: torch.dtype, device: torch.device, data: Communicator) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
@@ -45,8 +46,10 @@ class GradientBucket:
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
         self.gradients: Tensor | None = None
+        self.views: dict[nn.Parameter, Tensor] = {}  # the part of `gradients` of each parameter
         if layout.flat or data.size > 1:
             self.gradients = new_buffer(layout.size, layout.state_dtype, layout.device, data)
+            self.views = {parameter: layout.view(self.gradients, parameter) for parameter in layout.names}
         self.segments = [GradientSegment(treatment, parameter) for parameter, treatment in layout.treatments.items()]
         if layout.flat:
             self.segments = [GradientSegment(one, stretch=self.reduced[part]) for one, part in layout.stretches()]
@@ -65,10 +68,23 @@ class GradientBucket:
                 parameter.grad = None
             return
         self.gradients.zero_()
-        for parameter in self.layout.names:  # a caller that set a gradient to None took it out of the buffer
-            view = self.layout.view(self.gradients, parameter)
-            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
-                parameter.grad = view
+        for parameter, view in self.views.items():  # a caller that set a gradient to None took it out of the buffer
+            parameter.grad = view
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Move a gradient that is not in the buffer into it: autograd then adds the next ones there.
+
+        A parameter without a gradient counts as one whose gradient is zero, and still has none.
+        """
+        if (view := self.views.get(parameter)) is None or (grad := parameter.grad) is view:
+            return
+        if grad is None:
+            view.zero_()
+            return
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"{self.layout.names[parameter]}: its gradient is sparse; only dense ones are summed")
+        view.copy_(grad.detach())
+        parameter.grad = view
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Move the half-precision gradient that autograd left into the fp32 sum.
@@ -78,7 +94,7 @@ class GradientBucket:
         assert self.gradients is not None
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        total = self.layout.view(self.gradients, parameter)
+        total = self.views[parameter]
         if parameter in self._fresh:
             self._fresh.discard(parameter)
             total.copy_(grad)
@@ -97,6 +113,11 @@ class GradientBuckets:
         Rajbhandari et al. 2020, section 5.1), for an optimizer that is sharded in the same way.
     reduce_in_fp32: send the fp32 sums of half-precision gradients as they are, instead of rounding them to the
         parameters' dtype.
+    masters: half-precision parameters have fp32 masters, and gradient sums in fp32. Without, they are treated as other
+        parameters are, for optimizers that know no masters.
+    op: "sum", or "avg" for the mean of the ranks' gradients.
+
+    Parameters that require no gradient have no place in a bucket.
 
     A step is: `zero`; for each microbatch a backward, the last backward inside `last_microbatch`; `finish`. The loss is
     already divided by the global count, so the sum over the group is the gradient: see ``segments``.
@@ -119,14 +140,17 @@ class GradientBuckets:
         tensor: Communicator | None = None,
         shard: bool = False,
         reduce_in_fp32: bool = False,
+        masters: bool = True,
+        op: str = "sum",
     ) -> None:
         self.data, self.tensor = data, tensor
-        self.shard, self.reduce_in_fp32 = shard, reduce_in_fp32
+        self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
         self.named = dict(module.named_parameters())
         self.placements = placements(module)
+        trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
         self.buckets = [
-            GradientBucket(BucketLayout(part, self.placements, data, shard=shard), data)
-            for part in parts(reversed(list(self.named.items())), bucket_size)
+            GradientBucket(BucketLayout(part, self.placements, data, shard=shard, masters=masters), data)
+            for part in parts(reversed(trained), bucket_size)
         ]
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
@@ -144,11 +168,15 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
-        for work, _ in self._in_flight:  # of a step that failed; a buffer in flight must not be written to
-            work.wait()
-        self._in_flight.clear()
+        self.drain()
         for bucket in self.buckets:
             bucket.zero()
+
+    def drain(self) -> None:
+        """Wait for what a step that failed has sent: a buffer in flight must not be written to."""
+        for work, _ in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
 
     @contextlib.contextmanager
     def last_microbatch(self) -> Iterator[None]:
@@ -160,6 +188,20 @@ class GradientBuckets:
             yield
         finally:
             self._last = False
+
+    def complete(self) -> list[str]:
+        """End the last microbatch although gradients are missing: they count as zero, or as accumulated before.
+
+        A parameter that never got one keeps ``grad`` None. Returns the names of the parameters that got no gradient in
+        the last microbatch. Not collective; `finish` then is, as always.
+        """
+        late = [bucket.layout.names[p] for bucket in self.buckets for p in bucket.waiting]
+        for bucket in self.buckets:
+            for parameter in bucket.waiting:
+                bucket.adopt(parameter)
+            bucket.waiting.clear()
+        self._send_complete()
+        return late
 
     def finish(self) -> None:
         """End a step: every gradient is the sum over the data group, and a partial one over the tensor group too.
@@ -188,9 +230,14 @@ class GradientBuckets:
         """Autograd's hook: the parameter's gradient of this microbatch is complete."""
         if bucket.layout.mixed:
             bucket.accumulate(parameter)
-        if not self._last:
-            return
-        bucket.waiting.discard(parameter)
+        else:
+            bucket.adopt(parameter)
+        if self._last:
+            bucket.waiting.discard(parameter)
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """With a stream: send each bucket that is complete and next in order."""
         if self.stream is None:
             return
         while (sent := len(self._in_flight)) < len(self.buckets) and not self.buckets[sent].waiting:
@@ -201,9 +248,9 @@ class GradientBuckets:
         assert bucket.gradients is not None
         sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.layout.dtype)
         if not self.shard:
-            return self.data.all_reduce(sent, stream=self.stream), sent
+            return self.data.all_reduce(sent, self.op, stream=self.stream), sent
         received = sent.new_empty(bucket.layout.size // self.data.size)
-        return self.data.reduce_scatter(received, sent, stream=self.stream), received
+        return self.data.reduce_scatter(received, sent, self.op, stream=self.stream), received
 
     def _sum_partial(self) -> None:
         """Sum the partial gradients over the tensor group, in one all-reduce.

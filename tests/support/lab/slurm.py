@@ -180,10 +180,14 @@ class SlurmCluster:
                 raise TimeoutError(f"after {timeout:g} s: {job}")
             time.sleep(0.2)
 
-    def start_again(self, number: int) -> None:
-        """Let a requeued job start now. Slurm itself lets it wait for two minutes."""
-        done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", timeout=READY_S)
-        if done.returncode:
+    def start_again(self, number: int, *changes: str) -> None:
+        """Let a requeued job start now, changed like ``TimeLimit=5``. Slurm itself lets it wait for two minutes.
+
+        A node refuses a job that starts within the second in which it was requeued ("Job credential revoked").
+        """
+        time.sleep(2)
+        done = self.run("scontrol", "update", f"JobId={number}", "StartTime=now", *changes, timeout=READY_S)
+        if done.returncode and self.job(number).state == "PENDING":  # otherwise it has started meanwhile
             raise OSError(f"scontrol failed: {done.stderr}")
 
     def ready(self) -> bool:

@@ -90,22 +90,36 @@ def test_system_calls_of_libraries_do_not_end_early(tmp_path):
     assert done.stdout == f"1 {int(signal.SIGUSR1)}\n", done.stderr
 
 
-def test_interrupted_before_the_imports_are_done():
+BEFORE = "before the run began"
+
+
+@pytest.mark.parametrize(
+    "number, flags, status, line",
+    [
+        ("SIGINT", [], 130, f"interrupted (SIGINT) {BEFORE}\n"),
+        ("SIGTERM", [], 75, f"SIGTERM {BEFORE}: nothing to save (exit status 75)\n"),
+        ("SIGUSR1", ["--exit-signal", "usr1"], 75, f"SIGUSR1 {BEFORE}: nothing to save (exit status 75)\n"),
+        ("SIGUSR1", ["--exit-signal=SIGUSR1"], 75, f"SIGUSR1 {BEFORE}: nothing to save (exit status 75)\n"),
+        ("SIGUSR1", ["--exit-signal", "nonsense", "--exit-signal"], -signal.SIGUSR1, ""),
+        ("SIGINT", ["--exit-signal", "INT"], 130, f"interrupted (SIGINT) {BEFORE}\n"),
+    ],
+)
+def test_a_signal_before_the_imports_are_done(number, flags, status, line):
     """The signal comes while torch is being imported."""
-    code = """
+    code = f"""
         import os, runpy, signal, sys
-        class Interrupt:
+        class Sender:
             def find_spec(self, name, path=None, target=None):
                 if name == "torch":
-                    os.kill(os.getpid(), signal.SIGINT)
-        sys.meta_path.insert(0, Interrupt())
+                    os.kill(os.getpid(), signal.{number})
+        sys.meta_path.insert(0, Sender())
         runpy.run_module("trainers.pretrain_gpt", run_name="__main__", alter_sys=True)
     """
-    argv = [sys.executable, "-c", textwrap.dedent(code)]
+    argv = [sys.executable, "-c", textwrap.dedent(code), *flags]
     done = subprocess.run(
         argv, env=mpirun.environment(), capture_output=True, text=True, timeout=60, check=False, cwd=mpirun.ROOT
     )
-    assert (done.returncode, done.stderr) == (130, "interrupted (SIGINT) before the run began\n")
+    assert (done.returncode, done.stderr) == (status, line)
 
 
 @pytest.mark.parametrize("name", SIGNALS)

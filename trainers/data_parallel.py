@@ -1,0 +1,279 @@
+"""DataParallel: any module on several replicas, whose gradients are averaged as part of ``loss.backward()``.
+
+    replicas = DataParallel(net, comm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in my_batches:
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+
+Everything that such a step may need is here: uneven batches, accumulation, clipping, saving and resuming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from commengine import CollectiveError, Communicator, ProcessGrid
+from commengine.agreement import raise_together
+from tplayers import placements
+from trainers.checks.replicas import differing, require_same_structure
+from trainers.config import bucket_size as default_bucket_size
+from trainers.config import overlapped
+from trainers.training.clipping import clip, gradient_norm
+from trainers.training.module_buffers import ModuleBuffers, copy_from_rank_zero
+from trainers.training.reduction import GradientBuckets
+
+#: PyTorch's engine, which calls back at the end of a backward. DistributedDataParallel and FSDP end theirs so, too.
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+#: In the ranks' notes a rank adds 1 for a parameter that has no gradient, and this for one that lacked it in the
+#: backward.
+_LATE = 1 << 32
+
+
+class DataParallel:
+    """The gradients of ``module``, averaged over replicas. The module itself stays as it is: call it as before.
+
+    module: any ``nn.Module``. Its gradients are dense, and the set of parameters that require one stays the same.
+    ranks: the Communicator whose ranks each hold a replica; or a `ProcessGrid`, each of whose tensor groups holds one
+        together, by layers of tplayers that split parameters or fields. It stays the caller's.
+    make_equal: all replicas begin with the parameters and buffers of the first one. False: a difference is an error
+        that names the first parameter and the ranks.
+    allow_unused: a backward may leave parameters without a gradient. It counts as zero on that rank; where it is
+        missing on all ranks, ``grad`` stays None. False: that is an error, which names the parameters.
+    equal_buffers: after each averaging the buffers that changed get the values of the first replica.
+    overlap: send a bucket of gradients on a stream as soon as it is complete, while the backward goes on. None: on
+        devices only, because on the host the ranks already use all cores.
+    bucket_size: the largest number of elements of a bucket; None: 4 million on the host, 40 million on devices.
+
+    Construction and `close` are collective over all ranks. Every backward outside of `no_sync` is collective, too: on
+    its return ``parameter.grad`` is the mean of the ranks' gradients, the same bits on all replicas. A loss that is a
+    mean over this rank's samples then gives the gradient of the mean over all samples, if the ranks have equally many;
+    `sample_weight` is for other cases. Gradients that ``torch.autograd.grad`` returns are this rank's own.
+
+    Raises CollectiveError on every rank if the module differs between ranks in structure, or with
+    ``make_equal=False`` in values. A backward raises RuntimeError, on all ranks, that names the parameters without a
+    gradient.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: Communicator | ProcessGrid, *, make_equal: bool = True,
+        allow_unused: bool = False, equal_buffers: bool = True, overlap: bool | None = None,
+        bucket_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.module, self.allow_unused, self.equal_buffers = module, allow_unused, equal_buffers
+        world = ranks if isinstance(ranks, Communicator) else ranks.world
+        require_same_structure(world, module)
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._trained:
+            raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
+        self._own_grid = isinstance(ranks, Communicator)
+        self.grid = ProcessGrid(ranks) if isinstance(ranks, Communicator) else ranks
+        self._begin_equal(make_equal)
+        self.buffers = ModuleBuffers(module, self.grid.data)
+        self._suspended = False
+        self._reset()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._comes) for p in self._trained.values()]  # type: ignore[no-untyped-call]
+        device = next(iter(self._trained.values())).device
+        self.gradients = GradientBuckets(  # its hooks run after those above
+            module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
+            bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
+        )  # fmt: skip
+        self._views = {p: view for bucket in self.gradients.buckets for p, view in bucket.views.items()}
+
+    def _begin_equal(self, make_equal: bool) -> None:
+        """Give all replicas the values of the first one, or raise CollectiveError on every rank if they differ."""
+        grid, placed = self.grid, placements(self.module)
+        parameters = dict(self.module.named_parameters())
+        buffers = dict(self.module.named_buffers())
+        if make_equal:
+            with torch.no_grad():
+                copy_from_rank_zero([p for name, p in parameters.items() if not placed[name].sharded], grid.tensor)
+                copy_from_rank_zero([*parameters.values(), *buffers.values()], grid.data)
+            return
+        held = [(name, p, placed[name].sharded) for name, p in parameters.items()]
+        # The ranks of a tensor group may have buffers of their own, such as the first token of their vocabulary.
+        problem = differing(grid, [*held, *((name, buffer, True) for name, buffer in buffers.items())])
+        try:
+            raise_together(grid.world.mpi, problem and f"make_equal=False, and the replicas differ: {problem}")
+        except CollectiveError:  # on every rank
+            self._close_grid()
+            raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block whose backwards add to this rank's gradients and send nothing. The next backward sends the sums."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def sample_weight(self, samples: float) -> float:
+        """The factor of the *sum* of this rank's losses that makes the averaged gradient that of the mean of all.
+
+        samples: of this rank in the whole step, over all its backwards; it may be 0. Every rank of the data group must
+        call it, once a step; ranks of a tensor group with the same number. The factor is the number of replicas divided
+        by all samples. It counts what the loss counts: samples, tokens, or cells.
+
+        Raises ValueError, on all ranks, unless the numbers are finite, none is negative, and one is positive.
+        """
+        usable = math.isfinite(samples) and samples >= 0
+        counted = torch.tensor([samples if usable else 0.0, 0.0 if usable else 1.0], dtype=torch.float64)
+        self.grid.data.all_reduce(counted)
+        total, refused = counted.tolist()
+        if refused or total == 0:
+            raise ValueError(f"sample_weight({samples}): the samples of all ranks must be at least 0, and not all 0")
+        return float(self.grid.data.size / total)
+
+    def no_samples(self) -> None:
+        """Take part in a step of the other ranks without a backward: this rank has no samples, its gradient is zero.
+
+        Collective with the other ranks' backwards. If this rank has accumulated gradients by `no_sync`, they count.
+        """
+        self._begin()
+        self._finish(excused=True)
+
+    def clip(self, largest: float) -> float:
+        """Divide all gradients by norm / ``largest`` if their norm exceeds it. Returns the norm before.
+
+        The norm is that of the whole model's gradient, the same on all ranks; 0 turns clipping off. Call it between the
+        last backward and the optimizer's step. Collective over the tensor group.
+        """
+        norm = gradient_norm(self.gradients.segments, self.grid.tensor)
+        clip(self.gradients.segments, norm, largest)
+        return norm
+
+    def _reset(self) -> None:
+        """Be between two backwards."""
+        self._block: contextlib.AbstractContextManager[None] | None = None  # the backward that goes on
+        self._task: int | None = None  # autograd's number of it
+        self._ends: list[weakref.ref[_End]] = []
+
+    def _begin(self) -> None:
+        self._block = self.gradients.last_microbatch()
+        self._block.__enter__()
+
+    def _comes(self, _: Tensor) -> None:
+        """Autograd's hook, which runs before that of the gradient buckets: a parameter has its gradient."""
+        if self._suspended:
+            return
+        if self._ends and all(end() is None for end in self._ends):  # the backward before this one raised an error
+            self._abandon()
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._block is None:
+            self._begin()
+        self._task = task
+        end = _End(self)
+        self._ends.append(weakref.ref(end))  # autograd drops the object with the backward, also after an error
+        _ENGINE.queue_callback(end)
+
+    def _ended(self, end: _End) -> None:
+        """Autograd's callback at the end of a backward, or of one inside another (reentrant checkpoints)."""
+        if self._block is None:
+            return
+        if torch._C._current_autograd_node() is not None and any(bucket.waiting for bucket in self.gradients.buckets):
+            self._inner = end  # kept, because the outer backward goes on
+            return
+        self._finish(excused=False)
+
+    def _finish(self, *, excused: bool) -> None:
+        """Send what is left and wait for everything. excused: this rank has had no backward."""
+        block = self._block
+        assert block is not None
+        self._reset()
+        late = self.gradients.complete()
+        block.__exit__(None, None, None)
+        absent = [p.grad is None for p in self._trained.values()]
+        missing, unequal = self._exchange(set() if excused or self.allow_unused else set(late), absent)
+        self.gradients.finish()
+        for parameter, count in zip(self._trained.values(), missing, strict=True):
+            if parameter.grad is None and count % _LATE < self.grid.data.size:
+                parameter.grad = self._views[parameter]
+        if unequal:
+            self.buffers.equalize(unequal)
+        names = [name for name, count in zip(self._trained, missing, strict=True) if count >= _LATE]
+        if names:
+            raise RuntimeError(
+                f"no gradient in the backward for: {', '.join(names)}; allow_unused=True takes it for zero, and "
+                "parameters that never get one can have requires_grad=False"
+            )
+
+    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int]]:
+        """Tell the ranks what is missing and what has changed here.
+
+        late: names of parameters without a gradient in this backward, where that is an error. absent: of each trained
+        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and the
+        numbers of the groups of buffers that a rank has changed. Collective over both groups.
+        """
+        grid, count = self.grid, len(absent)
+        changed = self.buffers.changed() if self.equal_buffers else []
+        notes = torch.zeros(count + len(self.buffers.groups), dtype=torch.int64)
+        if late or any(absent):
+            notes[:count] = torch.tensor([
+                _LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)
+            ])  # fmt: skip
+        if changed:
+            notes[count:][changed] = 1
+        if grid.data.size > 1:
+            grid.data.all_reduce(notes)
+        if grid.tensor.size > 1:  # an error of one data group is one of all
+            others = notes[:count].div(_LATE, rounding_mode="floor")
+            grid.tensor.all_reduce(others, "max")
+            notes[:count] = notes[:count] % _LATE + others * _LATE
+        told = notes.tolist()
+        return told[:count], [number for number, found in enumerate(told[count:]) if found]
+
+    def _abandon(self) -> None:
+        """Forget a backward that raised an error. Buckets that it sent wait for the other ranks."""
+        if self._block is not None:
+            self._block.__exit__(None, None, None)
+        self.gradients.drain()
+        self._reset()
+
+    # Life -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take the hooks off the module, and free what was made from MPI. Collective. The gradients stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self.gradients.remove()
+        self._close_grid()
+
+    def _close_grid(self) -> None:
+        if self._own_grid:
+            self.grid.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # After an exception the other ranks may not be here, and a collective free would hang.
+        if exception[0] is None:
+            self.close()
+
+
+class _End:
+    """What autograd calls at the end of a backward. It lives as long as the backward does."""
+
+    def __init__(self, owner: DataParallel) -> None:
+        self._owner = owner
+
+    def __call__(self) -> None:
+        self._owner._ended(self)
