@@ -138,7 +138,7 @@ class _Messages:
             return
         lead = x.shape[: x.dim() - len(plan.source_shape)]
         outgoing = [
-            (torch.cat([(_folded(x, piece) if back else x[piece.source]).reshape(-1) for piece in pieces]), peer)
+            (_packed([_folded(x, piece) if back else x[piece.source] for piece in pieces]), peer)
             for peer, pieces in sends
         ]
         incoming = []
@@ -159,6 +159,17 @@ class _Messages:
         if self._done is not None:
             self._done.wait()
         return self._parts
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    """Return one flat contiguous tensor with the values of ``parts``: their own memory, if nothing must be copied."""
+    if len(parts) == 1:
+        return parts[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
+    sizes = [part.numel() for part in parts]
+    buffer = parts[0].new_empty(sum(sizes))
+    for part, flat in zip(parts, torch.split(buffer, sizes), strict=True):
+        flat.view(part.shape).copy_(part)
+    return buffer
 
 
 def _folded(y: Tensor, piece: BlockPart) -> Tensor:
