@@ -37,7 +37,7 @@ ROOMS = {
         {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement"},
         {"placement"},
-        {"linear", "norm", "cross_entropy"},
+        {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
         {"models"},
@@ -62,6 +62,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
+        {"data_parallel", "fields"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -4,11 +4,24 @@ from .attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
+from .fields import (
+    FieldAvgPool,
+    FieldBatchNorm,
+    FieldConv,
+    FieldConvTranspose,
+    FieldGroupNorm,
+    FieldLayerNorm,
+    FieldMaxPool,
+    FieldUpsample,
+    SpectralConv,
+)
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
 from .models.bert import BERT, BERTConfig
+from .models.fno import FNO
 from .models.gpt import GPT, GPTConfig
 from .models.transformer import Transformer, TransformerConfig
+from .models.unet import UNet
 from .movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
 from .movement.operators import (
     all_gather,
@@ -48,12 +61,21 @@ from .rng import Randomness, dropout
 
 __all__ = [
     "BERT",
+    "FNO",
     "GPT",
     "MLP",
     "BERTConfig",
     "ColumnParallelLinear",
     "Constant",
     "DropoutMask",
+    "FieldAvgPool",
+    "FieldBatchNorm",
+    "FieldConv",
+    "FieldConvTranspose",
+    "FieldGroupNorm",
+    "FieldLayerNorm",
+    "FieldMaxPool",
+    "FieldUpsample",
     "GPTConfig",
     "Gelu",
     "LayerNorm",
@@ -66,11 +88,13 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "SelfAttention",
+    "SpectralConv",
     "StartedTransfer",
     "TransferPlan",
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",
+    "UNet",
     "VocabParallelEmbedding",
     "add_parameter",
     "all_gather",

@@ -8,7 +8,7 @@ several ranks; the order of its sums is fixed, so its bits depend on the inputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,16 +98,17 @@ class ForwardTransfer:
     """
 
     def __init__(self, x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None = None) -> None:
-        self._messages = _Messages(x, plan, False, comm, stream)
-        self.out = _new_block(x, plan.target_shape, plan.filled)
+        self._messages = Messages(lambda piece: x[piece.source], x, plan, False, comm, stream)
+        self.out = new_block(x, plan.target_shape)
+        if not plan.filled:
+            self.out.zero_()
         for piece in plan.kept:
-            part = x[piece.source]
-            self.out[piece.target] = part.flip(piece.flipped) if piece.flipped else part
+            self.out[piece.target] = unfolded(x[piece.source], piece)
 
     def wait(self) -> Tensor:
         """Put the received parts into the new block, and return it."""
         for piece, part in self._messages.wait():
-            self.out[piece.target] = part.flip(piece.flipped) if piece.flipped else part
+            self.out[piece.target] = unfolded(part, piece)
         return self.out
 
 
@@ -115,10 +116,18 @@ class AdjointTransfer:
     """The transposed transfer under way, which autograd does not see: construction sends, `wait` adds up."""
 
     def __init__(self, y: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None = None) -> None:
-        self._messages = _Messages(y, plan, True, comm, stream)
-        self.out = _new_block(y, plan.source_shape, False)
-        for piece in plan.kept:
-            self.out[piece.source] += _folded(y, piece)
+        self._messages = Messages(lambda piece: folded(y[piece.target], piece), y, plan, True, comm, stream)
+        self.out = new_block(y, plan.source_shape)
+        kept = list(plan.kept)
+        # Most often one piece is the whole block: a copy in place of zeros and an addition.
+        whole = next((piece for piece in kept if piece.shape == plan.source_shape), None)
+        if whole is None:
+            self.out.zero_()
+        else:
+            self.out.copy_(folded(y[whole.target], whole))
+            kept.remove(whole)
+        for piece in kept:
+            self.out[piece.source] += folded(y[piece.target], piece)
 
     def wait(self) -> Tensor:
         """Add the received parts, in the order of the ranks, and return the sums."""
@@ -127,24 +136,33 @@ class AdjointTransfer:
         return self.out
 
 
-class _Messages:
-    """The messages of one transfer: one flat buffer for each rank that this rank sends to or receives from."""
+class Messages:
+    """The messages of one transfer: one flat buffer for each rank that this rank sends to or receives from.
 
-    def __init__(self, x: Tensor, plan: TransferPlan, back: bool, comm: Communicator, stream: Stream | None) -> None:
+    take: returns the part of this rank's tensor that a piece names, as the message carries it. like: a tensor with the
+    leading sizes and the dtype of the parts. back: the messages of the transposed transfer.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[BlockPart], Tensor],
+        like: Tensor,
+        plan: TransferPlan,
+        back: bool,
+        comm: Communicator,
+        stream: Stream | None,
+    ) -> None:
         sends, receives = (plan.receives, plan.sends) if back else (plan.sends, plan.receives)
         self._parts: list[tuple[BlockPart, Tensor]] = []
         self._done: Event | None = None
         if not sends and not receives:
             return
-        lead = x.shape[: x.dim() - len(plan.source_shape)]
-        outgoing = [
-            (_packed([_folded(x, piece) if back else x[piece.source] for piece in pieces]), peer)
-            for peer, pieces in sends
-        ]
+        lead = like.shape[: like.dim() - len(plan.source_shape)]
+        outgoing = [(_packed([take(piece) for piece in pieces], stream is not None), peer) for peer, pieces in sends]
         incoming = []
         for peer, pieces in receives:
             sizes = [lead.numel() * math.prod(piece.shape) for piece in pieces]
-            buffer = x.new_empty(sum(sizes))
+            buffer = like.new_empty(sum(sizes))
             incoming.append((buffer, peer))
             for piece, flat in zip(pieces, torch.split(buffer, sizes), strict=True):
                 self._parts.append((piece, flat.view(*lead, *piece.shape)))
@@ -161,9 +179,13 @@ class _Messages:
         return self._parts
 
 
-def _packed(parts: list[Tensor]) -> Tensor:
-    """Return one flat contiguous tensor with the values of ``parts``: their own memory, if nothing must be copied."""
-    if len(parts) == 1:
+def _packed(parts: list[Tensor], own: bool) -> Tensor:
+    """Return one flat contiguous tensor with the values of ``parts``.
+
+    own: in memory of its own, because the caller goes on while the message is under way. Otherwise it is the memory of
+    a single part, if that is contiguous.
+    """
+    if len(parts) == 1 and not own:
         return parts[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
     sizes = [part.numel() for part in parts]
     buffer = parts[0].new_empty(sum(sizes))
@@ -172,16 +194,20 @@ def _packed(parts: list[Tensor]) -> Tensor:
     return buffer
 
 
-def _folded(y: Tensor, piece: BlockPart) -> Tensor:
-    """Return the gradient of the source's part of ``piece``, from that of the new block."""
-    part = y[piece.target]
+def unfolded(part: Tensor, piece: BlockPart) -> Tensor:
+    """Return the new block's part of ``piece`` from the source's part; where a point is repeated, a size of 1."""
+    return part.flip(piece.flipped) if piece.flipped else part
+
+
+def folded(part: Tensor, piece: BlockPart) -> Tensor:
+    """Return the gradient of the source's part of ``piece``, from that of the new block's part."""
     if piece.repeated:
         part = part.sum(piece.repeated, keepdim=True)
     return part.flip(piece.flipped) if piece.flipped else part
 
 
-def _new_block(x: Tensor, shape: tuple[int, ...], filled: bool) -> Tensor:
-    """Return a tensor with the leading sizes of ``x`` in its memory format: uninitialised if ``filled``, else zeros."""
+def new_block(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an uninitialised tensor with the leading sizes of ``x`` in its memory format."""
     size = (*x.shape[: x.dim() - len(shape)], *shape)
     kind = torch.contiguous_format
     if not x.is_contiguous():
@@ -189,8 +215,7 @@ def _new_block(x: Tensor, shape: tuple[int, ...], filled: bool) -> Tensor:
             kind = torch.channels_last
         elif x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
             kind = torch.channels_last_3d
-    out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=kind)
-    return out if filled else out.zero_()
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=kind)
 
 
 # With autograd ----------------------------------------------------------------------------------------------------

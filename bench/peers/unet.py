@@ -1,0 +1,111 @@
+"""The U-Net of tplayers in plain torch, on the whole field in one process: what `tplayers.UNet` is measured against.
+
+    python -m bench.peers.unet --task FILE
+
+It has as many threads as OMP_NUM_THREADS says. Its state dict has the names and shapes of `tplayers.UNet`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from bench.command.parser import new_program_parser
+from bench.contests.field_task import FieldTask, make_step
+from bench.contests.serving import serve
+
+_CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+_BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+class WholeUNet(nn.Module):
+    """The arguments are those of `tplayers.UNet`, with the number of axes in place of a grid and a decomposition."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        axes: int,
+        *,
+        width: int = 32,
+        depth: int = 3,
+        kernel_size: int = 3,
+        padding_mode: str = "zeros",
+        norm: str = "batch",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        last = (axes, kernel_size, padding_mode, norm, dtype)
+        self.down = nn.ModuleList([_WholeLevel(in_channels, width, *last)])
+        self.pool = nn.ModuleList(_POOL[axes](2) for _ in range(depth))
+        self.up, self.merge = nn.ModuleList(), nn.ModuleList()
+        for channels in (width * 2**level for level in range(1, depth + 1)):
+            self.down.append(_WholeLevel(channels // 2, channels, *last))
+        for channels in (width * 2**level for level in reversed(range(depth))):
+            self.up.append(_TRANSPOSE[axes](2 * channels, channels, 2, stride=2, dtype=dtype))
+            self.merge.append(_WholeLevel(2 * channels, channels, *last))
+        self.last = _CONV[axes](width, out_channels, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down[0](x)
+        kept = [x]
+        for pool, level in zip(self.pool, self.down[1:], strict=True):
+            x = level(pool(x))
+            kept.append(x)
+        kept.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat((kept.pop(), up(x)), dim=1))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class _WholeLevel(nn.Module):
+    def __init__(
+        self, ins: int, channels: int, axes: int, kernel: int, padding_mode: Any, norm: str, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.conv = nn.ModuleList(
+            _CONV[axes](
+                one, channels, kernel, padding=kernel // 2, padding_mode=padding_mode, bias=norm == "none", dtype=dtype
+            )
+            for one in (ins, channels)
+        )
+        made: dict[str, Any] = {
+            "batch": lambda: _BATCH[axes](channels, dtype=dtype),
+            "group": lambda: nn.GroupNorm(max(channels // 8, 1), channels, dtype=dtype),
+            "none": nn.Identity,
+        }
+        self.norm = nn.ModuleList(made[norm]() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.conv, self.norm, strict=True):
+            x = F.relu_(norm(conv(x)))
+        return x
+
+
+def reference_state(task: FieldTask) -> dict[str, Tensor]:
+    """The initial weights of all contestants: torch's own."""
+    torch.manual_seed(task.seed)
+    return WholeUNet(task.channels, task.channels, 2, width=task.width, depth=task.depth).state_dict()
+
+
+def main() -> None:
+    """Set up, then do as the driver says."""
+    options = new_program_parser("bench.peers.unet", __doc__)
+    options.add_argument("--task", required=True, metavar="FILE", help="JSON file of a FieldTask with weights")
+    task = FieldTask.load(options.parse_args().task)
+    model = WholeUNet(
+        task.channels, task.channels, 2, width=task.width, depth=task.depth, padding_mode=task.padding_mode
+    )
+    model.load_state_dict(load_file(task.weights))
+    step = make_step(task, model, *task.fields(), ranks=1)
+    serve(step, note=f"{torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The convolution of a block and of its halo, apart: what waits for what, and what it sends."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commengine
+import tplayers
+from commengine import CartesianGrid, Communicator
+from tests.support.fields.comparison import close, cut, draw
+from tplayers.fields.geometry import Sliding
+from tplayers.fields.halo_convolution import interior
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+
+class AtConvolutions(TorchDispatchMode):
+    """Call ``seen(name, number)`` before each convolution, and before each convolution's backward."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen, self.count = seen, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+            self.seen(func.__name__.split(".")[0], self.count)
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def comm(mpi_world):
+    with Communicator(mpi_world, device="cpu") as comm:
+        yield comm
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_halo_travels_while_the_interior_is_computed(comm):
+    """A stream that is held up until the interior's convolution is reached proves that nothing waited earlier."""
+    grid = CartesianGrid(comm, (comm.size,), periodic=True)
+    field = grid.decompose((8 * comm.size,))
+    stream = comm.new_stream()
+    if not stream.threaded:
+        pytest.skip("this MPI offers less than THREAD_MULTIPLE: a stream runs where it is enqueued")
+    options = {"padding": 1, "padding_mode": "circular", "dtype": torch.float64}
+    layer = tplayers.FieldConv(2, 3, 3, grid, field, overlap_stream=stream, **options)
+    plain = tplayers.FieldConv(2, 3, 3, grid, field, **options)
+    tplayers.initialize(layer, 1)
+    plain.load_state_dict(layer.state_dict())
+    whole = draw(2, 2, *field.shape)
+    inputs = [cut(whole, field, grid).requires_grad_() for _ in range(2)]
+    layer(inputs[0])  # the ranks compare in the first forward
+    gates = {"convolution": threading.Event(), "convolution_backward": threading.Event()}
+    order, opened = [], []
+
+    def seen(name, number):
+        order.append((name, [event.end > 0 for event in log.events if event.stream == stream.name]))
+        if name == "convolution" or number == 5:  # the forward has 3 convolutions; the backward's third is the interior
+            gates[name].set()
+
+    with commengine.trace(comm) as log, AtConvolutions(seen):
+        stream.enqueue(lambda: opened.append(gates["convolution"].wait(30)))
+        y = layer(inputs[0])
+        stream.enqueue(lambda: opened.append(gates["convolution_backward"].wait(30)))
+        y.backward(torch.ones_like(y))
+    assert opened == [True, True]
+    assert order == [
+        ("convolution", [False]), ("convolution", [True]), ("convolution", [True]),
+        ("convolution_backward", [True]), ("convolution_backward", [True]), ("convolution_backward", [True, False]),
+    ]  # fmt: skip
+    z = plain(inputs[1])
+    z.backward(torch.ones_like(z))
+    close(y, z)
+    close(inputs[0].grad, inputs[1].grad)
+    close(layer.weight.grad, plain.weight.grad)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "outputs", "block", "expected"),
+    [
+        (Sliding(3, before=1, after=1), (4, 8), (4, 8), (5, 7)),
+        (Sliding(2, stride=2), (2, 4), (4, 8), (2, 4)),
+        (Sliding(3, stride=2, before=1), (2, 4), (4, 8), (3, 4)),
+        (Sliding(5, before=2, after=2), (4, 7), (4, 7), (4, 4)),
+        (Sliding(3, dilation=2, before=2, after=2), (3, 10), (3, 10), (5, 8)),
+    ],
+)
+def test_the_interior_reads_the_block_alone(rule, outputs, block, expected):
+    assert interior(rule, outputs, block) == expected
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect"])
+def test_gradients_of_gradients(comm, mode):
+    """As a network of a differential equation needs them: a loss on the derivative by the input."""
+    grid = CartesianGrid(comm, (comm.size, 1))
+    field = grid.decompose((3 * comm.size + 1, 6))
+    options = {"padding": 2, "padding_mode": mode, "dtype": torch.float64}
+    layer = tplayers.FieldConv(1, 1, 5, grid, field, **options)
+    torch.manual_seed(1)  # the same on all ranks
+    theirs = torch.nn.Conv2d(1, 1, 5, **options)
+    layer.load_state_dict(theirs.state_dict())
+
+    def second(conv, x, sum_over_ranks):
+        x.requires_grad_()
+        y = conv(x).pow(3)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = slope.square().sum()
+        loss.backward()
+        return x.grad, sum_over_ranks(loss.item())
+
+    whole = draw(2, 1, *field.shape)
+    expected, loss = second(theirs, whole.clone(), lambda loss: loss)
+    found, total = second(layer, cut(whole, field, grid), lambda loss: sum(comm.mpi.allgather(loss)))
+    assert total == pytest.approx(loss, rel=1e-12)
+    close(found, cut(expected, field, grid))
+    for ours, other in zip(layer.parameters(), theirs.parameters(), strict=True):
+        close(ours.grad, other.grad)
+
+
+def test_a_block_that_no_neighbour_reads_sends_nothing_and_frozen_inputs_send_nothing_back(comm):
+    grid = CartesianGrid(comm, (1, comm.size))
+    field = grid.decompose((6, 4 * comm.size))
+    layer = tplayers.FieldConv(2, 2, (3, 2), grid, field, stride=(1, 2), padding=(1, 0))
+    wide = tplayers.FieldConv(2, 2, 3, grid, field, padding=1)
+    for one in (layer, wide):
+        tplayers.initialize(one, 1)
+    x = cut(draw(1, 2, *field.shape), field, grid).float()
+    layer(x), wide(x)
+    operations = []
+    for one in (layer, wide):
+        with commengine.trace(comm) as log:
+            one(x).sum().backward()
+        operations.append([event.operation for event in log.events])
+    several = comm.size > 1
+    assert operations == [["all_reduce"] * several, ["exchange", "all_reduce"] * several]
+    assert sum(event.bytes for event in log.events if event.operation == "exchange") == several * (
+        2 * 6 * 2 * 4 * ((grid.coords[1] > 0) + (grid.coords[1] < comm.size - 1))
+    )

@@ -1,0 +1,131 @@
+"""What all layers on split fields share: bad input raises on every rank, gradients are summed once."""
+
+import pytest
+import torch
+
+import commengine
+import tplayers
+from commengine import CartesianGrid, CollectiveMismatch, Communicator, Decomposition
+from tests.support.fields.comparison import cut, draw, same_bits
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+
+@pytest.fixture(scope="module")
+def grid(mpi_world):
+    with Communicator(mpi_world, device="cpu") as comm:
+        yield CartesianGrid(comm, (1, comm.size))
+
+
+def test_a_decomposition_that_does_not_fit_the_grid(grid):
+    with pytest.raises(ValueError, match=rf"does not fit a grid of \[1, {grid.size}\] ranks"):
+        tplayers.FieldConv(1, 1, 3, grid, Decomposition(((8,), (2,) * (grid.size + 1))))
+    with pytest.raises(ValueError, match="a rank has no points of the input"):
+        tplayers.FieldConv(1, 1, 3, grid, Decomposition(((8,), (0,) * grid.size)))
+
+
+def test_ranks_that_would_have_no_output(grid):
+    field = Decomposition(((4,), (2,) * grid.size))
+    with pytest.raises(ValueError, match="too few for one output" if grid.size == 1 else "would have no output"):
+        tplayers.FieldConv(1, 1, (1, 2 * grid.size if grid.size > 1 else 3), grid, field)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"padding": 4, "padding_mode": "reflect"},
+            "too much for padding_mode='reflect', which can pad 3",
+        ),
+        ({"padding": 5, "padding_mode": "circular"}, "can pad 4"),
+        ({"padding_mode": "mirror"}, "'mirror' is not one of zeros, circular, reflect, replicate"),
+        ({"padding": "same", "stride": 2}, "'same' with stride 1"),
+        ({"stride": 0}, "stride=0 must be whole numbers of at least 1"),
+        ({"dilation": (1, 1, 1)}, "one value, or one for each of the 2 axes"),
+        ({"groups": 3}, "groups=3 must divide in_channels=2 and out_channels=2"),
+        ({"output": Decomposition(((4,), (1,)))}, "must cut"),
+    ],
+)
+def test_arguments_of_a_convolution(grid, arguments, message):
+    field = Decomposition(((4,), (4,) * grid.size))
+    with pytest.raises(ValueError, match=message):
+        tplayers.FieldConv(2, 2, 1, grid, field, **arguments)
+
+
+def test_arguments_of_other_layers(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    with pytest.raises(ValueError, match="at most half of kernel_size=2"):
+        tplayers.FieldMaxPool(2, grid, field, padding=2)
+    with pytest.raises(ValueError, match="smaller than the stride or the dilation"):
+        tplayers.FieldConvTranspose(1, 1, 3, grid, field, stride=2, output_padding=2)
+    with pytest.raises(ValueError, match="mode='cubic' must be 'nearest' or 'linear'"):
+        tplayers.FieldUpsample(2, grid, field, mode="cubic")
+    with pytest.raises(ValueError, match="num_groups=3 must divide"):
+        tplayers.FieldGroupNorm(3, 4, grid, field)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_block_of_another_shape_on_one_rank_raises_on_all(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    layer = tplayers.FieldConv(2, 2, 3, grid, field, padding=1)
+    tplayers.initialize(layer, 1)
+    block = torch.zeros(1, 2, 8, 7 if grid.rank == 0 else 8)
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 needs a block \[.batch., 2, 8, 8\], not \[1, 2, 8, 7\]"):
+        layer(block)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_batches_or_dtypes_on_one_rank_raise_on_all(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    for shape, dtype in (((grid.rank + 1, 2, 8, 8), torch.float32), ((1, 2, 8, 8), torch.float64)):
+        layer = tplayers.FieldMaxPool(3, grid, field, stride=1, padding=1)
+        kind = torch.float32 if grid.rank else dtype
+        with pytest.raises(CollectiveMismatch, match="the ranks disagree"):
+            layer(torch.zeros(shape, dtype=kind))
+
+
+def test_later_a_rank_looks_at_its_own_block_only(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    layer = tplayers.FieldMaxPool(2, grid, field)
+    layer(torch.zeros(1, 2, 8, 8))
+    with commengine.trace(grid.comm) as log:
+        layer(torch.zeros(1, 2, 8, 8))
+        with pytest.raises(ValueError, match=rf"rank {grid.rank} needs a block"):
+            layer(torch.zeros(1, 2, 8))
+    assert not log.events
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_all_reduce_for_all_parameters_and_none_for_frozen_ones(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    layer = tplayers.FieldConv(2, 3, 3, grid, field, padding=1)
+    tplayers.initialize(layer, 1)
+    x = cut(draw(1, 2, *field.shape), field, grid).float()
+    layer(x).sum().backward()
+    with commengine.trace(grid.comm) as log:
+        layer(x).sum().backward()
+        layer.requires_grad_(False)
+        layer(x.requires_grad_()).sum().backward()
+    sizes = [(event.operation, event.elements) for event in log.events]
+    assert sizes[1] == ("all_reduce", 3 * 2 * 9 + 3)
+    assert [name for name, _ in sizes] == ["exchange", "all_reduce", "exchange", "exchange"]
+    same_bits(layer.weight.grad, grid)
+
+
+def test_halves_and_states(grid):
+    """bfloat16 fields work, and the state dict goes to torch's layer and back."""
+    field = grid.decompose((8, 8 * grid.size))
+    layer = torch.nn.Sequential(
+        tplayers.FieldConv(2, 4, 3, grid, field, padding=1), tplayers.FieldBatchNorm(4, grid, field),
+        tplayers.FieldGroupNorm(2, 4, grid, field),
+    )  # fmt: skip
+    tplayers.initialize(layer, 1)
+    assert all(torch.isfinite(p).all() for p in layer.parameters())
+    whole = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.GroupNorm(2, 4))
+    whole.load_state_dict(layer.state_dict())
+    layer.bfloat16()
+    x = cut(draw(2, 2, *field.shape), field, grid).bfloat16().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    assert y.dtype == x.grad.dtype == layer[0].weight.grad.dtype == torch.bfloat16
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())

@@ -1,0 +1,81 @@
+"""UNet on a split field against the same network of torch's layers on the whole field."""
+
+import pytest
+import torch
+
+import tplayers
+from bench.peers.unet import WholeUNet
+from commengine import CartesianGrid, Communicator, Decomposition
+from tests.support.fields.comparison import cut, draw, equals_torchs
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+#: by the number of ranks: the grid, and the blocks of a field of 16 x 12 points
+SPLITS = {
+    1: ((1, 1), ((16,), (12,))),
+    2: ((1, 2), ((16,), (7, 5))),
+    3: ((3, 1), ((5, 6, 5), (12,))),
+    4: ((2, 2), ((7, 9), (5, 7))),
+}
+
+
+@pytest.fixture
+def grid(mpi_world):
+    with Communicator(mpi_world, device="cpu") as comm:
+        yield CartesianGrid(comm, SPLITS[comm.size][0])
+
+
+@pytest.mark.parametrize(
+    ("norm", "padding_mode", "kernel"), [("batch", "circular", 3), ("group", "reflect", 3), ("none", "zeros", 5)]
+)
+def test_equals_torchs_layers_on_the_whole_field(grid, norm, padding_mode, kernel):
+    field = Decomposition(SPLITS[grid.size][1])
+    options = {"width": 8, "depth": 2, "norm": norm, "padding_mode": padding_mode, "kernel_size": kernel}
+    options["dtype"] = torch.float64
+    torch.manual_seed(1)
+    whole = WholeUNet(3, 2, 2, **options)
+    equals_torchs(tplayers.UNet(3, 2, grid, field, **options), whole, draw(2, 3, *field.shape), grid, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(16,), (8, 4, 4)])
+def test_other_dimensions(grid, shape):
+    grid = CartesianGrid(grid.comm, (grid.size, *(1 for _ in shape[1:])))
+    field = grid.decompose(shape)
+    options = {"width": 4, "depth": 2 if len(shape) == 1 else 1, "dtype": torch.float64}
+    torch.manual_seed(1)
+    whole = WholeUNet(2, 1, len(shape), **options)
+    equals_torchs(tplayers.UNet(2, 1, grid, field, **options), whole, draw(2, 2, *shape), grid, tolerance=1e-11)
+
+
+def test_training_is_the_same_on_every_rank_and_on_one(grid):
+    """Three steps of any optimizer, from initialize's values: parameters with the same bits, losses as of one rank."""
+    field = grid.decompose((16, 12))
+    model = tplayers.UNet(1, 1, grid, field, width=4, depth=2, dtype=torch.float64)
+    tplayers.initialize(model, seed=3)
+    whole = WholeUNet(1, 1, 2, width=4, depth=2, dtype=torch.float64)
+    whole.load_state_dict(model.state_dict())
+    data, target = draw(2, 1, 16, 12), draw(2, 1, 16, 12, seed=1)
+    losses = []
+    for net, x, y in ((whole, data, target), (model, cut(data, field, grid), cut(target, field, grid))):
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().sum() / data.numel()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    summed = [sum(parts) for parts in zip(*grid.comm.mpi.allgather(losses[1]), strict=True)]
+    assert summed == pytest.approx(losses[0], rel=1e-9)
+    assert losses[0][2] < losses[0][0]
+    for name, parameter in model.named_parameters():
+        for other in grid.comm.mpi.allgather(parameter.detach().numpy()):
+            assert torch.equal(torch.from_numpy(other), parameter), name
+
+
+def test_bad_arguments_raise_on_every_rank(grid):
+    field = grid.decompose((18, 12))
+    with pytest.raises(ValueError, match="cannot be halved 2 times"):
+        tplayers.UNet(1, 1, grid, field, depth=2)
+    with pytest.raises(ValueError, match="not one of batch, group, none"):
+        tplayers.UNet(1, 1, grid, field, depth=1, norm="layer")

@@ -1,0 +1,147 @@
+"""The geometry of layers on split fields: the outputs of each rank, and the inputs that they need.
+
+Pure arithmetic on one axis at a time. Every rank computes the plan of all ranks, so that errors of geometry are raised
+on every rank, at construction, and nothing is sent.
+
+Each *rule* says for one axis how a layer reads its input: how many outputs n inputs give, at which place of the input
+an output is centred, and which inputs the outputs [start, stop) read. An output belongs to the rank that owns the input
+next to its centre; between two inputs it is the first one. A centre outside the field counts as the border. Inputs may
+be outside the field: the layer's padding fills them.
+
+=================  ==================================================  =============================================
+rule               output o reads the inputs                           the centre of output o
+=================  ==================================================  =============================================
+Sliding            o * stride - before + t * dilation, 0 <= t < kernel  their mean
+Transposed         i with o = i * stride - padding + t * dilation      (o + padding - reach / 2) / stride
+Scaled             those next to its centre                            (o + 1/2) / scale - 1/2
+=================  ==================================================  =============================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+#: where a part of an axis begins and ends, in global positions
+Span = tuple[int, int]
+
+
+class Rule(Protocol):
+    """How a layer reads one axis of its input."""
+
+    def outputs(self, points: int) -> int:
+        """Return the number of outputs of ``points`` inputs; less than one if there are too few."""
+
+    def centre(self) -> tuple[int, int, int]:
+        """Return (a, b, c): output o is centred at the place (a * o + b) / c of the input; a and c are positive."""
+
+    def reads(self, start: int, stop: int) -> Span:
+        """Return the span of inputs that the outputs [start, stop) read; at least one output."""
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Convolution and pooling. before, after: the padding on both sides."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def reach(self) -> int:
+        """The distance from the first to the last input of an output."""
+        return self.dilation * (self.kernel - 1)
+
+    def outputs(self, points: int) -> int:
+        return (points + self.before + self.after - self.reach - 1) // self.stride + 1
+
+    def centre(self) -> tuple[int, int, int]:
+        return 2 * self.stride, self.reach - 2 * self.before, 2
+
+    def reads(self, start: int, stop: int) -> Span:
+        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.reach + 1
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Transposed convolution: the adjoint of `Sliding`, with ``output_padding`` more outputs at the end.
+
+    `reads` may end one input early or late where the stride leaves gaps: `crop` says which of the outputs of the inputs
+    that were read are the wanted ones, and how many the inputs do not reach.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    output_padding: int = 0
+
+    @property
+    def reach(self) -> int:
+        """The distance from the first to the last output of an input."""
+        return self.dilation * (self.kernel - 1)
+
+    def outputs(self, points: int) -> int:
+        return (points - 1) * self.stride - 2 * self.padding + self.reach + self.output_padding + 1
+
+    def centre(self) -> tuple[int, int, int]:
+        return 2, 2 * self.padding - self.reach, 2 * self.stride
+
+    def reads(self, start: int, stop: int) -> Span:
+        return (start + self.padding - self.reach) // self.stride, (stop - 1 + self.padding) // self.stride + 1
+
+    def crop(self, start: int, stop: int) -> tuple[int, int]:
+        """Return (skip, missing) for the outputs [start, stop) in the outputs of the inputs that `reads` names.
+
+        skip: the number of outputs before ``start``. missing: of outputs beyond the last one that an input reaches.
+        """
+        first, last = self.reads(start, stop)
+        reached = (last - 1) * self.stride - self.padding + self.reach + 1
+        return start - (first * self.stride - self.padding), max(stop - reached, 0)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Upsampling by a whole number. linear: an output lies between two inputs, otherwise in the cell of one."""
+
+    scale: int
+    linear: bool = False
+
+    def outputs(self, points: int) -> int:
+        return points * self.scale
+
+    def centre(self) -> tuple[int, int, int]:
+        return 2, 1 - self.scale, 2 * self.scale
+
+    def reads(self, start: int, stop: int) -> Span:
+        if not self.linear:
+            return start // self.scale, (stop - 1) // self.scale + 1
+        # the inputs floor(centre) and floor(centre) + 1
+        low = (2 * start + 1 - self.scale) // (2 * self.scale)
+        high = (2 * stop - 1 - self.scale) // (2 * self.scale) + 2
+        return low, high
+
+
+def output_bounds(rule: Rule, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return where the outputs of each rank begin, and the number of outputs at the end.
+
+    sizes: of the input's blocks on this axis. The result has one more number.
+    """
+    outputs = max(rule.outputs(sum(sizes)), 0)
+    a, b, c = rule.centre()
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    # The nearest input of output o is s or later if (a * o + b) / c > s - 1/2.
+    bounds = [max(0, min(((2 * s - 1) * c - 2 * b) // (2 * a) + 1, outputs)) if s else 0 for s in starts]
+    return (*bounds, outputs)
+
+
+def read_spans(rule: Rule, bounds: Sequence[int]) -> tuple[Span, ...]:
+    """Return the span of inputs that each rank reads for its outputs; (0, 0) for a rank without outputs.
+
+    bounds: where the outputs of each rank begin, and the number of outputs at the end.
+    """
+    return tuple(rule.reads(low, high) if low < high else (0, 0) for low, high in itertools.pairwise(bounds))

@@ -1,0 +1,220 @@
+"""The parts that all layers on split fields share: the layer's geometry, its local input, its replicated parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from commengine import CartesianGrid, Communicator, Decomposition
+from commengine.agreement import agree
+from tplayers.movement.plan import PADDINGS, halo_plan
+from tplayers.movement.transfer import transfer
+
+from .geometry import Rule, Sliding, output_bounds, read_spans
+
+
+def per_axis(value: Any, axes: int, name: str) -> tuple[Any, ...]:
+    """Return ``value`` for each of ``axes`` axes: it is one value for all of them, or one for each."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
+    if len(values) != axes:
+        raise ValueError(f"{name}={value!r} needs one value, or one for each of the {axes} axes")
+    return values
+
+
+def natural(value: Any, axes: int, name: str, least: int) -> tuple[int, ...]:
+    """Return whole numbers of at least ``least``, one for each axis."""
+    values = per_axis(value, axes, name)
+    if not all(isinstance(one, int) and one >= least for one in values):
+        raise ValueError(f"{name}={value!r} must be whole numbers of at least {least}")
+    return values
+
+
+class FieldLayer(nn.Module):
+    """A layer on fields [batch, channels, local space...] that are split over ``grid`` by the decomposition ``input``.
+
+    output: the decomposition of the layer's result.
+    """
+
+    input: Decomposition
+    output: Decomposition
+
+    def __init__(self, grid: CartesianGrid, input: Decomposition, channels: int | None = None) -> None:
+        super().__init__()
+        if input.grid_shape != grid.shape:
+            raise ValueError(
+                f"{type(self).__name__}: the input is cut into {list(input.grid_shape)} blocks, "
+                f"which does not fit a grid of {list(grid.shape)} ranks"
+            )
+        if len(grid.shape) not in (1, 2, 3):
+            raise ValueError(f"{type(self).__name__}: fields have 1 to 3 axes, not {len(grid.shape)}")
+        if min(min(sizes) for sizes in input.blocks) < 1:
+            raise ValueError(
+                f"{type(self).__name__}: a rank has no points of the input, whose blocks are {input.blocks}: "
+                "use fewer ranks or a larger field"
+            )
+        self.grid, self.input, self.output, self.channels = grid, input, input, channels
+        self._local_shape = input.local_shape(grid.coords)
+        self._compared = False
+
+    @property
+    def axes(self) -> int:
+        """The number of axes of the field."""
+        return len(self.grid.shape)
+
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError unless ``x`` is this rank's block of a field that the layer takes.
+
+        In the layer's first forward, and in each one if the communicator is ``checked``, the ranks compare: all of them
+        raise the error of one of them, and CollectiveMismatch if batch sizes or dtypes differ. Later a rank looks at
+        its own block only.
+        """
+        fits = x.dim() == 2 + self.axes and tuple(x.shape[2:]) == self._local_shape
+        fits = fits and self.channels in (None, x.shape[1])
+        problem = ""
+        if not fits:
+            needed = ["batch", self.channels or "channels", *self._local_shape]
+            problem = f"{type(self).__name__} on rank {self.grid.rank} needs a block {needed}, not {list(x.shape)}"
+        comm = self.grid.comm
+        if comm.size > 1 and (comm.checked or not self._compared):
+            self._compared = True
+            described = problem or f"a field of batch {x.shape[0]}, {x.shape[1]} channels, {x.dtype}"
+            compare(comm, described)
+        if problem:
+            raise ValueError(problem)
+
+    def extra_repr(self) -> str:
+        return f"{list(self.input.shape)} -> {list(self.output.shape)} on {list(self.grid.shape)} ranks"
+
+
+def compare(comm: Communicator, described: str) -> None:
+    """Raise CollectiveMismatch on every rank unless all ranks of ``comm`` give the same words. Collective."""
+
+    def gather(whole: Tensor, mine: Tensor) -> None:
+        comm.all_gather(whole.view(-1), mine)
+
+    agree(comm, gather, described)
+
+
+class LocalInput:
+    """What one rank reads for its outputs: its block with its halo, cut to size and padded at the physical borders.
+
+    rules: one for each axis. modes: the padding of each axis, one of PADDINGS, or "clipped": inputs outside the
+    field are left out. Circular wraps around, whether the grid is periodic or not. fill: the value of "zeros".
+    output: the decomposition of the outputs; None: each output belongs to the rank of its centre (`geometry`).
+    layer: its name, for errors.
+
+    ``span`` are the global positions that this rank reads along each axis, padding included.
+    ``plan`` is the transfer that brings them here.
+    ``native`` is the padding that the caller gives to torch's operation: along an axis that is not split, the operation
+    pads with zeros itself, which saves a copy. Raises ValueError on every rank if a rank would have no output.
+    """
+
+    def __init__(
+        self,
+        grid: CartesianGrid,
+        decomposition: Decomposition,
+        rules: Sequence[Rule],
+        modes: Sequence[str],
+        *,
+        fill: float = 0.0,
+        output: Decomposition | None = None,
+        layer: str,
+    ) -> None:
+        self._modes, self._coords = tuple(modes), grid.coords
+        for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
+            _check_axis(layer, axis, rule, mode, points)
+        expected = tuple(rule.outputs(n) for rule, n in zip(rules, decomposition.shape, strict=True))
+        if output is None:
+            bounds = [output_bounds(rule, sizes) for rule, sizes in zip(rules, decomposition.blocks, strict=True)]
+            output = Decomposition(tuple(tuple(b - a for a, b in itertools.pairwise(ends)) for ends in bounds))
+        elif output.shape != expected or output.grid_shape != grid.shape:
+            raise ValueError(
+                f"{layer}: output={output.blocks} must cut {list(expected)} points over {list(grid.shape)} ranks"
+            )
+        if min(min(sizes) for sizes in output.blocks) < 1:
+            raise ValueError(
+                f"{layer}: some ranks would have no output: {list(decomposition.shape)} points in the blocks "
+                f"{decomposition.blocks} give {list(expected)} points in the blocks {output.blocks}; "
+                "use fewer ranks or a larger field"
+            )
+        self.output = output
+        spans = [list(read_spans(rule, output.bounds(axis))) for axis, rule in enumerate(rules)]
+        native = []
+        for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
+            alone = isinstance(rule, Sliding) and mode == "zeros" and len(spans[axis]) == 1
+            native.append(rule.before if alone and rule.before == rule.after else 0)  # type: ignore[attr-defined]
+            if native[axis] or mode == "clipped":
+                spans[axis] = [(max(low, 0), min(high, points)) for low, high in spans[axis]]
+        self.native = tuple(native)
+        self.span = tuple(ends[c] for ends, c in zip(spans, grid.coords, strict=True))
+        self._comm, self._fill = grid.comm, fill
+        self.plan = halo_plan(
+            decomposition, grid.rank, spans, ["zeros" if mode == "clipped" else mode for mode in modes]
+        )
+        self._outside = []
+        for axis, ((start, stop), points) in enumerate(zip(self.span, decomposition.shape, strict=True)):
+            ends = ((start, min(stop, 0)), (max(start, points), stop))
+            self._outside += [(axis - len(spans), low - start, high - low) for low, high in ends if low < high]
+        #: whether every rank reads its own block and nothing else
+        self.is_block = spans == [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the part of the field that this rank's outputs read. Differentiable. Collective over the grid."""
+        if self.is_block:
+            return x
+        x = transfer(x, self.plan, self._comm)
+        if self._fill:
+            for dim, start, length in self._outside:
+                x.narrow(dim, start, length).fill_(self._fill)
+        return x
+
+
+def _check_axis(layer: str, axis: int, rule: Rule, mode: str, points: int) -> None:
+    if mode not in (*PADDINGS, "clipped"):
+        raise ValueError(f"{layer}: padding_mode={mode!r} is not one of {', '.join(PADDINGS)}")
+    if rule.outputs(points) < 1:
+        raise ValueError(f"{layer}: axis {axis} has {points} points, too few for one output of {rule}")
+    if isinstance(rule, Sliding):
+        most = {"reflect": points - 1, "circular": points}.get(mode)
+        if most is not None and max(rule.before, rule.after) > most:
+            raise ValueError(
+                f"{layer}: axis {axis} has {points} points: padding {max(rule.before, rule.after)} is too much for "
+                f"padding_mode={mode!r}, which can pad {most}"
+            )
+
+
+def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return ``parameters``, whose gradients are summed over ``comm`` in the backward: one all-reduce for all of them.
+
+    parameters: of one dtype, and equal on all ranks. Every rank must run the backward. All ranks get the same bits.
+    """
+    if comm.size == 1 or not parameters:
+        return parameters
+    return _Replicated.apply(comm, *parameters)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
+        sums = iter(sum_together(needed, ctx.comm))
+        return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])
+
+
+def sum_together(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+    """Return the sums of ``tensors``, of one dtype, over ``comm``: one all-reduce. Collective."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    comm.all_reduce(flat)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

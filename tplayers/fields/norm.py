@@ -1,0 +1,274 @@
+"""Batch, group and layer normalisation of split fields.
+
+Each rank computes the mean of its points and their squared deviations from it; one all-gather of the two, and they are
+merged as in Chan et al. 1979, so that no large sums cancel. The backward has one all-reduce of two sums. The statistics
+are sums in torch's cascaded order: ``torch.var_mean`` is as exact, and many times slower on a host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine import CartesianGrid, Communicator, Decomposition
+from commengine.dtypes import HALF_TYPES
+from tplayers.placement import Constant, Placement, add_parameter
+
+from .layer import FieldLayer, replicated
+
+
+class FieldBatchNorm(FieldLayer):
+    """torch.nn.BatchNorm1d, 2d or 3d of a field that is split over ``grid``: the statistics are of the whole field.
+
+    num_features, eps, momentum (None: the mean of all batches), affine, track_running_stats: as torch's. The state dict
+    has the names of torch's layer. Ranks that hold other samples (data parallelism) have their own statistics, as with
+    torch.nn.BatchNorm2d under DistributedDataParallel.
+    grid, input: as of `FieldConv`.
+
+    forward: x [batch, num_features, *local block] -> the same shape. In training one all-gather forward, of two
+    numbers a channel, and one all-reduce backward, of two, which also sums the parameters' gradients. Collective.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(grid, input, num_features)
+        self.eps, self.momentum, self.track_running_stats = eps, momentum, track_running_stats
+        add_affine(self, (num_features,), affine, dtype)
+        tracked = track_running_stats
+        self.register_buffer("running_mean", torch.zeros(num_features, dtype=dtype) if tracked else None)
+        self.register_buffer("running_var", torch.ones(num_features, dtype=dtype) if tracked else None)
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if tracked else None)
+        self._share = self.input.points() / math.prod(self._local_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        if not self.training and self.running_mean is not None:
+            weight, bias = affine_of(self)
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+        points = round(x.shape[0] * math.prod(x.shape[2:]) * self._share)
+        if points < 2:
+            raise ValueError(f"FieldBatchNorm needs more than one value a channel in training, not {points}")
+        y, mean, var = _BatchNormalise.apply(x, self.weight, self.bias, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
+        if self.training:
+            self._track(mean, var * (points / (points - 1)))
+        return y  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(var.to(self.running_var.dtype), factor)
+
+
+class FieldGroupNorm(FieldLayer):
+    """torch.nn.GroupNorm of a field that is split over ``grid``.
+
+    num_groups, num_channels, eps, affine: as torch's. grid, input: as of `FieldConv`.
+
+    forward: x [batch, num_channels, *local block] -> the same shape. One all-gather of two numbers for each sample and
+    group forward, one all-reduce of as many backward. Collective.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        eps: float = 1e-5,
+        affine: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(grid, input, num_channels)
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"num_groups={num_groups} must divide num_channels={num_channels}")
+        self.num_groups, self.eps = num_groups, eps
+        add_affine(self, (num_channels,), affine, dtype)
+        self._points = self.input.points() * num_channels // num_groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        y = normalise(x, self.num_groups, self.grid.comm, self.eps, self._points)
+        weight, bias = affine_of(self)
+        if weight is None or bias is None:
+            return y
+        shape = (-1, *(1,) * self.axes)
+        return torch.addcmul(bias.view(shape), y, weight.view(shape)).to(x.dtype)
+
+
+class FieldLayerNorm(FieldLayer):
+    """torch.nn.LayerNorm([channels, *space]) of a field that is split over ``grid``: each sample has one mean.
+
+    channels, eps, elementwise_affine: as torch's. Weight and bias have a value for each channel and point of the whole
+    field, and every rank holds all of them, as of every layer here; a layer with one value a channel is
+    ``FieldGroupNorm(1, channels)``. grid, input: as of `FieldConv`.
+
+    forward: x [batch, channels, *local block] -> the same shape. Communication: as of `FieldGroupNorm`. Collective.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(grid, input, channels)
+        self.eps = eps
+        add_affine(self, (channels, *input.shape), elementwise_affine, dtype)
+        self._block = (slice(None), *input.slices(grid.coords))
+        self._points = input.points() * channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        y = normalise(x, 1, self.grid.comm, self.eps, self._points)
+        weight, bias = affine_of(self)
+        if weight is None or bias is None:
+            return y
+        return torch.addcmul(bias[self._block], y, weight[self._block]).to(x.dtype)
+
+
+def add_affine(layer: FieldLayer, shape: tuple[int, ...], affine: bool, dtype: torch.dtype | None) -> None:
+    """Give ``layer`` a weight, initially 1, and a bias, initially 0; or None for both."""
+    for name, value in (("weight", 1.0), ("bias", 0.0)):
+        if affine:
+            add_parameter(layer, name, Placement(shape, Constant(value)), dtype)
+        else:
+            layer.register_parameter(name, None)
+
+
+def affine_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias of ``layer`` with gradients that are summed over its grid, or None twice."""
+    if layer.weight is None:
+        return None, None
+    weight, bias = replicated(layer.grid.comm, layer.weight, layer.bias)
+    return weight, bias
+
+
+def normalise(x: Tensor, groups: int, comm: Communicator, eps: float, points: int) -> Tensor:
+    """Return ``x`` [batch, channels, ...] with mean 0 and variance 1 in each sample and group of channels.
+
+    points: of a group in the whole field. Halves are computed in float32. Collective over ``comm``.
+    """
+    y: Tensor = _Normalise.apply(x.reshape(x.shape[0], groups, -1), comm, eps, points)  # type: ignore[no-untyped-call]
+    return y.view(x.shape)
+
+
+def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (not corrected) over ``dims`` and all ranks, without ``dims``. Collective over ``comm``.
+
+    points: the number of values, of all ranks, that each mean is of.
+    """
+    mine = math.prod(x.shape[dim] for dim in dims)
+    mean = x.sum(dims, keepdim=True) / mine
+    deviation = x - mean
+    squares = deviation.mul_(deviation).sum(dims)
+    mean = mean.view_as(squares)
+    if comm.size == 1:
+        return mean, squares / points
+    share = torch.tensor([mine / points], dtype=x.dtype, device=x.device)
+    part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
+    ranks = part.new_empty(comm.size, part.numel())
+    comm.all_gather(ranks.view(-1), part)
+    means, squared, shares = torch.split(ranks, [mean.numel(), mean.numel(), 1], dim=1)
+    total = (means * shares).sum(0)
+    var = squared.sum(0) / points + ((means - total).square() * shares).sum(0)
+    return total.view_as(mean), var.view_as(mean)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF_TYPES else x
+
+
+class _BatchNormalise(torch.autograd.Function):
+    """Batch normalisation by torch's own kernels, with statistics and sums of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, comm: Communicator, eps: float, points: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims = (0, *range(2, x.dim()))
+        mean, var = moments(_wide(x), dims, comm, points)
+        scale, shift = (None if p is None else _wide(p) for p in (weight, bias))
+        y = torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.comm, ctx.eps, ctx.points = comm, eps, points
+        ctx.mark_non_differentiable(mean, var)
+        return y, mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        grad = grads[0]
+        scale = None if weight is None else _wide(weight)
+        ones = torch.ones_like(mean) if scale is None else scale
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, ones, mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
+        sums = torch.stack((of_weight, of_bias)).to(mean.dtype)
+        if ctx.comm.size > 1:
+            ctx.comm.all_reduce(sums)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # weight / deviation * (grad - mean of grad - normalised * mean of (grad * normalised)), as a*grad + b*x + c
+            inverse = (var + ctx.eps).rsqrt()
+            a = ones * inverse
+            b = a * inverse * sums[0] / -ctx.points
+            c = a * sums[1] / -ctx.points - b * mean
+            shape = (-1, *(1,) * (x.dim() - 2))
+            wide = torch.addcmul(c.view(shape), _wide(x), b.view(shape))
+            grad_x = wide.addcmul_(_wide(grad), a.view(shape)).to(x.dtype)
+        of_parameters = (None, None) if weight is None else (sums[0].to(weight.dtype), sums[1].to(weight.dtype))
+        return grad_x, *of_parameters, None, None, None
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalisation of [batch, groups, values]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int) -> Tensor:
+        wide = _wide(x)
+        mean, var = moments(wide, (2,), comm, points)
+        mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.comm, ctx.points = comm, points
+        return (wide - mean).mul_(scale).to(x.dtype)  # not wide * scale - mean * scale, where large numbers cancel
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, mean, scale = ctx.saved_tensors
+        normalised, grad = (_wide(x) - mean) * scale, _wide(grads[0])
+        sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
+        if ctx.comm.size > 1:
+            ctx.comm.all_reduce(sums)
+        sums = (sums / ctx.points).unsqueeze(-1)
+        result = (grad - sums[0]).addcmul_(normalised, sums[1], value=-1).mul_(scale)
+        return result.to(x.dtype), None, None, None

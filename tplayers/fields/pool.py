@@ -1,0 +1,116 @@
+"""Pooling of split fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commengine import CartesianGrid, Decomposition
+
+from .geometry import Sliding
+from .layer import FieldLayer, LocalInput, natural
+
+_MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+class FieldMaxPool(FieldLayer):
+    """torch.nn.MaxPool1d, 2d or 3d of a field that is split over ``grid``.
+
+    kernel_size, stride (None: the kernel), padding, dilation: as torch's. grid, input, output, errors: as of
+    `FieldConv`.
+
+    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        output: Decomposition | None = None,
+    ) -> None:
+        super().__init__(grid, input)
+        self.dilation = natural(dilation, self.axes, "dilation", 1)
+        rules = pooling_rules(self.axes, kernel_size, stride, padding, self.dilation)
+        self.kernel, self.stride = tuple(r.kernel for r in rules), tuple(r.stride for r in rules)
+        modes = ["zeros"] * self.axes
+        self.local = LocalInput(grid, input, rules, modes, fill=-math.inf, output=output, layer="FieldMaxPool")
+        self.output = self.local.output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        return _MAX_POOL[self.axes](self.local(x), self.kernel, self.stride, self.local.native, self.dilation)
+
+
+class FieldAvgPool(FieldLayer):
+    """torch.nn.AvgPool1d, 2d or 3d of a field that is split over ``grid``.
+
+    kernel_size, stride (None: the kernel), padding, count_include_pad: as torch's. grid, input, output, errors: as of
+    `FieldConv`.
+
+    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
+    """
+
+    counts: Tensor | None
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        count_include_pad: bool = True,
+        output: Decomposition | None = None,
+    ) -> None:
+        super().__init__(grid, input)
+        rules = pooling_rules(self.axes, kernel_size, stride, padding, (1,) * self.axes)
+        self.kernel, self.stride = tuple(r.kernel for r in rules), tuple(r.stride for r in rules)
+        self.local = LocalInput(grid, input, rules, ["zeros"] * self.axes, output=output, layer="FieldAvgPool")
+        self.output = self.local.output
+        counts = None
+        if not count_include_pad and any(rule.before for rule in rules):
+            slices = self.output.slices(grid.coords)
+            counts = inputs_counted(rules, input.shape, slices) / math.prod(self.kernel)
+        self.register_buffer("counts", counts, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        y: Tensor = _AVG_POOL[self.axes](self.local(x), self.kernel, self.stride, self.local.native)
+        return y if self.counts is None else y / self.counts.to(y.dtype)
+
+
+def pooling_rules(
+    axes: int,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None,
+    padding: int | Sequence[int],
+    dilation: Sequence[int],
+) -> list[Sliding]:
+    """Return the rule of each axis. Raises ValueError for a padding that torch refuses: more than half of the reach."""
+    kernel = natural(kernel_size, axes, "kernel_size", 1)
+    strides = kernel if stride is None else natural(stride, axes, "stride", 1)
+    pads = natural(padding, axes, "padding", 0)
+    if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(pads, kernel, dilation, strict=True)):
+        raise ValueError(f"padding={padding} must be at most half of kernel_size={kernel_size}")
+    return [Sliding(k, s, d, p, p) for k, s, d, p in zip(kernel, strides, dilation, pads, strict=True)]
+
+
+def inputs_counted(rules: Sequence[Sliding], points: Sequence[int], outputs: Sequence[slice]) -> Tensor:
+    """Return how many inputs inside the field each of ``outputs`` reads: a float64 tensor of their shape."""
+    counts = torch.ones((), dtype=torch.float64)
+    for rule, n, part in zip(rules, points, outputs, strict=True):
+        spans = [rule.reads(o, o + 1) for o in range(part.start, part.stop)]
+        inside = [min(stop, n) - max(start, 0) for start, stop in spans]
+        counts = counts.unsqueeze(-1) * torch.tensor(inside, dtype=torch.float64)
+    return counts

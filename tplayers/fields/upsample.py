@@ -1,0 +1,62 @@
+"""Upsampling of split fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from commengine import CartesianGrid, Decomposition
+
+from .geometry import Scaled
+from .layer import FieldLayer, LocalInput, natural
+
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+class FieldUpsample(FieldLayer):
+    """torch.nn.Upsample of a field that is split over ``grid``, by whole numbers.
+
+    scale_factor: one whole number, or one for each axis.
+    mode: "nearest", or "linear" (torch's linear, bilinear or trilinear with align_corners=False).
+    padding_mode: "replicate" as torch, or "circular": linear interpolation then wraps around.
+    grid, input, output, errors: as of `FieldConv`.
+
+    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
+    """
+
+    def __init__(
+        self,
+        scale_factor: int | Sequence[int],
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        mode: str = "nearest",
+        padding_mode: str = "replicate",
+        output: Decomposition | None = None,
+    ) -> None:
+        super().__init__(grid, input)
+        if mode not in ("nearest", "linear") or padding_mode not in ("replicate", "circular"):
+            raise ValueError(
+                f"FieldUpsample: mode={mode!r} must be 'nearest' or 'linear', and "
+                f"padding_mode={padding_mode!r} 'replicate' or 'circular'"
+            )
+        self.scale = natural(scale_factor, self.axes, "scale_factor", 1)
+        self.mode = "nearest" if mode == "nearest" else _LINEAR[self.axes]
+        rules = [Scaled(scale, mode == "linear") for scale in self.scale]
+        # At a physical border torch's interpolation repeats the last input itself.
+        modes = [padding_mode if padding_mode == "circular" and mode == "linear" else "clipped"] * self.axes
+        self.local = LocalInput(grid, input, rules, modes, output=output, layer="FieldUpsample")
+        self.output = self.local.output
+        starts = [part.start for part in self.output.slices(grid.coords)]
+        self._skip = tuple(a - read * s for a, (read, _), s in zip(starts, self.local.span, self.scale, strict=True))
+        self._shape = self.output.local_shape(grid.coords)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        y = F.interpolate(self.local(x), scale_factor=[float(scale) for scale in self.scale], mode=self.mode)
+        for axis, (skip, points) in enumerate(zip(self._skip, self._shape, strict=True)):
+            if y.shape[2 + axis] != points:
+                y = y.narrow(2 + axis, skip, points)
+        return y

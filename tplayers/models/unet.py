@@ -1,0 +1,127 @@
+"""UNet: the U-Net of Ronneberger et al. 2015 on a field that is split in space, in one to three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commengine import CartesianGrid, Decomposition
+from tplayers.fields import FieldBatchNorm, FieldConv, FieldConvTranspose, FieldGroupNorm, FieldMaxPool
+
+#: the normalisations that a UNet can have
+NORMS = ("batch", "group", "none")
+
+
+class UNet(nn.Module):
+    """A U-Net: ``depth`` halvings of the field, as many doublings, and a connection between equal sizes.
+
+    in_channels, out_channels: of the field that goes in, and of the result.
+    grid, input: the ranks, and the decomposition of the field. The result has the same decomposition. 2 ** depth must
+        divide the number of points of each axis (else ValueError); the blocks may be uneven.
+    width: the channels of the first level; each level has twice as many as the one above it.
+    padding_mode: of the convolutions, at the borders of the whole field (see `FieldConv`): one, or one for each axis.
+    norm: "batch", "group" (8 channels a group, or all where fewer) or "none".
+
+    Each level has two convolutions of ``kernel_size``, each followed by the normalisation and a ReLU. A maximum over
+    2 x 2 ... points halves the field, and a transposed convolution doubles it. A last convolution of size 1 makes the
+    result. Call `tplayers.initialize` on the model or a module that contains it.
+
+    forward: x [batch, in_channels, *local block] -> [batch, out_channels, *local block]. Collective over the grid;
+    every rank must run the backward.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        width: int = 32,
+        depth: int = 3,
+        kernel_size: int = 3,
+        padding_mode: str | Sequence[str] = "zeros",
+        norm: str = "batch",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if norm not in NORMS:
+            raise ValueError(f"UNet: norm={norm!r} is not one of {', '.join(NORMS)}")
+        if any(points % 2**depth for points in input.shape):
+            raise ValueError(f"UNet: a field of {list(input.shape)} points cannot be halved {depth} times")
+        self.input = self.output = input
+        options: dict[str, Any] = {
+            "kernel_size": kernel_size,
+            "padding_mode": padding_mode,
+            "norm": norm,
+            "dtype": dtype,
+        }
+        self.down = nn.ModuleList([_Level(in_channels, width, grid, input, **options)])
+        self.pool = nn.ModuleList()
+        levels = [input]
+        for level in range(1, depth + 1):
+            self.pool.append(FieldMaxPool(2, grid, levels[-1]))
+            levels.append(self.pool[-1].output)  # type: ignore[arg-type]
+            channels = width * 2**level
+            self.down.append(_Level(channels // 2, channels, grid, levels[-1], **options))
+        self.up, self.merge = nn.ModuleList(), nn.ModuleList()
+        for level in reversed(range(depth)):
+            channels = width * 2**level
+            below, here = levels[level + 1], levels[level]
+            self.up.append(
+                FieldConvTranspose(2 * channels, channels, 2, grid, below, stride=2, output=here, dtype=dtype)
+            )
+            self.merge.append(_Level(2 * channels, channels, grid, here, **options))
+        self.last = FieldConv(width, out_channels, 1, grid, input, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down[0](x)
+        kept = [x]
+        for pool, level in zip(self.pool, self.down[1:], strict=True):
+            x = level(pool(x))
+            kept.append(x)
+        kept.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat((kept.pop(), up(x)), dim=1))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class _Level(nn.Module):
+    """Two convolutions, each with its normalisation and a ReLU."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        kernel_size: int,
+        padding_mode: str | Sequence[str],
+        norm: str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.ModuleList(), nn.ModuleList()
+        for ins in (in_channels, channels):
+            self.conv.append(
+                FieldConv(
+                    ins, channels, kernel_size, grid, input,
+                    padding="same", padding_mode=padding_mode, bias=norm == "none", dtype=dtype,
+                )
+            )  # fmt: skip
+            if norm == "batch":
+                self.norm.append(FieldBatchNorm(channels, grid, input, dtype=dtype))
+            elif norm == "group":
+                self.norm.append(FieldGroupNorm(max(channels // 8, 1), channels, grid, input, dtype=dtype))
+            else:
+                self.norm.append(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.conv, self.norm, strict=True):
+            x = F.relu_(norm(conv(x)))
+        return x
