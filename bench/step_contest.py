@@ -88,12 +88,12 @@ def disagreement(running: Sequence[Running]) -> float:
     return largest
 
 
-def report(
-    task: StepTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
-) -> dict[str, Any]:
-    """All that was measured, as --json has it, without `environment`."""
+def measured(running: Sequence[Running], seconds: dict[str, list[float]], baseline: str, items: int) -> dict[str, Any]:
+    """All that was measured of the contestants, as --json has it.
+
+    items: tokens or samples of a step.
+    """
     rows: list[dict[str, Any]] = []
-    tokens = task.global_batch_size * task.seq_length
     for one in running:
         step = Spread.of(seconds[one.name])
         idle = one.idle_cpu_s / one.idle_wall_s if one.idle_wall_s else 0.0
@@ -106,7 +106,7 @@ def report(
             "seconds_per_step": seconds[one.name],
             "step": asdict(step),
             "ratio_to_baseline": asdict(ratio(seconds[one.name], seconds[baseline])),
-            "tokens_per_second": tokens / step.median,
+            "items_per_second": items / step.median,
             "peak_rss_bytes": one.peak_rss_bytes,
             "idle_core_share": idle,
             "loss": one.losses,
@@ -120,10 +120,17 @@ def report(
         for row in rows
         if row["idle_core_share"] > IDLE_SHARE
     ]
-    return {
-        "task": asdict(task) | {"weights": ""}, "baseline": baseline, "errors": errors,
-        "largest_loss_difference": difference, "contestants": rows,
-    }  # fmt: skip
+    return {"baseline": baseline, "errors": errors, "largest_loss_difference": difference, "contestants": rows}
+
+
+def report(
+    task: StepTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
+) -> dict[str, Any]:
+    """All that was measured, as --json has it, without `environment`."""
+    result = measured(running, seconds, baseline, task.global_batch_size * task.seq_length)
+    for row in result["contestants"]:
+        row["tokens_per_second"] = row.pop("items_per_second")
+    return {"task": asdict(task) | {"weights": ""}, **result}
 
 
 def markdown(result: dict[str, Any], count: int, steps: int) -> str:

@@ -11,9 +11,7 @@ from torch import nn
 
 import tplayers
 from commengine import Communicator, ProcessGrid, launch
-from trainers.training.clipping import clip, gradient_norm
-from trainers.training.optimizer import Optimizer
-from trainers.training.reduction import GradientBuckets
+from trainers.data_parallel import DataParallel
 
 STEPS, GLOBAL_BATCH, WIDTH = 20, 16, 32
 
@@ -34,30 +32,27 @@ class Regression(nn.Module):
 def main(world: Communicator) -> None:
     """One rank of the job."""
     grid = ProcessGrid(world, tensor=2 if world.size % 2 == 0 else 1)
-    torch.manual_seed(0)  # PyTorch's layers must begin equal on all ranks
+    torch.manual_seed(0)  # one rank then begins as four do
     model = Regression(grid.tensor)
     tplayers.initialize(model, seed=0)  # the layers of tplayers: equal at every tensor size
-    gradients = GradientBuckets(model, grid.data, tensor=grid.tensor, overlap=False, bucket_size=4_000_000)
-    optimizer = Optimizer(gradients, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
+    replicas = DataParallel(model, grid)  # the layers of PyTorch begin with the values of the first replica
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         x = torch.randn(GLOBAL_BATCH, 8, generator=data)  # the same on all ranks; each replica takes its part
         mine = x.chunk(grid.data.size)[grid.data.rank]
         target = mine.sin().sum(dim=1, keepdim=True)
-        gradients.zero()
-        with gradients.last_microbatch():  # a backward before this one would only add to the gradients
-            # Divided by the size of the global batch: the sum over the replicas is then the mean.
-            loss = (model(mine) - target).square().sum() / GLOBAL_BATCH
-            loss.backward()
-        gradients.finish()  # summed over the replicas
-        norm = gradient_norm(gradients.segments, grid.tensor)
-        clip(gradients.segments, norm, 1.0)
-        optimizer.step(1e-2)
+        optimizer.zero_grad()
+        # The factor makes it the mean over the global batch, also where the replicas' parts differ in size.
+        loss = (model(mine) - target).square().sum() * replicas.sample_weight(len(mine))
+        loss.backward()  # averages the gradients over the replicas
+        norm = replicas.clip(1.0)
+        optimizer.step()
         whole = loss.detach().clone()
-        grid.data.all_reduce(whole)
+        grid.data.all_reduce(whole, "avg")
         if world.rank == 0 and step in (0, STEPS - 1):
             print(f"step {step + 1}: loss {whole.item():.4f}, norm {norm:.4f}", flush=True)
-    gradients.remove()
+    replicas.close()
     grid.close()
 
 

@@ -62,7 +62,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"fields"},  # a command in a folder of its own
+        {"data_parallel", "fields"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

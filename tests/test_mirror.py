@@ -36,9 +36,10 @@ TESTED_BY = {
     "tplayers/fields/pool.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/upsample.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
-    "tplayers/movement/transfer.py": ["tplayers/movement/test_halo.py"],
+    "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
+    "trainers/checkpoints/module_checkpoint.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/checkpoints/safetensors_file.py": ["trainers/checkpoints/test_parallel_safetensors.py"],
     "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
     "trainers/cleaning/candidates.py": ["trainers/cleaning/test_duplicates.py"],
@@ -60,6 +61,8 @@ TESTED_BY = {
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
     "trainers/training/module_buffers.py": ["trainers/test_data_parallel.py"],
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
+    "trainers/training/optimizer_state.py": ["trainers/test_data_parallel_checkpoints.py"],
+    "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands

@@ -15,21 +15,22 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from commengine import CollectiveError, Communicator, ProcessGrid
-from commengine.agreement import raise_together
-from tplayers import placements
-from trainers.checks.replicas import differing, require_same_structure
+from trainers.checkpoints.module_checkpoint import load, save
+from trainers.checks.replicas import begin_equal, require_same_structure
 from trainers.config import bucket_size as default_bucket_size
 from trainers.config import overlapped
 from trainers.training.clipping import clip, gradient_norm
-from trainers.training.module_buffers import ModuleBuffers, copy_from_rank_zero
+from trainers.training.module_buffers import ModuleBuffers
 from trainers.training.reduction import GradientBuckets
+from trainers.training.sharded_optimizer import ShardedOptimizer
 
 #: PyTorch's engine, which calls back at the end of a backward. DistributedDataParallel and FSDP end theirs so, too.
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -77,7 +78,11 @@ class DataParallel:
             raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
         self._own_grid = isinstance(ranks, Communicator)
         self.grid = ProcessGrid(ranks) if isinstance(ranks, Communicator) else ranks
-        self._begin_equal(make_equal)
+        try:
+            begin_equal(self.grid, module, copy=make_equal)
+        except CollectiveError:  # on every rank
+            self._close_grid()
+            raise
         self.buffers = ModuleBuffers(module, self.grid.data)
         self._suspended = False
         self._reset()
@@ -88,25 +93,6 @@ class DataParallel:
             bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
         )  # fmt: skip
         self._views = {p: view for bucket in self.gradients.buckets for p, view in bucket.views.items()}
-
-    def _begin_equal(self, make_equal: bool) -> None:
-        """Give all replicas the values of the first one, or raise CollectiveError on every rank if they differ."""
-        grid, placed = self.grid, placements(self.module)
-        parameters = dict(self.module.named_parameters())
-        buffers = dict(self.module.named_buffers())
-        if make_equal:
-            with torch.no_grad():
-                copy_from_rank_zero([p for name, p in parameters.items() if not placed[name].sharded], grid.tensor)
-                copy_from_rank_zero([*parameters.values(), *buffers.values()], grid.data)
-            return
-        held = [(name, p, placed[name].sharded) for name, p in parameters.items()]
-        # The ranks of a tensor group may have buffers of their own, such as the first token of their vocabulary.
-        problem = differing(grid, [*held, *((name, buffer, True) for name, buffer in buffers.items())])
-        try:
-            raise_together(grid.world.mpi, problem and f"make_equal=False, and the replicas differ: {problem}")
-        except CollectiveError:  # on every rank
-            self._close_grid()
-            raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -246,6 +232,41 @@ class DataParallel:
             self._block.__exit__(None, None, None)
         self.gradients.drain()
         self._reset()
+
+    # Optimizer and checkpoints -----------------------------------------------------------------------------------
+
+    def sharded(
+        self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, *, separate: bool = False,
+        **options: Any,
+    ) -> ShardedOptimizer:  # fmt: skip
+        """An optimizer ``kind`` whose state and work are spread over the replicas, by whole parameters (ZeRO-1).
+
+        params: parameters or groups; None: all that require a gradient. See `ShardedOptimizer`. Collective.
+        """
+        chosen = self._trained.values() if params is None else params
+        return ShardedOptimizer(chosen, kind, self.grid.data, separate=separate, **options)
+
+    def save(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer, step: int, extra: Mapping[str, Any] | None = None,
+        *, keep: int | None = None,
+    ) -> None:  # fmt: skip
+        """Write a checkpoint after ``step`` steps: module, optimizer, and ``extra``, which is JSON. Collective.
+
+        It is complete or absent, and has checksums. keep: how many of the newest checkpoints stay; None: all.
+        Raises UsageError, on all ranks, if it cannot be written.
+        """
+        save(Path(folder), self.module, optimizer, self.grid, step=step, extra=extra or {}, keep=keep)
+
+    def load(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Continue from the newest checkpoint in ``folder``, or from ``folder`` if it is one. Collective.
+
+        The number of ranks, the tensor size, and whether the optimizer is sharded may be others than when it was
+        saved. Returns (step, extra), or None if there is no checkpoint. Raises UsageError, on all ranks, if the files
+        are damaged, or belong to another module or optimizer.
+        """
+        return load(Path(folder), self.module, optimizer, self.grid)
 
     # Life -------------------------------------------------------------------------------------------------------
 

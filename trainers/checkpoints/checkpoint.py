@@ -14,12 +14,12 @@ there are any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank
@@ -32,6 +32,9 @@ from trainers.training.parameters import MOMENTS
 
 from . import parallel_safetensors, pointer
 from .pointer import STATE
+
+if TYPE_CHECKING:
+    from .state_file import SavedState
 
 #: the files of a checkpoint
 MODEL, OPTIMIZER, CHECKSUMS = "model.safetensors", "optimizer.safetensors", "checksums"
@@ -62,24 +65,25 @@ def find(folder: Path) -> Path | None:
     return folder if (folder / STATE).is_file() else pointer.latest(folder)
 
 
+def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Name, tensor) of what the model's file holds: its parameters, then its buffers that PyTorch would save."""
+    yield from model.named_parameters()
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def model_placements(model: nn.Module) -> dict[str, Placement]:
+    """The placements of `named_values`. Every rank has whole buffers."""
+    placed = placements(model)
+    return {name: placed.get(name) or Placement(tuple(one.shape)) for name, one in named_values(model)}
+
+
 def read_state(found: Path, config: TrainConfig) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
     A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's.
     """
-    from . import state_file  # pydantic takes as long to import as a small checkpoint to load
-
-    try:
-        pieces = _checksums(found) if config.verify_checkpoints else None
-        if pieces is not None:
-            for piece in pieces:
-                if piece.name == STATE:
-                    checksums.check(found, piece)
-        state = state_file.read(found / STATE)
-    except (ValueError, OSError) as error:
-        raise _cannot_load(found, error) from error
-    if state.format >= 4 and pieces is None and config.verify_checkpoints:
-        raise _cannot_load(found, checksums.ChecksumError(f"{found / CHECKSUMS}: no such file"))
+    state = saved_state(found, verify=config.verify_checkpoints)
     for item in fields(config):
         if item.metadata["fixed"]:
             _require_same(found, item.name, item.metadata["default_of"], config.to_json(), state.settings)
@@ -92,6 +96,27 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
     )
 
 
+def saved_state(found: Path, *, verify: bool) -> SavedState:
+    """What ``state.json`` of the checkpoint says. Raises UsageError where it is damaged.
+
+    verify: compare it with its checksum.
+    """
+    from . import state_file  # pydantic takes as long to import as a small checkpoint to load
+
+    try:
+        pieces = _checksums(found) if verify else None
+        if pieces is not None:
+            for piece in pieces:
+                if piece.name == STATE:
+                    checksums.check(found, piece)
+        state = state_file.read(found / STATE)
+    except (ValueError, OSError) as error:
+        raise cannot_load(found, error) from error
+    if state.format >= 4 and pieces is None and verify:
+        raise cannot_load(found, checksums.ChecksumError(f"{found / CHECKSUMS}: no such file"))
+    return state
+
+
 def _checksums(found: Path) -> list[checksums.Piece] | None:
     """The checksums of a checkpoint; None for one of an older version, which has none."""
     if not (found / CHECKSUMS).exists():
@@ -102,7 +127,7 @@ def _checksums(found: Path) -> list[checksums.Piece] | None:
     return pieces
 
 
-def _cannot_load(found: Path, error: Exception) -> UsageError:
+def cannot_load(found: Path, error: Exception) -> UsageError:
     """The error of a damaged checkpoint: it names other ones in the same folder."""
     others = [path.stem for path in pointer.complete(found.parent) if path != found]
     there = f"; other checkpoints there: {', '.join(others[-3:])}" if others else ""
@@ -150,7 +175,7 @@ def load(
         try:
             _read(found, progress, model, optimizer)
         except (ValueError, OSError) as error:
-            raise _cannot_load(found, error) from error
+            raise cannot_load(found, error) from error
 
     on_every_rank(world, read)
 
@@ -165,25 +190,33 @@ def compare(found: Path, part: int = 0, parts: int = 1) -> None:
         for _ in checksums.verify(found / CHECKSUMS, _checksums(found) or [], part, parts):
             pass
     except (ValueError, OSError) as error:
-        raise _cannot_load(found, error) from error
+        raise cannot_load(found, error) from error
 
 
 def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     placed = placements(model)
+    trained = {name for name in placed if f"{MOMENTS[0]}.{name}" in optimizer.described()}
     # Masters are the parameters before rounding, so filling them fills the parameters, too.
     kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
-    if not progress.masters:
-        _fill(optimizer, found / MODEL, {("master", name): name for name in placed}, placed)
-    state = {(kind, name): f"{kind}.{name}" for kind in kinds for name in placed}
-    _fill(optimizer, found / OPTIMIZER, state, placed)
+    for name, values in read_model(found, model, leave_out=trained if progress.masters else ()):
+        if name in placed:
+            optimizer.fill("master", name, values)
+        else:
+            model.get_buffer(name).copy_(values)
+    parts = {f"{kind}.{name}": placed[name] for kind in kinds for name in placed if name in trained}
+    for key, values in parallel_safetensors.read(found / OPTIMIZER, parts):
+        kind, _, name = key.partition(".")
+        optimizer.fill(kind, name, values)
     optimizer.set_updates(progress.updates)
 
 
-def _fill(
-    optimizer: Optimizer, path: Path, names: Mapping[tuple[str, str], str], placed: Mapping[str, Placement]
-) -> None:
-    """Fill each (kind of state, parameter) of ``names`` from the tensor of that name in the file."""
-    targets = {key: target for target, key in names.items()}
-    parts = {key: placed[name] for key, (_, name) in targets.items()}
-    for key, values in parallel_safetensors.read(path, parts):
-        optimizer.fill(*targets[key], values)
+def read_model(found: Path, model: nn.Module, leave_out: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """(Name, this rank's values) of the model's parameters and buffers in the checkpoint, but those to leave out.
+
+    Raises ValueError, naming the file, if it is of another model, and OSError.
+    """
+    parts = model_placements(model)
+    other = {name for name, one in named_values(model) if not one.dtype.is_floating_point}
+    wanted = parts.keys() - set(leave_out)
+    if wanted:
+        yield from parallel_safetensors.read(found / MODEL, parts, wanted=wanted, any_dtype=other)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
 from tplayers import Placement, placements
 from trainers.files import checksums
-from trainers.training.optimizer import Optimizer
 
 from . import disk, parallel_safetensors, pointer
-from .checkpoint import CHECKSUMS, FORMAT, MODEL, OPTIMIZER, Progress
+from .checkpoint import CHECKSUMS, FORMAT, MODEL, OPTIMIZER, Progress, model_placements, named_values
 from .pointer import STATE
 
 #: what `CheckpointWriter.state` says of one rank; the largest value over the ranks says it of all
@@ -31,6 +30,19 @@ DONE, WRITING, FAILED = range(3)
 
 #: seconds between two looks at the threads of all ranks
 LOOK_SECONDS = 0.05
+
+
+class SavedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer; see `trainers.training.optimizer.Optimizer`."""
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all ranks have the parameters of the last step."""
+
+    def described(self) -> Mapping[str, tuple[torch.dtype, Placement]]:
+        """The dtype and placement of what `tensors` gives, by its names."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Name, tensor) of all state, on rank 0 of the data group; nothing on its other ranks, which exhaust it."""
 
 
 class CheckpointWriter:
@@ -48,8 +60,9 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, settings: Mapping[str, Any],
-        grid: ProcessGrid, *, background: bool = False, lost: Callable[[], str | None] = lambda: None,
+        self, folder: Path, progress: Progress, model: nn.Module, optimizer: SavedOptimizer,
+        settings: Mapping[str, Any], grid: ProcessGrid, *, background: bool = False,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._lost = lost
         self._folder, self._world, self._group = folder, grid.world, grid.tensor
@@ -58,7 +71,8 @@ class CheckpointWriter:
         placed = placements(model)
         described = {key: _describe(placement) for key, placement in placed.items()}
         self._state = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
-        weights = {key: (p.dtype, placed[key]) for key, p in model.named_parameters()}
+        values, wholes = list(named_values(model)), model_placements(model)
+        weights = {key: (one.dtype, wholes[key]) for key, one in values}
         moments = optimizer.described()
         self._sizes = {
             MODEL: parallel_safetensors.file_size(weights),
@@ -72,7 +86,7 @@ class CheckpointWriter:
         optimizer.wait_for_parameters()
         mine: Iterator[tuple[str, int, Any]] = iter(())
         if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
-            mine = self._mine(weights, model.named_parameters(), moments, optimizer.tensors())
+            mine = self._mine(weights, iter(values), moments, optimizer.tensors())
         else:
             for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
                 pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,16 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str, Tensor]]:
+def read(
+    path: Path,
+    placements: Mapping[str, Placement],
+    *,
+    wanted: Container[str] | None = None,
+    any_dtype: Container[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
     """This rank's parts of the file's tensors, one after the other, in new memory. It reads these parts only.
+
+    wanted: the names that this rank needs; None: all. any_dtype: the names of tensors that need not be real numbers.
 
     Raises ValueError, naming the file, if names, shapes or dtypes differ, and OSError if it cannot be read.
     """
@@ -116,9 +124,10 @@ def read(path: Path, placements: Mapping[str, Placement]) -> Iterator[tuple[str,
             one = stored[name]
             if one.shape != placement.shape:
                 raise ValueError(f"{path}: {name} is {list(one.shape)}, the model's is {list(placement.shape)}")
-            if not one.dtype.is_floating_point:
+            if not one.dtype.is_floating_point and name not in any_dtype:
                 raise ValueError(f"{path}: {name} is of {one.dtype}; a parameter or its state is never")
-            yield name, _part(file, path, one, placement)
+            if wanted is None or name in wanted:
+                yield name, _part(file, path, one, placement)
     finally:
         os.close(file)
 

@@ -18,6 +18,7 @@ from commengine import Communicator, ProcessGrid
 from commengine.agreement import raise_together
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
+from trainers.training.module_buffers import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
 #: bytes of a device's tensor that are copied to the host at once
@@ -77,6 +78,23 @@ def require_same_structure(world: Communicator, module: nn.Module) -> None:
     if problem is None and list(mine) != list(first):
         problem = "the module differs between ranks: it has the parameters of rank 0 in another order"
     raise_together(world.mpi, problem)
+
+
+def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
+    """Give all replicas the values of the first one. Collective over the grid's world.
+
+    copy: False: raise CollectiveError on every rank instead, if the values differ; it names the first one that does.
+    Parameters that a tensor group holds more than once are treated likewise. Its ranks may have buffers of their own.
+    """
+    placed = placements(module)
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    if copy:
+        copy_from_rank_zero([p for name, p in parameters.items() if not placed[name].sharded], grid.tensor)
+        copy_from_rank_zero([*parameters.values(), *buffers.values()], grid.data)
+        return
+    held = [(name, p, placed[name].sharded) for name, p in parameters.items()]
+    problem = differing(grid, [*held, *((name, buffer, True) for name, buffer in buffers.items())])
+    raise_together(grid.world.mpi, problem and f"make_equal=False, and the replicas differ: {problem}")
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:

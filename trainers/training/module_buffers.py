@@ -106,5 +106,5 @@ def together(tensors: Sequence[Tensor], items: Sequence[T]) -> list[list[T]]:
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy ``flat``, the values of ``tensors`` one after the other, into them."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    if flat.numel():
+    with torch.no_grad():
         torch._foreach_copy_(list(tensors), [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])

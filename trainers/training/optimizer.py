@@ -92,8 +92,8 @@ class Optimizer:
         found = {}
         for kind in (*MOMENTS, "master"):
             for name, parameter in self._named.items():
-                owner = self._owner_of[parameter]
-                if kind in owner.kinds:
+                owner = self._owner_of.get(parameter)  # None: it is frozen
+                if owner is not None and kind in owner.kinds:
                     found[f"{kind}.{name}"] = (owner.layout.state_dtype, self._placements[name])
         return found
 
@@ -118,7 +118,10 @@ class Optimizer:
         """
         parameter = self._named[name]
         with torch.no_grad():
-            self._owner_of[parameter].fill(kind, parameter, values)
+            if (owner := self._owner_of.get(parameter)) is not None:
+                owner.fill(kind, parameter, values)
+            elif kind == "master":
+                parameter.copy_(values)
 
     def set_updates(self, updates: int) -> None:
         """Go on as after ``updates`` steps."""

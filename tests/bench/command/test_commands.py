@@ -21,6 +21,7 @@ ON_RANKS = {
     "switch_points": ["--margin", "-1"],
 }
 ALONE = {
+    "data_parallel": ["--global-batch-size", "3"],
     "fit": ["results.json", "--segments", "0"],
     "predict": ["--model", "1.2b", "--gpus", "0"],
     "step_contest": ["--rounds", "0"],

@@ -170,6 +170,9 @@ COMMANDS = {
     ),
     "bench.replay": Command(["recording", "--scale"], _replay, _parser("bench.replay")),
     "bench.step_contest": Command(["--rounds", "1"], _bench("step_contest", "read"), _parser("bench.step_contest")),
+    "bench.data_parallel": Command(
+        ["--rounds", "1"], _bench("data_parallel.__main__", "read"), _parser("bench.data_parallel.__main__")
+    ),
     "bench.corpus": Command(["--documents", "10"], _bench("corpus", "read"), _parser("bench.corpus")),
     "bench.this_machine": Command([], _bench("this_machine", "read"), _parser("bench.this_machine")),
     "bench.doctor": Command([], _bench("doctor", "settings"), _parser("bench.doctor")),

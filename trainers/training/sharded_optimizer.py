@@ -1,0 +1,138 @@
+"""ShardedOptimizer: any optimizer that treats parameters separately, with its state spread over the data group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commengine import Communicator
+
+from .layout import ALIGNMENT, new_buffer, viewed_as
+
+#: PyTorch's optimizers whose update of a parameter depends on that parameter and its gradient alone
+SEPARATE = frozenset({
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+})  # fmt: skip
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer ``kind``, each of whose parameters is updated, and has its state, on one rank of ``data`` only.
+
+    This is ZeRO-1 (Rajbhandari et al. 2020, section 5.1) by whole parameters, so that it works for every optimizer that
+    treats them separately. Every rank has all gradients; after a step the owners broadcast the new values. The update
+    and the state of a rank are about 1 / ``data.size`` of the whole; not less than that of the largest parameter.
+
+    params: parameters or groups of them, as for ``kind``, in the same order on every rank. options: of ``kind``.
+    separate: ``kind`` is not one of PyTorch's, and treats parameters separately; else ValueError.
+
+    Construction and `step` are collective. Construction makes the parameters views of flat buffers. ``param_groups``
+    has all parameters on every rank, so learning-rate schedulers and gradient scalers work as with ``kind``; ``state``
+    has this rank's parameters only. A group cannot be added later.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], kind: type[torch.optim.Optimizer], data: Communicator, *, separate: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        of_torch = kind.__module__.startswith("torch.optim")
+        if not separate and not (of_torch and kind.__name__ in SEPARATE):
+            raise ValueError(
+                f"{kind.__name__} is not known to treat parameters separately, so its state cannot be sharded; those "
+                f"that are: {', '.join(sorted(SEPARATE))}. separate=True says that it does"
+            )
+        self._built = False
+        super().__init__(params, {})
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        owners = _owners([parameter.numel() for parameter in every], data.size)
+        self._data = data
+        #: the rank of the data group that updates a parameter
+        self.owner = dict(zip(every, owners, strict=True))
+        self._flat = _flattened(self.owner, data)
+        #: the optimizer of this rank's parameters; its groups are those of all, without the other ranks' parameters
+        self.local = kind(
+            [{**group, **self._mine(group)} for group in self.param_groups], **options
+        )  # fmt: skip
+        for group, mine in zip(self.param_groups, self.local.param_groups, strict=True):
+            group.update({name: value for name, value in mine.items() if name not in LISTS})
+        self.defaults = self.local.defaults
+        self.state = self.local.state
+        self._built = True
+
+    def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The lists of a group that name parameters, with this rank's parameters only."""
+        chosen = [n for n, parameter in enumerate(group["params"]) if self.owner[parameter] == self._data.rank]
+        return {name: [group[name][n] for n in chosen] for name in LISTS if name in group}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's parameters, and get the others'. Collective over the data group."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, mine in zip(self.param_groups, self.local.param_groups, strict=True):
+            mine.update({name: value for name, value in group.items() if name not in LISTS})
+        self.local.step()
+        self.publish()
+        return loss
+
+    def publish(self) -> None:
+        """Give all ranks the values that the owners have. Collective over the data group."""
+        if self._data.size == 1:
+            return
+        for owner, flat in self._flat:
+            self._data.broadcast(flat, owner)
+        torch.autograd.graph.increment_version([p for p, owner in self.owner.items() if owner != self._data.rank])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse, but in the construction: the parameters have been distributed."""
+        if self._built:
+            raise RuntimeError("ShardedOptimizer: the parameters are distributed when it is made; make a new one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: a rank has a part only. ``DataParallel.save`` writes the whole."""
+        raise RuntimeError("ShardedOptimizer: each rank has a part of the state; DataParallel.save writes the whole")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse: a rank has a part only. ``DataParallel.load`` reads it."""
+        raise RuntimeError("ShardedOptimizer: each rank has a part of the state; DataParallel.load reads it")
+
+
+#: the entries of a group that have one element for each parameter
+LISTS = ("params", "param_names")
+
+
+def _owners(sizes: list[int], ranks: int) -> list[int]:
+    """The rank of each size: the largest first, each to the rank that has least."""
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owner = loads.index(min(loads))
+        owners[number] = owner
+        loads[owner] += sizes[number]
+    return owners
+
+
+def _flattened(owner: dict[nn.Parameter, int], data: Communicator) -> list[tuple[int, Tensor]]:
+    """Make the parameters views of flat buffers, one for each owner, dtype and device: (owner, buffer). Collective."""
+    if data.size == 1:
+        return []
+    together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter, rank in owner.items():
+        together.setdefault((rank, parameter.dtype, parameter.device), []).append(parameter)
+    buffers = []
+    for (rank, dtype, device), parameters in together.items():
+        starts, end = [], 0
+        for parameter in parameters:
+            starts.append(end)
+            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        flat = new_buffer(end, dtype, device, data)
+        for parameter, start in zip(parameters, starts, strict=True):
+            view = viewed_as(flat[start : start + parameter.numel()], parameter)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        buffers.append((rank, flat))
+    return buffers
