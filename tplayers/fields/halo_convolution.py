@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Communicator, Stream
@@ -25,9 +26,8 @@ from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
 from .geometry import Sliding, Span
+from .halo_regions import Slices, common, frame, reads_of
 from .layer import LocalInput
-
-Slices = tuple[Any, ...]
 
 
 class Slab(NamedTuple):
@@ -86,13 +86,13 @@ class HaloConvolution:
         self.kept = [piece for piece in plan.kept if piece is not own]
         self.slabs = []
         whole = [(part.start, part.stop) for part in outputs]
-        for box, taps, regions in _frame(rules, whole, [(part.start, part.stop) for part in block], reads, native):
-            spans = [reads[a] if native[a] else _reads(rules[a], box[a], taps[a]) for a in axes]
+        for box, taps, regions in frame(rules, whole, [(part.start, part.stop) for part in block], reads, native):
+            spans = [reads[a] if native[a] else reads_of(rules[a], box[a], taps[a]) for a in axes]
             parts = [
-                (number, *common)
+                (number, *shared)
                 for region in regions
                 for number, piece in enumerate([*self.received, *self.kept])
-                if (common := _common(spans, region, piece.target[1:], [low for low, _ in reads])) is not None
+                if (shared := common(spans, region, piece.target[1:], [low for low, _ in reads])) is not None
             ]
             if parts:
                 at = tuple(slice(low - whole[a][0], high - whole[a][0]) for a, (low, high) in enumerate(box))
@@ -128,10 +128,10 @@ def convolve_apart(
 
 
 def convolve_together(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: HaloConvolution) -> Tensor:
-    """The same by one convolution of the block with its halo, which differentiates any number of times."""
-    no = [0] * len(geometry.stride)
-    return torch.convolution(
-        geometry.local(x), weight, bias, geometry.stride, geometry.native, geometry.dilation, False, no, geometry.groups
+    """The same by one convolution of the block with its halo. It differentiates any number of times, and autocasts."""
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.stride) - 1]
+    return convolve(
+        geometry.local(x), weight, bias, geometry.stride, geometry.native, geometry.dilation, geometry.groups
     )
 
 
@@ -240,79 +240,9 @@ def _in_place(piece: BlockPart, offset: Sequence[int]) -> bool:
     return not piece.flipped and not piece.repeated and starts == list(offset)
 
 
-def _frame(
-    rules: Sequence[Sliding],
-    outputs: Sequence[Span],
-    block: Sequence[Span],
-    reads: Sequence[Span],
-    native: Sequence[int],
-) -> list[tuple[list[Span], list[Span], list[list[Span]]]]:
-    """Cut the halo into regions, two for each axis that has one, and return what reads them.
-
-    A region is outside the block along its own axis, inside it along the axes before, and anything along those after.
-    So the regions are disjoint, and the outputs that read them may overlap. Each item is (box of outputs, for each axis
-    the kernel's points (first, number) that meet the regions, regions).
-    """
-    found, rest = [], list(reads)
-    every = [(0, rule.kernel) for rule in rules]
-    for axis, rule in enumerate(rules):
-        if native[axis]:
-            continue
-        start, stop = outputs[axis]
-        low, high = interior(rule, outputs[axis], block[axis])
-        sides = [(reads[axis][0], block[axis][0]), (block[axis][1], reads[axis][1])]
-        regions = [[*rest[:axis], side, *rest[axis + 1 :]] for side in sides]
-        if low < high:
-            # An output of the first side reads the halo with its first points, one of the last side with its last ones.
-            most = -(-(block[axis][0] + rule.before - start * rule.stride) // rule.dilation)
-            first = max(0, -(-(block[axis][1] + rule.before - (stop - 1) * rule.stride) // rule.dilation))
-            met = [((start, low), (0, min(most, rule.kernel))), ((high, stop), (first, rule.kernel - first))]
-            cases = [(*one, [region]) for one, region in zip(met, regions, strict=True)]
-        else:
-            cases = [((start, stop), every[axis], regions)]
-        for ends, taps, read in cases:
-            if ends[0] < ends[1]:
-                box, points = list(outputs), list(every)
-                box[axis], points[axis] = ends, taps
-                found.append((box, points, read))
-        rest[axis] = block[axis]
-    return found
-
-
-def _reads(rule: Sliding, outputs: Span, taps: Span) -> Span:
-    """The span of positions that ``taps`` of the kernel meet for ``outputs``."""
-    first = -rule.before + taps[0] * rule.dilation
-    return outputs[0] * rule.stride + first, (outputs[1] - 1) * rule.stride + first + (taps[1] - 1) * rule.dilation + 1
-
-
 def _narrow(weight: Tensor, slab: Slab) -> Tensor:
     """The part of ``weight``, or of its gradient, that meets the halo in a slab."""
     for axis, (first, number) in enumerate(slab.taps):
         if number < weight.shape[2 + axis]:
             weight = weight.narrow(2 + axis, first, number)
     return weight
-
-
-def interior(rule: Sliding, outputs: Span, block: Span) -> Span:
-    """Return the span of ``outputs`` that read nothing outside ``block``; empty if there is none."""
-    low = max(outputs[0], -(-(block[0] + rule.before) // rule.stride))
-    high = min(outputs[1], (block[1] - 1 - rule.reach + rule.before) // rule.stride + 1)
-    return (low, high) if low < high else (outputs[0], outputs[0])
-
-
-def _common(
-    box: Sequence[Span], region: Sequence[Span], piece: Sequence[slice], origin: Sequence[int]
-) -> tuple[Slices, Slices] | None:
-    """Where a box, a region of the halo and a piece overlap, as slices of the box and of the piece; None: nowhere.
-
-    origin: the global position at which the pieces' places begin to count.
-    """
-    at, of = [], []
-    for (low, high), ends, part, start in zip(box, region, piece, origin, strict=True):
-        first = max(low, ends[0], part.start + start)
-        last = min(high, ends[1], part.stop + start)
-        if first >= last:
-            return None
-        at.append(slice(first - low, last - low))
-        of.append(slice(first - part.start - start, last - part.start - start))
-    return (..., *at), (..., *of)
