@@ -68,6 +68,7 @@ examples: $(STAMP)
 	@mkdir -p runs/examples
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/inside_mpi.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/data_parallel.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/differentiable_solver.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/shallow_water/surrogate.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/closure.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/parameter_study.py

@@ -88,6 +88,16 @@ class Decomposition:
         """Return where the blocks of ``axis`` begin, and the axis's number of points at the end: p + 1 positions."""
         return tuple(itertools.accumulate(self.blocks[axis], initial=0))
 
+    def halo_ranges(self, widths: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the global positions [start, stop) of blocks with ``widths`` = (low, high) more points at their ends.
+
+        They are given for each axis and each coordinate. Positions may lie outside the array, at its borders.
+        """
+        return tuple(
+            tuple((start - low, stop + high) for start, stop in itertools.pairwise(self.bounds(axis)))
+            for axis, (low, high) in enumerate(widths)
+        )
+
     def owner(self, axis: int, position: int) -> int:
         """Return the coordinate on ``axis`` of the block that holds the global ``position``, which is never empty.
 

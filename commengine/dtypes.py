@@ -9,13 +9,15 @@ On the host:
 | int8, uint8, int16 | by torch, in rank order; wraps around, while Open MPI 5 saturates; no ``avg``               |
 | int32, int64       | by MPI; wraps around as torch does; no ``avg``                                              |
 | bool               | ``sum`` and ``max`` are *or*, ``prod`` and ``min`` are *and*; no ``avg``                    |
+| complex64, ...128  | as float32 and float64; no ``min`` and no ``max``, because complex numbers have no order    |
 
 ``max`` and ``min`` of NaN are unspecified in float32 and float64 (MPI leaves them open). In float16 and bfloat16 (the
 *halves*) NaN wins. torch reduces the halves because MPI has no bfloat16 (mpi4py sends its bytes, and MPICH's extension
 rounds at every step), and because MPI's float16 is slow.
 
 On a device NCCL reduces every dtype in its own precision; it chooses the order and the roundings of the halves. bool is
-reduced as on the host. NCCL has no type for int16 and cannot reduce it. Operations that only move data move bytes.
+reduced as on the host. NCCL has no type for int16 and cannot reduce it. It has no complex types either: complex numbers
+are added as twice as many real ones, and cannot be multiplied. Operations that only move data move bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ OUR_TYPES = HALF_TYPES | {torch.int8, torch.uint8, torch.int16}
 
 FLOATING_TYPES = frozenset({torch.float64, torch.float32}) | HALF_TYPES
 
-DTYPES = FLOATING_TYPES | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+#: the complex dtypes, and their parts
+COMPLEX_TYPES = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+REAL_TYPES = FLOATING_TYPES | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+
+DTYPES = REAL_TYPES | COMPLEX_TYPES.keys()
 
 #: NCCL's codes (ncclDataType_t). There is none for 16-bit integers; a bool is a byte that is 0 or 1
 _NCCL_TYPES = {
@@ -61,13 +68,13 @@ _NCCL_BOOL_OPS = {"sum": 2, "max": 2, "prod": 3, "min": 3}
 #: the code for plain bytes
 NCCL_BYTE = _NCCL_TYPES[torch.uint8]
 
-#: (dtype, reduction) -> (ncclDataType_t, ncclRedOp_t)
+#: (dtype, reduction) -> (ncclDataType_t, ncclRedOp_t). A complex tensor is passed as twice as many reals
 NCCL_REDUCTIONS = {
     (dtype, name): (code, op)
     for dtype, code in _NCCL_TYPES.items()
     for name, op in (_NCCL_BOOL_OPS if dtype is torch.bool else _NCCL_OPS).items()
     if name != "avg" or dtype in FLOATING_TYPES
-}
+} | {(dtype, op): (_NCCL_TYPES[part], _NCCL_OPS[op]) for dtype, part in COMPLEX_TYPES.items() for op in ("sum", "avg")}
 
 
 class MpiTypes:
@@ -75,8 +82,9 @@ class MpiTypes:
 
     def __init__(self, mpi: Any) -> None:
         unsigned = {1: mpi.UINT8_T, 2: mpi.UINT16_T, 4: mpi.UINT32_T, 8: mpi.UINT64_T}
-        #: the datatype that moves a dtype without computing: an unsigned integer of the same width
-        self.move: dict[torch.dtype, MPI.Datatype] = {d: unsigned[d.itemsize] for d in DTYPES}
+        complexes = {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
+        #: the datatype that moves a dtype without computing: an unsigned integer of the same width, if MPI has one
+        self.move: dict[torch.dtype, MPI.Datatype] = {d: unsigned[d.itemsize] for d in REAL_TYPES} | complexes
         native = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
@@ -88,8 +96,10 @@ class MpiTypes:
         self.reduce: dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]] = {
             (dtype, name): (datatype, op) for dtype, datatype in native.items() for name, op in ops.items()
         }
-        for dtype in (torch.float32, torch.float64):
-            self.reduce[dtype, "avg"] = (native[dtype], mpi.SUM)
+        for dtype, datatype in complexes.items():
+            self.reduce |= {(dtype, name): (datatype, ops[name]) for name in ("sum", "prod")}
+        for dtype, datatype in {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE, **complexes}.items():
+            self.reduce[dtype, "avg"] = (datatype, mpi.SUM)
         for name, op in {"sum": mpi.MAX, "max": mpi.MAX, "prod": mpi.MIN, "min": mpi.MIN}.items():
             self.reduce[torch.bool, name] = (mpi.UINT8_T, op)
 
@@ -101,8 +111,12 @@ _STEPS: dict[str, Any] = {
 
 def reduction_error(dtype: torch.dtype, op: object) -> str | None:
     """Return why ``op`` cannot reduce ``dtype``, in words for an error message, or None if it can."""
+    if op == "sum":  # of every dtype: the most frequent reduction takes no other comparison
+        return None
     if op not in REDUCTIONS:
         return f"op={op!r} is not one of {', '.join(REDUCTIONS)}"
+    if dtype in COMPLEX_TYPES:
+        return None if op in ("prod", "avg") else f"op={op!r} needs an order, which {dtype} has not: reduce magnitudes"
     if op == "avg" and dtype not in FLOATING_TYPES:
         return f"op='avg' needs a floating-point tensor, not {dtype}: sum it and divide as you need"
     return None

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
+"""Parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
 from .attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
@@ -22,6 +22,20 @@ from .models.fno import FNO
 from .models.gpt import GPT, GPTConfig
 from .models.transformer import Transformer, TransformerConfig
 from .models.unet import UNet
+from .movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
+from .movement.operators import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+    repartition,
+    scatter,
+    sum_reduce,
+)
+from .movement.plan import TransferPlan, halo_plan, repartition_plan
+from .movement.transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
 from .norm import LayerNorm, ParallelLayerNorm
 from .placement import (
     Constant,
@@ -75,23 +89,44 @@ __all__ = [
     "RowParallelLinear",
     "SelfAttention",
     "SpectralConv",
+    "StartedTransfer",
+    "TransferPlan",
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",
     "UNet",
     "VocabParallelEmbedding",
     "add_parameter",
+    "all_gather",
+    "all_reduce",
     "all_reduce_together",
+    "all_to_all",
+    "broadcast",
     "copy_to_tensor_parallel_region",
     "dropout",
+    "gather",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
+    "halo_accumulate",
+    "halo_exchange",
+    "halo_plan",
     "initialize",
     "placements",
+    "plan_halo",
     "reduce_from_tensor_parallel_region",
+    "reduce_scatter",
     "reduce_scatter_to_sequence_parallel_region",
+    "repartition",
+    "repartition_plan",
     "require_divisible",
+    "scatter",
     "scatter_to_tensor_parallel_region",
+    "shift",
+    "start_halo_exchange",
+    "start_transfer",
     "sum_partial_gradients",
+    "sum_reduce",
+    "transfer",
+    "transfer_adjoint",
     "vocab_parallel_cross_entropy",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from commengine.agreement import GroupMember
-from commengine.dtypes import DTYPES, reduction_error
+from commengine.dtypes import COMPLEX_TYPES, DTYPES, REAL_TYPES, reduction_error
 from commengine.errors import CollectiveError
 from commengine.operations import OPERATIONS
 
@@ -44,9 +44,14 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
     """
     tensor = value if isinstance(value, Tensor) else _from_dlpack(group, operation, value, argument)
     here = tensor.is_cpu or tensor.device == group.device
-    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPES:
+    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
         if tensor.is_neg():  # its memory holds the negated values
             raise call_error(group, operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
+        return tensor
+    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in COMPLEX_TYPES:
+        if tensor.is_conj() or tensor.is_neg():  # its memory holds the conjugated values
+            problem = "is a lazily conjugated or negated view; call .resolve_conj() and .resolve_neg() first"
+            raise call_error(group, operation, f"{argument} {problem}")
         return tensor
     if not here:
         problem = f"lies on {tensor.device}, the communicator's device is {group.device}"

@@ -23,6 +23,7 @@ from .collectives import (
     seconds_at_bus_bandwidth,
 )
 from .fitted import FittedModel, Segment
+from .halo import BlockHalo, block_halo, halo_exchange_cost, least_halo_grid, repartition_cost
 from .hierarchy import Machine, Phase, hierarchical_all_reduce
 from .memory import (
     KeptTensors,
@@ -51,6 +52,7 @@ from .transformer import (
 __all__ = [
     "ALGORITHMS",
     "OPERATIONS",
+    "BlockHalo",
     "Collective",
     "Cost",
     "FittedModel",
@@ -63,18 +65,22 @@ __all__ = [
     "activation_bytes",
     "algorithm_bandwidth",
     "best_algorithm",
+    "block_halo",
     "bus_bandwidth",
     "bus_factor",
     "collective",
     "data_parallel_collectives",
+    "halo_exchange_cost",
     "hierarchical_all_reduce",
     "layer_activation_bytes",
     "layer_parameters",
+    "least_halo_grid",
     "loss_collectives",
     "model_flops",
     "parameter_bytes",
     "parameter_sizes",
     "parameters",
+    "repartition_cost",
     "scalar_collectives",
     "seconds_at_bus_bandwidth",
     "sequence_parallel_collectives",

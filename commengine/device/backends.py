@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commengine.dtypes import NCCL_REDUCTIONS
+from commengine.dtypes import COMPLEX_TYPES, NCCL_REDUCTIONS
 from commengine.errors import CollectiveError
 from commengine.host.transport import HostTransport
 from commengine.stream import Stream, Work
@@ -41,6 +41,8 @@ class NcclBackend:
         """Return why NCCL cannot reduce ``dtype`` with ``op`` although the host can, or None."""
         if (dtype, op) in NCCL_REDUCTIONS:
             return None
+        if dtype in COMPLEX_TYPES:
+            return f"NCCL cannot multiply {dtype}: only sum and avg are possible on a device"
         return f"NCCL has no {dtype} to reduce: convert it to torch.int32, or reduce it on the host"
 
     def enqueue(

@@ -292,20 +292,20 @@ class DeviceTransport:
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if count := tensor.numel():
+        if count := _numbers(tensor):
             code, redop = NCCL_REDUCTIONS[tensor.dtype, op]
             data = tensor.data_ptr()
             self._call(self._comm.allReduce, data, data, count, code, redop, self._stream())
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
-        if count := tensor.numel():
+        if count := _numbers(tensor):
             code, redop = NCCL_REDUCTIONS[tensor.dtype, op]
             data = tensor.data_ptr()
             target = data if self.rank == root else 0  # NCCL writes on the root only
             self._call(self._comm.reduce, data, target, count, code, redop, root, self._stream())
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        if count := output.numel():
+        if count := _numbers(output):
             code, redop = NCCL_REDUCTIONS[input.dtype, op]
             source, target = input.data_ptr(), output.data_ptr()
             self._call(self._comm.reduceScatter, source, target, count, code, redop, self._stream())
@@ -371,3 +371,8 @@ class DeviceTransport:
     def _recv(self, address: int, nbytes: int, peer: int) -> None:
         if nbytes:
             self._call(self._comm.recv, address, nbytes, NCCL_BYTE, peer, self._stream())
+
+
+def _numbers(tensor: Tensor) -> int:
+    """Return how many numbers NCCL counts in a tensor: a complex number is two of them."""
+    return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()

@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A U-Net in the place of a shallow-water solver.")
     parser.add_argument("--size", type=int, nargs=2, default=(64, 64), metavar=("ROWS", "COLUMNS"))
     parser.add_argument("--members", type=int, default=4, help="simulations at a time")
-    parser.add_argument("--steps", type=int, default=400, help="steps of the optimizer")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the optimizer")
     parser.add_argument("--width", type=int, default=16, help="channels of the U-Net's first level")
     parser.add_argument("--leads", type=int, default=20, help="leads of the forecasts")
     parser.add_argument("--output", type=Path, default=Path("runs/examples/shallow_water.gif"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commengine import CollectiveError, Communicator
-from commengine.dtypes import DTYPES, FLOATING_TYPES, HALF_TYPES
+from commengine.dtypes import COMPLEX_TYPES, DTYPES, FLOATING_TYPES, HALF_TYPES
 from commengine.host.transport import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -28,6 +28,9 @@ def given(dtype, shape, rank, op="sum"):
     generator = torch.Generator().manual_seed(7919 * rank + len(shape) + sum(shape))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
+    if dtype in COMPLEX_TYPES:  # small Gaussian integers: sums and products are exact
+        parts = torch.randint(-3, 4, (2, *shape), generator=generator).to(COMPLEX_TYPES[dtype])
+        return torch.complex(*parts)
     if dtype not in FLOATING_TYPES:
         low = 0 if dtype == torch.uint8 else -100
         return torch.randint(low, 101, shape, generator=generator).to(dtype)
@@ -42,7 +45,7 @@ def reduced(parts, op):
     dtype, stack = parts[0].dtype, torch.stack(parts)
     if dtype == torch.bool:
         return stack.any(0) if op in ("sum", "max") else stack.all(0)
-    wide = stack.double() if dtype in FLOATING_TYPES else stack.long()
+    wide = stack.cdouble() if dtype in COMPLEX_TYPES else stack.double() if dtype in FLOATING_TYPES else stack.long()
     if op in ("min", "max"):
         return getattr(wide, f"a{op}")(0).to(dtype)
     if op == "avg":
@@ -51,6 +54,8 @@ def reduced(parts, op):
 
 
 def reductions(dtype):
+    if dtype in COMPLEX_TYPES:
+        return ("sum", "prod", "avg")
     return OPS if dtype in FLOATING_TYPES else OPS[:-1]
 
 
@@ -332,6 +337,7 @@ def test_nan_wins_in_halves(world, dtype):
 # NumPy arrays: their memory is used, not copied.
 
 NUMPY_DTYPES = ["float64", "float32", "float16", "int8", "int16", "int32", "int64", "uint8", "bool"]
+NUMPY_DTYPES += ["complex64", "complex128"]
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
@@ -410,3 +416,24 @@ def test_roots_may_be_numpy_integers(run, world):
     tensor = torch.tensor([world.rank])
     run("broadcast", tensor, np.int64(1))
     assert tensor.item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_have_no_order(world, dtype):
+    for op, call in (("min", world.all_reduce), ("max", world.reduce)):
+        with pytest.raises(CollectiveError, match=f"op='{op}' needs an order, which {dtype} has not"):
+            call(torch.ones(2, dtype=dtype), op=op)
+    with pytest.raises(CollectiveError, match=r"lazily conjugated .* call .resolve_conj\(\)"):
+        world.all_reduce(torch.ones(2, dtype=dtype).conj())
+    world.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_large_complex_sums(run, world, dtype):
+    """Above the sizes from which reductions go in pieces, or through memory."""
+    numel = LONG_BYTES // dtype.itemsize + 5
+    base, ranks = (torch.arange(numel) % 11).double(), sum(range(world.size))
+    tensor = torch.complex(base + world.rank, base - 2 * world.rank).to(dtype)
+    run("all_reduce", tensor)
+    expected = torch.complex(world.size * base + ranks, world.size * base - 2 * ranks)
+    assert torch.equal(tensor, expected.to(dtype))

@@ -20,39 +20,48 @@ def dot(a, b, comm):
 
 
 def assert_dot_product(operator, x, comm, tolerance=1e-13):
-    """<F x, y> = <x, F* y> over all ranks, with F* as autograd computes it; ``y`` is random. Returns F x."""
-    x = x.detach().requires_grad_()
-    out = operator(x)
+    """<F x, y> = <x, F* y> over all ranks, with F* as autograd computes it; ``y`` is random. Returns F x.
+
+    x: None on a rank that has no input.
+    """
+    leaf = None if x is None else x.detach().clone().requires_grad_()
+    out = operator(leaf)
     y = random(out.shape, out.dtype, 1000 + comm.rank)
     assert out.requires_grad
-    (back,) = torch.autograd.grad(out, x, y)
-    assert back.shape == x.shape and back.dtype == x.dtype
-    left, right = dot(out.detach(), y, comm), dot(x.detach(), back, comm)
+    torch.autograd.backward(out, y)
+    here = torch.zeros(0, dtype=out.dtype)
+    if leaf is not None:
+        here, back = leaf.detach(), leaf.grad
+        assert back.shape == leaf.shape and back.dtype == leaf.dtype
+        assert torch.equal(here, x)  # the input is not changed
+    left, right = dot(out.detach(), y, comm), dot(here, back if leaf is not None else here, comm)
     scale = (dot(out.detach(), out.detach(), comm).real * dot(y, y, comm).real) ** 0.5
     assert abs(left - right) <= tolerance * max(scale, 1e-300), (left, right)
     return out.detach()
 
 
-def assert_gradients(operator, shape, comm, dtype=torch.float64, fast=True):
+def assert_gradients(operator, shape, comm, dtype=torch.float64, *, fast=True, has_input=True):
     """Gradcheck of the operator on the whole: from the blocks of all ranks to the blocks of all ranks.
 
     The ranks have one global vector each, with equal values, and take their blocks from it; the regions f and g have
-    the gradients of that (tests/tplayers/test_regions.py).
+    the gradients of that (tests/tplayers/test_regions.py). has_input: False on a rank that has no input. It gives the
+    operator an empty tensor, because gradcheck runs only the part of a graph that leads to its input.
     """
-    sizes = sizes_of(shape, comm)
+    sizes = sizes_of(shape if has_input else (0,), comm)
     x = random((sum(sizes),), dtype, 3).requires_grad_()
-    outs = sizes_of(operator(torch.zeros(tuple(shape), dtype=dtype)).shape, comm)
+    outs = sizes_of(operator(torch.zeros(tuple(shape) if has_input else (0,), dtype=dtype)).shape, comm)
 
     def whole(x: Tensor) -> Tensor:
         mine = torch.split(copy_to_tensor_parallel_region(x, comm), sizes)[comm.rank]
-        out = operator(mine.reshape(tuple(shape))).reshape(-1)
         around = [torch.zeros(size, dtype=dtype) for size in outs]
-        around[comm.rank] = out
+        around[comm.rank] = operator(mine.reshape(tuple(shape) if has_input else (0,))).reshape(-1)
         return reduce_from_tensor_parallel_region(torch.cat(around), comm)
 
     assert torch.autograd.gradcheck(whole, (x,), fast_mode=fast)
-    # f and g cannot be differentiated twice, so the second derivative is checked without them: F is linear, so
-    # differentiating <y, F x> by y gives F x again.
+
+
+def assert_differentiates_twice(operator, shape, comm, dtype=torch.float64):
+    """F is linear in x, so differentiating <y, F x> by x, and the result by y, gives F again."""
     x = random(shape, dtype, comm.rank).requires_grad_()
     out = operator(x)
     y = random(out.shape, dtype, 50 + comm.rank).requires_grad_()

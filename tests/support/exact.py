@@ -2,7 +2,7 @@
 
 import torch
 
-from commengine.dtypes import FLOATING_TYPES
+from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 from commengine.host.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
 
 #: shared memory from the first byte on, and never
@@ -14,12 +14,16 @@ OPS = ("sum", "prod", "min", "max", "avg")
 
 def ops_of(dtype):
     """The reductions of a dtype."""
+    if dtype in COMPLEX_TYPES:
+        return ("sum", "prod", "avg")
     return OPS if dtype in FLOATING_TYPES else OPS[:4]
 
 
 def values(dtype, numel, rank):
     """Small whole numbers, different on every rank: every sum and product of them is exact."""
     found = (torch.arange(numel) * (rank + 3)) % 5 - (0 if dtype in (torch.uint8, torch.bool) else 2)
+    if dtype in COMPLEX_TYPES:
+        return torch.complex(found.to(COMPLEX_TYPES[dtype]), found.flip(0).to(COMPLEX_TYPES[dtype]))
     return found.to(dtype)
 
 
@@ -28,7 +32,7 @@ def expected(dtype, numel, size, op):
     parts = torch.stack([values(dtype, numel, rank) for rank in range(size)])
     if dtype == torch.bool:
         return parts.any(0) if op in ("sum", "max") else parts.all(0)
-    wide = parts.double() if dtype.is_floating_point else parts
+    wide = parts.cdouble() if dtype in COMPLEX_TYPES else parts.double() if dtype.is_floating_point else parts
     if op == "avg":
         return wide.mean(0).to(dtype)
-    return {"sum": wide.sum, "prod": wide.prod, "max": wide.amax, "min": wide.amin}[op](0).to(dtype)
+    return getattr(wide, {"max": "amax", "min": "amin"}.get(op, op))(0).to(dtype)

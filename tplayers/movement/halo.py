@@ -1,4 +1,4 @@
-"""Halo exchange and its transposed operator on the blocks of a Cartesian grid."""
+"""Shifts, halo exchange and its transposed operator on the blocks of a Cartesian grid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
 
-from .plan import TransferPlan, halo_plan, halo_ranges
+from .plan import BlockPart, TransferPlan, halo_plan
 from .transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
 
 #: one width for all ends of all axes; or for each axis one width, or (low, high)
@@ -75,6 +75,33 @@ def start_halo_exchange(
     return start_transfer(x, plan_halo(grid, decomposition, widths, padding), grid.comm, stream)
 
 
+def shift(
+    x: Tensor, grid: CartesianGrid, axis: int, step: int = 1, *, decomposition: Decomposition | None = None
+) -> Tensor:
+    """Send the block to the rank ``step`` places further along ``axis``, and return the block that arrives.
+
+    x: [..., space]. decomposition: the blocks of all ranks; None: all blocks have the shape of ``x``. Where no rank
+    stands (the grid is not periodic), the result is zeros of the shape of ``x``.
+    """
+    axis = grid.check_axis(axis)
+    shape = tuple(x.shape[x.dim() - len(grid.shape) :])
+    to, source = grid.neighbour(axis, step), grid.neighbour(axis, -step)
+
+    def whole(rank: int) -> BlockPart:
+        extents = shape if decomposition is None else decomposition.local_shape(grid.coords_at(rank))
+        spans = (..., *(slice(0, extent) for extent in extents))
+        return BlockPart(spans, spans, tuple(extents), (), ())
+
+    arriving = shape if source is None else whole(source).shape
+    if to == grid.rank:
+        plan = TransferPlan(shape, shape, (), (), (whole(grid.rank),), True)
+    else:
+        sends = () if to is None else ((to, (whole(grid.rank),)),)
+        receives = () if source is None else ((source, (whole(source),)),)
+        plan = TransferPlan(whole(grid.rank).shape, arriving, sends, receives, (), source is not None)
+    return transfer(x, plan, grid.comm)
+
+
 def plan_halo(
     grid: CartesianGrid, decomposition: Decomposition, widths: Widths, padding: str | Sequence[str] | None = None
 ) -> TransferPlan:
@@ -92,5 +119,5 @@ def plan_halo(
     if padding is None:
         padding = ["circular" if periodic else "zeros" for periodic in grid.periodic]
     padding = [padding] * axes if isinstance(padding, str) else list(padding)
-    ranges = halo_ranges(decomposition, [(low, high) for low, high in ends])
+    ranges = decomposition.halo_ranges([(low, high) for low, high in ends])
     return halo_plan(decomposition, grid.rank, ranges, padding)

@@ -77,14 +77,6 @@ class _Run(NamedTuple):
     step: int
 
 
-def halo_ranges(source: Decomposition, widths: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return the ranges of blocks with ``widths`` = (low, high) more points at the two ends of each axis."""
-    return [
-        [(start - low, stop + high) for start, stop in itertools.pairwise(source.bounds(axis))]
-        for axis, (low, high) in enumerate(widths)
-    ]
-
-
 def halo_plan(source: Decomposition, rank: int, ranges: Ranges, padding: Sequence[str]) -> TransferPlan:
     """Plan that every rank gets a range of global positions, of any extent: its block, with or without more points.
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Event, Stream
+from commengine.agreement import raise_together
 
+from .compared import compare
 from .plan import BlockPart, TransferPlan
 
 
@@ -29,7 +31,7 @@ def transfer(x: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
     Every rank of ``comm`` must call it, and must run the backward, which is `transfer_adjoint`. It may be
     differentiated any number of times. Raises ValueError if the shape of ``x`` is not the plan's.
     """
-    check_block(x, plan.source_shape)
+    check_block(x, plan.source_shape, comm)
     return _Transfer.apply(x, plan, comm, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -38,7 +40,7 @@ def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tenso
 
     Each point of the result is the sum of all points of the new blocks that `transfer` makes of it.
     """
-    check_block(y, plan.target_shape)
+    check_block(y, plan.target_shape, comm)
     return _Transfer.apply(y, plan, comm, True)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -49,7 +51,7 @@ def start_transfer(x: Tensor, plan: TransferPlan, comm: Communicator, stream: St
     sends the gradient of the new block when the backward reaches ``wait()``, and waits for the sums when it reaches
     this call. It can be differentiated once. ``x`` must not be changed before ``wait()``.
     """
-    check_block(x, plan.source_shape)
+    check_block(x, plan.source_shape, comm)
     started = StartedTransfer(plan, comm, stream)
     started._token = _Start.apply(x, started)  # type: ignore[no-untyped-call]
     return started
@@ -66,13 +68,24 @@ class StartedTransfer:
 
     def wait(self) -> Tensor:
         """Return the new block [..., *plan.target_shape]. To be called once."""
-        return _Wait.apply(self._token, self)  # type: ignore[no-untyped-call, no-any-return]
+        token, self._token = self._token, None  # the token's graph refers to this object: no circle may remain
+        return _Wait.apply(token, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def check_block(x: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError if the last dimensions of ``x`` are not ``shape``."""
-    if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
-        raise ValueError(f"a tensor of shape {list(x.shape)} is not this rank's block: its last sizes must be {shape}")
+def check_block(x: Tensor, shape: Sequence[int], comm: Communicator) -> None:
+    """Raise ValueError if the last dimensions of ``x`` are not ``shape``.
+
+    If the communicator is checked, the ranks also compare dtypes and leading sizes. Then the call is collective, and
+    every rank raises an error: CollectiveError for a wrong block, ValueError for tensors that differ.
+    """
+    lead, problem = x.shape[: max(0, x.dim() - len(shape))], None
+    if tuple(x.shape[len(lead) :]) != tuple(shape):
+        problem = f"a tensor of shape {list(x.shape)} is not this rank's block: its last sizes must be {list(shape)}"
+    if comm.checked:
+        raise_together(comm.mpi, problem)
+        compare("transfer", x.new_empty(lead), comm)
+    elif problem is not None:
+        raise ValueError(problem)
 
 
 # Without autograd -------------------------------------------------------------------------------------------------

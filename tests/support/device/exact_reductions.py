@@ -24,19 +24,27 @@ def exact_input(dtype, shape, rank, op):
     return torch.randint(-16, 17, shape, generator=generator).to(dtype)  # 16 ranks' sum has the 8 bits of a bfloat16
 
 
+def on_nccl(dtype):
+    """The reductions of ``dtype`` that NCCL has: complex numbers are added as twice as many real ones."""
+    return [op for op in reductions(dtype) if op != "prod" or not dtype.is_complex]
+
+
 def same(result, parts, op):
     """Whether ``result`` is the reduction of ``parts``."""
     expected, size = reduced(parts, op), len(parts)
     if op != "avg" or size & (size - 1) == 0:
         return torch.equal(result, expected)
-    stack = torch.stack(parts).double()
+    stack = torch.stack(parts)
+    if stack.is_complex():
+        return all(same(part(result), [part(x) for x in parts], op) for part in (torch.real, torch.imag))
+    stack = stack.double()
     bound = (size + 1) * torch.finfo(result.dtype).eps * stack.abs().mean(0)
     return bool(((result.double() - stack.mean(0)).abs() <= bound).all())
 
 
 @by_dtype
 def test_all_reduce(run, mpi_world, dtype):
-    for op in reductions(dtype):
+    for op in on_nccl(dtype):
         for shape in SHAPES:
             parts = [exact_input(dtype, shape, rank, op) for rank in range(mpi_world.size)]
             tensor = parts[mpi_world.rank].clone()
@@ -46,7 +54,7 @@ def test_all_reduce(run, mpi_world, dtype):
 
 @by_dtype
 def test_reduce(run, mpi_world, dtype):
-    for op in reductions(dtype):
+    for op in on_nccl(dtype):
         for root in range(mpi_world.size):
             for shape in [(), (0,), (7,), (5, 3)]:
                 parts = [exact_input(dtype, shape, rank, op) for rank in range(mpi_world.size)]
@@ -61,7 +69,7 @@ def test_reduce(run, mpi_world, dtype):
 @by_dtype
 def test_reduce_scatter(run, mpi_world, dtype):
     rank, size = mpi_world.rank, mpi_world.size
-    for op in reductions(dtype):
+    for op in on_nccl(dtype):
         for shape in [(), (0,), (1,), (3, 5), (2, 0), (33,)]:
             rows, *rest = shape or (1,)
             parts = [exact_input(dtype, (rows * size, *rest), peer, op) for peer in range(size)]

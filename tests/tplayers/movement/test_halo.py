@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from commengine import CartesianGrid, CollectiveError, Decomposition, trace
-from tests.support.adjoints import assert_dot_product, assert_gradients, random
-from tplayers.movement.halo import halo_accumulate, halo_exchange, plan_halo, start_halo_exchange
+from commengine import CartesianGrid, CollectiveError, Communicator, Decomposition, trace
+from commengine.cost import block_halo, repartition_cost
+from tests.support.adjoints import assert_differentiates_twice, assert_dot_product, assert_gradients, random
+from tplayers.movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
+from tplayers.movement.plan import repartition_plan
 from tplayers.movement.transfer import start_transfer, transfer
 
 MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect", "replicate": "replicate"}
@@ -36,7 +38,7 @@ def whole_field(shape, widths, mode, dtype):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.every_size
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_halos_are_those_of_the_padded_field(groups, mode, dtype):
     for group, (grid_shape, shape, widths) in [(one, case) for one in groups for case in grids(one)]:
         field, padded, ends = whole_field(shape, widths, mode, dtype)
@@ -58,13 +60,11 @@ def test_halos_are_those_of_the_padded_field(groups, mode, dtype):
         y = random(padded[(..., *around)].shape, dtype, group.rank)
         back = assert_dot_product(accumulate, y, group)
         leaf = field.clone().requires_grad_()  # the same sums, by autograd on the whole field, from all ranks' blocks
-        total = torch.zeros((), dtype=dtype)
         for rank in range(group.size):
             spans = blocks.slices(grid.coords_at(rank))
             part = [slice(s.start, s.stop + low + high) for s, (low, high) in zip(spans, ends, strict=True)]
             view = pad(leaf, [end for pair in reversed(ends) for end in pair], mode=MODES[mode])[(..., *part)]
-            total = total + (view * random(view.shape, dtype, rank)).sum()
-        total.backward()
+            view.backward(random(view.shape, dtype, rank))
         torch.testing.assert_close(back, leaf.grad[(..., *mine)], rtol=1e-13, atol=1e-13)
 
 
@@ -75,12 +75,36 @@ def test_gradcheck(groups):
         grid = CartesianGrid(group, (group.size,))
         blocks = grid.decompose((2 * group.size + 1,))
         shape = (2, *blocks.local_shape(grid.coords))
-        assert_gradients(
-            lambda x, g=grid, b=blocks, m=mode: halo_exchange(x, g, 1 + (m == "circular"), decomposition=b, padding=m),
-            shape,
-            group,
-            fast=mode != "reflect",
-        )
+
+        def exchange(x, grid=grid, blocks=blocks, mode=mode):
+            return halo_exchange(x, grid, 1 + (mode == "circular"), decomposition=blocks, padding=mode)
+
+        assert_gradients(exchange, shape, group, fast=mode != "reflect")
+        assert_differentiates_twice(exchange, shape, group)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_shift(groups, dtype):
+    for group in groups:
+        line = CartesianGrid(group, (group.size,), periodic=False)
+        ring = CartesianGrid(group, (1, group.size), periodic=True)
+        for step in (1, -1, 2, 0):
+            uneven = line.decompose((2 * group.size + 1,))
+            blocks = [random((2, size), dtype, rank) for rank, size in enumerate(uneven.blocks[0])]
+
+            def along(x, step=step, line=line, uneven=uneven):
+                return shift(x, line, 0, step, decomposition=uneven)
+
+            source = group.rank - step
+            expected = blocks[source] if 0 <= source < group.size else torch.zeros_like(blocks[group.rank])
+            assert torch.equal(assert_dot_product(along, blocks[group.rank], group), expected)
+            assert_gradients(along, blocks[group.rank].shape, group)
+            same = [random((3, 2), dtype, rank) for rank in range(group.size)]
+            around = assert_dot_product(lambda x, s=step, r=ring: shift(x, r, -1, s), same[group.rank], group)
+            assert torch.equal(around, same[source % group.size])
+            assert_differentiates_twice(lambda x, s=step, r=ring: shift(x, r, 1, s), (3, 2), group)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -138,19 +162,27 @@ def test_on_a_stream_the_interior_comes_between(world, layout):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.every_size
-def test_bytes_are_those_of_the_plan(world):
-    for widths in (1, [(2, 0), (1, 3)]):
-        grid = CartesianGrid(world, (world.size // 2, 2) if world.size % 2 == 0 else (world.size, 1), (True, False))
-        blocks = grid.decompose((7, 11))
+def test_a_trace_shows_the_bytes_of_the_formula(world):
+    """Forward and backward send the same bytes: those of the plan, and those of `commengine.cost`."""
+    periodic = (True, False)
+    grid = CartesianGrid(world, (world.size // 2, 2) if world.size == 4 else (world.size, 1), periodic)
+    blocks = grid.decompose((11, 7))
+    for widths in ([(1, 1), (1, 1)], [(3, 0), (0, 2)], [(0, 0), (6, 6)]):
+        block = block_halo(blocks, grid.coords, blocks.halo_ranges(widths), periodic)
         plan = plan_halo(grid, blocks, widths)
-        x = torch.ones(3, 2, *plan.source_shape)
+        assert (plan.sent_points, plan.received_points) == (block.sent, block.received)
+        assert len(plan.receives) == block.messages
+        x = torch.zeros(2, 3, *plan.source_shape, dtype=torch.float64, requires_grad=True)
         with trace(world) as log:
-            halo_exchange(x, grid, widths, decomposition=blocks)
-        (event,) = log.events
-        assert event.bytes == 4 * 6 * (plan.sent_points + plan.received_points)
-        assert plan.target_shape == tuple(
-            n + (2 * widths if widths == 1 else sum(widths[axis])) for axis, n in enumerate(plan.source_shape)
-        )
+            halo_exchange(x, grid, widths, decomposition=blocks).sum().backward()
+        moved = 8 * 2 * 3 * (block.sent + block.received)
+        assert [event.bytes for event in log.events] == ([moved] * 2 if moved else [])
+    slabs, pencils = Decomposition.even((11, 7), (world.size, 1)), Decomposition.even((11, 7), (1, world.size))
+    x = torch.zeros(slabs.local_shape((world.rank, 0)))
+    with trace(world) as log:
+        transfer(x, repartition_plan(slabs, pencils, world.rank), world)
+    total = world.mpi.allreduce(sum(event.bytes for event in log.events))
+    assert total == 2 * repartition_cost(slabs, pencils, 4).total_bytes  # an event counts both directions
 
 
 @pytest.mark.mpi(min_size=2)
@@ -176,3 +208,19 @@ def test_bad_input_is_an_error_on_every_rank(world):
         halo_exchange(torch.zeros(3), other, 1)
     inside = (world.rank > 0) + (world.rank < world.size - 1)
     assert halo_exchange(x + 1, grid, 1).sum().item() == 2 + inside
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_with_checks_a_rank_that_differs_is_an_error_on_all(mpi_world):
+    with Communicator(mpi_world, checked=True) as comm:
+        grid = CartesianGrid(comm, (comm.size,))
+        blocks = grid.decompose((2 * comm.size,))
+        first = comm.rank == 0
+        with pytest.raises(CollectiveError, match=r"rank 0: a tensor of shape \[3\] is not this rank's block"):
+            halo_exchange(torch.zeros(3 if first else 2), grid, 1, decomposition=blocks)
+        with pytest.raises(ValueError, match=r"must be alike; by rank they are \[4\] of torch.float32, \[5\]"):
+            halo_exchange(torch.zeros(4 if first else 5, 2), grid, 1, decomposition=blocks)
+        with pytest.raises(ValueError, match=r"of torch\.float64, .* of torch\.float32"):
+            shift(torch.zeros(2, dtype=torch.float64 if first else torch.float32), grid, 0)
+        assert halo_exchange(torch.ones(2), grid, 1, decomposition=blocks).shape == (4,)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commengine import Decomposition
-from tplayers.movement.plan import halo_plan, halo_ranges, repartition_plan
+from tplayers.movement.plan import halo_plan, repartition_plan
 
 #: numpy's names
 MODES = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
@@ -70,7 +70,7 @@ def test_halos_are_those_of_the_padded_field(case):
     for axis, (ends, mode) in enumerate(zip(widths, paddings, strict=True), start=1):
         padded = np.pad(padded, [ends if axis == other else (0, 0) for other in range(padded.ndim)], MODES[mode])
     padded = torch.from_numpy(padded)
-    ranges = halo_ranges(source, widths)
+    ranges = source.halo_ranges(widths)
     plans = [halo_plan(source, rank, ranges, paddings) for rank in range(size)]
     for place, made in zip(itertools.product(*map(range, source.grid_shape)), play(source, plans, whole), strict=True):
         spans = [

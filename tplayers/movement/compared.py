@@ -1,0 +1,116 @@
+"""The ranks compare their tensors before an operator moves them: one small all-gather, and one error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commengine import Communicator
+from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
+
+#: the dtypes that autograd differentiates; their places are what ranks tell each other
+_DTYPES = sorted(FLOATING_TYPES | COMPLEX_TYPES.keys(), key=str)
+
+#: dimensions of a tensor that the record has room for
+_MOST_DIMENSIONS = 12
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The agreed properties of the ranks' tensors.
+
+    shape: the root's, or that of every rank; along the dimension in which parts may differ it is this rank's.
+    sizes: of the ranks' tensors along that dimension. on_host: where the tensors lie. requires_grad: on any rank.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    on_host: bool
+    requires_grad: bool
+    operation: str
+
+    def dim(self, dim: int) -> int:
+        """Return ``dim`` as an index from 0. Raises ValueError if the tensors have no such dimension."""
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise ValueError(f"{self.operation}: a tensor of shape {list(self.shape)} has no dimension {dim}")
+        return dim % len(self.shape)
+
+    def empty(self, shape: Sequence[int], comm: Communicator) -> Tensor:
+        """Return an uninitialised tensor of the agreed dtype, where the others lie."""
+        return torch.empty(tuple(shape), dtype=self.dtype, device="cpu" if self.on_host else comm.device)
+
+
+def check_root(operation: str, comm: Communicator, root: int) -> None:
+    """Raise ValueError if ``root`` is not a rank of the group."""
+    if not 0 <= root < comm.size:
+        raise ValueError(f"{operation}: root={root} is not a rank of the group: 0 to {comm.size - 1}")
+
+
+def compare(
+    operation: str, x: Tensor | None, comm: Communicator, *, root: int | None = None, along: int | None = None
+) -> Compared:
+    """Compare the tensors of all ranks. Collective.
+
+    root: only this rank's tensor counts. along: the dimension in which the parts may have different sizes. Raises
+    ValueError on every rank if the tensors do not fit together, or a rank has none.
+    """
+    if root is not None:
+        check_root(operation, comm, root)
+    mine = torch.zeros(4 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
+    if x is not None and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS:
+        head = [1 + _DTYPES.index(x.dtype), int(x.requires_grad and torch.is_grad_enabled()), int(x.is_cpu), x.dim()]
+        mine[: 4 + x.dim()] = torch.tensor([*head, *x.shape])
+    everybody = torch.empty(comm.size * len(mine), dtype=torch.int64, device="cpu")
+    comm.all_gather(everybody, mine)
+    records = [tuple(record) for record in everybody.view(comm.size, -1).tolist()]
+    counted = records if root is None else [records[root]]
+    for rank, record in zip(range(comm.size) if root is None else [root], counted, strict=True):
+        if not record[0]:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ValueError(
+                f"{operation}: rank {rank} gave no tensor of at most {_MOST_DIMENSIONS} dimensions and one of the "
+                f"dtypes {names}"
+            )
+    first = counted[0]
+    dims = first[3]
+    at = None if along is None or not -dims <= along < dims else along % dims
+    alike = {_without(record, at) for record in counted}
+    if len(alike) > 1:
+        told = ", ".join(f"{list(r[4 : 4 + r[3]])} of {_DTYPES[r[0] - 1]}" for r in counted[:16])
+        except_in = "" if at is None else f" except in dimension {at}"
+        raise ValueError(f"{operation}: the ranks' tensors must be alike{except_in}; by rank they are {told}")
+    own = counted[comm.rank] if root is None else first
+    return Compared(
+        _DTYPES[own[0] - 1],
+        tuple(own[4 : 4 + dims]),
+        () if at is None else tuple(record[4 + at] for record in counted),
+        bool(own[2]),
+        any(record[1] for record in counted),
+        operation,
+    )
+
+
+def _without(record: tuple[int, ...], at: int | None) -> tuple[int, ...]:
+    """Return what must be equal on all ranks: not whether a gradient is wanted, and not the size along ``at``."""
+    return tuple(value for place, value in enumerate(record) if place != 1 and (at is None or place != 4 + at))
+
+
+def taking_part(x: Tensor, given: Compared) -> Tensor:
+    """Return ``x``, with a gradient on every rank or on none, because a backward needs every rank."""
+    return x if x.requires_grad == given.requires_grad else x.detach().requires_grad_(given.requires_grad)
+
+
+def placeholder(x: Tensor | None, shape: Sequence[int], given: Compared, comm: Communicator) -> Tensor:
+    """Return a tensor without elements, the input of a rank that has none. It stays in the graph of ``x``, if any."""
+    if x is None:
+        return given.empty(shape, comm)
+    return x.reshape(-1)[:0].to(given.dtype).view(tuple(shape))
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a contiguous copy whose memory holds its values: no lazily conjugated or negated view."""
+    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
