@@ -6,7 +6,13 @@ from torch.nn.functional import pad
 
 from commengine import CartesianGrid, CollectiveError, Communicator, Decomposition, trace
 from commengine.cost import block_halo, repartition_cost
-from tests.support.adjoints import assert_differentiates_twice, assert_dot_product, assert_gradients, random
+from tests.support.adjoints import (
+    assert_differentiates_twice,
+    assert_dot_product,
+    assert_forward_mode,
+    assert_gradients,
+    random,
+)
 from tplayers.movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
 from tplayers.movement.plan import repartition_plan
 from tplayers.movement.transfer import start_transfer, transfer
@@ -81,6 +87,7 @@ def test_gradcheck(groups):
 
         assert_gradients(exchange, shape, group, fast=mode != "reflect")
         assert_differentiates_twice(exchange, shape, group)
+        assert_forward_mode(exchange, shape, group)
 
 
 @pytest.mark.mpi(min_size=1)
