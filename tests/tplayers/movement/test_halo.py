@@ -9,7 +9,6 @@ from commengine.cost import block_halo, repartition_cost
 from tests.support.adjoints import (
     assert_differentiates_twice,
     assert_dot_product,
-    assert_forward_mode,
     assert_gradients,
     random,
 )
@@ -82,7 +81,6 @@ def test_halos_are_those_of_the_padded_field(groups, mode, dtype):
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.every_size
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode loads it
 def test_gradcheck(groups):
     for group, mode in [(one, mode) for one in groups for mode in MODES]:
         grid = CartesianGrid(group, (group.size,))
@@ -94,7 +92,6 @@ def test_gradcheck(groups):
 
         assert_gradients(exchange, shape, group, fast=mode != "reflect")
         assert_differentiates_twice(exchange, shape, group)
-        assert_forward_mode(exchange, shape, group)
 
 
 @pytest.mark.mpi(min_size=1)

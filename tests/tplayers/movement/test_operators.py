@@ -7,7 +7,6 @@ from commengine import CartesianGrid, Communicator, Decomposition
 from tests.support.adjoints import (
     assert_differentiates_twice,
     assert_dot_product,
-    assert_forward_mode,
     assert_gradients,
     random,
 )
@@ -24,11 +23,7 @@ from tplayers.movement.operators import (
     sum_reduce,
 )
 
-pytestmark = [
-    pytest.mark.mpi(min_size=1),
-    pytest.mark.every_size,
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # torch's forward mode loads it
-]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 by_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 
 
@@ -175,16 +170,6 @@ def test_repartition(groups, dtype):
             group,
             dtype,
         )
-
-
-def test_forward_mode(groups):
-    """A rank without an input gives an empty tensor, whose empty tangent takes part."""
-    for group in groups:
-        first = group.rank == 0
-        assert_forward_mode(lambda x, g=group: broadcast(x, g), (3, 2) if first else (0,), group)
-        assert_forward_mode(lambda x, g=group: scatter(x, g), (5, 2) if first else (0, 2), group)
-        assert_forward_mode(lambda x, g=group: gather(all_reduce(x, g), g), (3, 2), group, torch.complex128)
-        assert_forward_mode(lambda x, g=group: sum_reduce(all_gather(all_to_all(x, g, 1, 0), g, 1), g), (2, 4), group)
 
 
 def test_one_rank_that_wants_a_gradient_makes_all_take_part(groups):
