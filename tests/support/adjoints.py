@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tplayers import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 
@@ -69,6 +70,21 @@ def assert_differentiates_twice(operator, shape, comm, dtype=torch.float64):
     z = random(shape, dtype, 99 + comm.rank)
     (again,) = torch.autograd.grad(back, y, z)
     torch.testing.assert_close(again, operator(z), rtol=1e-13, atol=1e-13)
+
+
+def assert_forward_mode(operator, shape, comm, dtype=torch.float64):
+    """F is linear, so the tangent of F x is F of the tangent; and it differentiates by the tangent."""
+    x, tangent = random(shape, dtype, comm.rank), random(shape, dtype, 70 + comm.rank).requires_grad_()
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(operator(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(out.primal, operator(x), rtol=0, atol=0)
+    torch.testing.assert_close(out.tangent, operator(tangent.detach()), rtol=0, atol=0)
+    y = random(out.tangent.shape, dtype, 80 + comm.rank)
+    leaf = tangent.detach().clone().requires_grad_()
+    for result, by in ((out.tangent, tangent), (operator(leaf), leaf)):
+        torch.autograd.backward(result, y)
+        assert by.grad is not None
+    torch.testing.assert_close(tangent.grad, leaf.grad, rtol=0, atol=0)
 
 
 def sizes_of(shape, comm):

@@ -28,12 +28,14 @@ has already (forward: nothing; backward: all-reduce), and g is a sum whose resul
 same. The operators here make no such assumption: the function that is differentiated is the *sum* of the ranks' losses.
 
 All operators take tensors of any floating-point or complex dtype, on the host or on the communicator's device; none
-changes its input. They can be differentiated any number of times. Every rank must call them, and must run the backward.
+changes its input. They can be differentiated any number of times, and in forward mode (`torch.autograd.forward_ad`): a
+solver made of them has its tangent-linear and its adjoint model. Every rank must call them, and must run the backward.
 A rank without an input (a rank that a root scatters to) and a rank without an output (a rank that is gathered from)
 take part in both. The latter gets an empty tensor, which stands for its part in the graph: its program calls
 ``torch.autograd.backward`` on this tensor with an empty gradient, or adds ``out.sum()`` to its loss. The former needs
-``backward()``: ``torch.autograd.grad`` runs only what leads to the inputs that it is given. So if a rank without an
-input calls that, it passes a tensor of its own in place of None, from which its graph goes on.
+``backward()``: ``torch.autograd.grad`` runs only what leads to the inputs that it is given, and forward mode only what
+has a tangent. For these, a rank without an input passes a tensor of its own in place of None, which goes on in its
+graph.
 
 Before anything else the ranks compare dtypes and shapes in one small all-gather, and all of them raise ValueError if
 these do not fit. `shift`, `halo_exchange` and `repartition` do so only with ``Communicator(..., checked=True)``,
@@ -208,6 +210,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         forward, back = ctx.pair
         return _apply(grads[0], back, forward), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _apply(tangents[0], *ctx.pair)
 
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

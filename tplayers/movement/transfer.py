@@ -29,7 +29,8 @@ def transfer(x: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
         on every rank. The result is [..., *plan.target_shape], in the memory format of ``x``.
 
     Every rank of ``comm`` must call it, and must run the backward, which is `transfer_adjoint`. It may be
-    differentiated any number of times. Raises ValueError if the shape of ``x`` is not the plan's.
+    differentiated any number of times, and in forward mode, too. Raises ValueError if the shape of ``x`` is not that
+    of the plan.
     """
     check_block(x, plan.source_shape, comm)
     return _Transfer.apply(x, plan, comm, False)  # type: ignore[no-untyped-call, no-any-return]
@@ -231,6 +232,10 @@ class _Transfer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         # The transposed operator is differentiable, too, so a program may differentiate twice.
         return _Transfer.apply(grads[0], ctx.plan, ctx.comm, not ctx.adjoint), None, None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _Transfer.apply(tangents[0], ctx.plan, ctx.comm, ctx.adjoint)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Start(torch.autograd.Function):

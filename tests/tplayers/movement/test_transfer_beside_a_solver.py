@@ -40,7 +40,7 @@ class Training:
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [50, pytest.param(1000, marks=pytest.mark.long)])
 def test_no_message_is_taken_by_another(mpi_world, rounds):
     """The solver's receives are open while the trainings communicate, and take any tag; half of its sends come later.
 
