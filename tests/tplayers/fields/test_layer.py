@@ -8,7 +8,7 @@ import tplayers
 from commengine import CartesianGrid, CollectiveMismatch, Communicator, Decomposition
 from tests.support.fields.comparison import cut, draw, same_bits
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,8 @@ def pair(kind, case, grid, field, stream):
     if kind in ("max", "avg"):
         padding = tuple(min(p, k // 2) for p, k in zip(padding, kernel, strict=True))
         if kind == "max":
+            # torch's result for a window without any input is -inf, with a gradient that goes anywhere
+            assume(all(not p or d <= n for p, d, n in zip(padding, dilation, field.shape, strict=True)))
             options = {"stride": stride, "padding": padding, "dilation": dilation}
             return tplayers.FieldMaxPool(kernel, grid, field, **options), MAX[axes](kernel, **options)
         assume(axes < 3 or all(n >= k for n, k in zip(field.shape, kernel, strict=True)))  # torch's AvgPool3d asks so
@@ -175,7 +177,7 @@ def run(comms, ranks, examples):
 
 def test_layers_equal_torchs(comms):
     for ranks in sizes(comms):
-        run(comms, ranks, 30)
+        run(comms, ranks, 24)
 
 
 @pytest.mark.long
