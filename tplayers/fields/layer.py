@@ -148,7 +148,9 @@ class LocalInput:
         for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
             alone = isinstance(rule, Sliding) and mode == "zeros" and len(spans[axis]) == 1
             native.append(rule.before if alone and rule.before == rule.after else 0)  # type: ignore[attr-defined]
-            if native[axis] or mode == "clipped":
+            if native[axis]:
+                spans[axis] = [(0, points)]
+            elif mode == "clipped":
                 spans[axis] = [(max(low, 0), min(high, points)) for low, high in spans[axis]]
         self.native = tuple(native)
         self.span = tuple(ends[c] for ends, c in zip(spans, grid.coords, strict=True))
@@ -160,8 +162,15 @@ class LocalInput:
         for axis, ((start, stop), points) in enumerate(zip(self.span, decomposition.shape, strict=True)):
             ends = ((start, min(stop, 0)), (max(start, points), stop))
             self._outside += [(axis - len(spans), low - start, high - low) for low, high in ends if low < high]
+        blocks = [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
         #: whether every rank reads its own block and nothing else
-        self.is_block = spans == [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
+        self.is_block = spans == blocks
+        #: whether every rank reads some of its own block
+        self.meets_block = all(
+            max(low, start) < min(high, stop)
+            for ends, places in zip(spans, blocks, strict=True)
+            for (low, high), (start, stop) in zip(ends, places, strict=True)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the part of the field that this rank's outputs read. Differentiable. Collective over the grid."""
