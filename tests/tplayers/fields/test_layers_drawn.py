@@ -193,12 +193,14 @@ def run(comms, world, ranks, examples):
             one_case(*comms, drawn)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # of torch's layer
 def test_layers_equal_torchs(comms, mpi_world):
     for ranks in sizes(comms):
         run(comms, mpi_world, ranks, 24)
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_layers_equal_torchs_in_500_cases(comms, mpi_world):
     for ranks in sizes(comms):
         run(comms, mpi_world, ranks, 500)
