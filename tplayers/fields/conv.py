@@ -86,7 +86,8 @@ class FieldConv(FieldLayer):
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         weight, bias = filter_of(self)
-        if self.local.is_block or torch.is_autocast_enabled(x.device.type):
+        apart = self.local.meets_block and not self.local.is_block
+        if not apart or torch.is_autocast_enabled(x.device.type):
             return convolve_together(x, weight, bias, self._apart)
         return convolve_apart(x, weight, bias, self._apart, self.overlap_stream)
 

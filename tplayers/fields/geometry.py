@@ -70,8 +70,7 @@ class Sliding:
 class Transposed:
     """Transposed convolution: the adjoint of `Sliding`, with ``output_padding`` more outputs at the end.
 
-    `reads` may end one input early or late where the stride leaves gaps: `crop` says which of the outputs of the inputs
-    that were read are the wanted ones, and how many the inputs do not reach.
+    `crop` says which of the outputs of the inputs that were read are the wanted ones, and how many no input reaches.
     """
 
     kernel: int
@@ -92,7 +91,9 @@ class Transposed:
         return 2, 2 * self.padding - self.reach, 2 * self.stride
 
     def reads(self, start: int, stop: int) -> Span:
-        return (start + self.padding - self.reach) // self.stride, (stop - 1 + self.padding) // self.stride + 1
+        first = -(-(start + self.padding - self.reach) // self.stride)
+        # Where the stride leaves gaps, no input may reach the first output: then from the input before it.
+        return min(first, (start + self.padding) // self.stride), (stop - 1 + self.padding) // self.stride + 1
 
     def crop(self, start: int, stop: int) -> tuple[int, int]:
         """Return (skip, missing) for the outputs [start, stop) in the outputs of the inputs that `reads` names.

@@ -144,8 +144,11 @@ class _Convolve(torch.autograd.Function):
         stride, dilation, groups = geometry.stride, geometry.dilation, geometry.groups
         no = [0] * len(stride)
         y = torch.convolution(geometry.of_block(x), weight, bias, stride, geometry.padding, dilation, False, no, groups)
+        whole = y
         for axis, (skip, count) in enumerate(geometry.results):
             y = y.narrow(2 + axis, skip, count) if y.shape[2 + axis] != count else y
+        if y is not whole:
+            y = y.clone()  # not a view, because the caller may change what it gets in place
         halo = [_spread(part, piece) for piece, part in messages.wait()]
         halo += [_spread(x[piece.source], piece) for piece in geometry.kept]
         inputs = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from commengine.agreement import agree
+from tplayers.movement.compared import compare_words
 from tplayers.movement.plan import PADDINGS, halo_plan
 from tplayers.movement.transfer import transfer
 
@@ -67,11 +67,11 @@ class FieldLayer(nn.Module):
         return len(self.grid.shape)
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError unless ``x`` is this rank's block of a field that the layer takes.
+        """Raise ValueError unless ``x`` is this rank's block of a field that the layer takes: real, of its shape.
 
         In the layer's first forward, and in each one if the communicator is ``checked``, the ranks compare: all of them
-        raise the error of one of them, and CollectiveMismatch if batch sizes or dtypes differ. Later a rank looks at
-        its own block only.
+        raise the error of one of them, and CollectiveMismatch if batch sizes, dtypes or ``requires_grad`` differ. Later
+        a rank looks at its own block only.
         """
         fits = x.dim() == 2 + self.axes and tuple(x.shape[2:]) == self._local_shape
         fits = fits and self.channels in (None, x.shape[1])
@@ -79,25 +79,18 @@ class FieldLayer(nn.Module):
         if not fits:
             needed = ["batch", self.channels or "channels", *self._local_shape]
             problem = f"{type(self).__name__} on rank {self.grid.rank} needs a block {needed}, not {list(x.shape)}"
+        elif not x.is_floating_point():
+            problem = f"{type(self).__name__} on rank {self.grid.rank} needs a real field, not {x.dtype}"
         comm = self.grid.comm
         if comm.size > 1 and (comm.checked or not self._compared):
             self._compared = True
-            described = problem or f"a field of batch {x.shape[0]}, {x.shape[1]} channels, {x.dtype}"
-            compare(comm, described)
+            wanted = x.requires_grad and torch.is_grad_enabled()
+            compare_words(comm, problem or f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wanted}")
         if problem:
             raise ValueError(problem)
 
     def extra_repr(self) -> str:
         return f"{list(self.input.shape)} -> {list(self.output.shape)} on {list(self.grid.shape)} ranks"
-
-
-def compare(comm: Communicator, described: str) -> None:
-    """Raise CollectiveMismatch on every rank unless all ranks of ``comm`` give the same words. Collective."""
-
-    def gather(whole: Tensor, mine: Tensor) -> None:
-        comm.all_gather(whole.view(-1), mine)
-
-    agree(comm, gather, described)
 
 
 class LocalInput:
@@ -148,7 +141,9 @@ class LocalInput:
         for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
             alone = isinstance(rule, Sliding) and mode == "zeros" and len(spans[axis]) == 1
             native.append(rule.before if alone and rule.before == rule.after else 0)  # type: ignore[attr-defined]
-            if native[axis] or mode == "clipped":
+            if native[axis]:
+                spans[axis] = [(0, points)]
+            elif mode == "clipped":
                 spans[axis] = [(max(low, 0), min(high, points)) for low, high in spans[axis]]
         self.native = tuple(native)
         self.span = tuple(ends[c] for ends, c in zip(spans, grid.coords, strict=True))
@@ -160,8 +155,15 @@ class LocalInput:
         for axis, ((start, stop), points) in enumerate(zip(self.span, decomposition.shape, strict=True)):
             ends = ((start, min(stop, 0)), (max(start, points), stop))
             self._outside += [(axis - len(spans), low - start, high - low) for low, high in ends if low < high]
+        blocks = [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
         #: whether every rank reads its own block and nothing else
-        self.is_block = spans == [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
+        self.is_block = spans == blocks
+        #: whether every rank reads some of its own block
+        self.meets_block = all(
+            max(low, start) < min(high, stop)
+            for ends, places in zip(spans, blocks, strict=True)
+            for (low, high), (start, stop) in zip(ends, places, strict=True)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the part of the field that this rank's outputs read. Differentiable. Collective over the grid."""

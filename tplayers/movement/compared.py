@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
+from commengine.agreement import agree
 from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 
 #: the dtypes that autograd differentiates; their places are what ranks tell each other
@@ -97,6 +98,15 @@ def compare(
 def _without(record: tuple[int, ...], at: int | None) -> tuple[int, ...]:
     """Return what must be equal on all ranks: not whether a gradient is wanted, and not the size along ``at``."""
     return tuple(value for place, value in enumerate(record) if place != 1 and (at is None or place != 4 + at))
+
+
+def compare_words(comm: Communicator, words: str) -> None:
+    """Raise CollectiveMismatch on every rank unless all ranks of ``comm`` give the same words. Collective."""
+
+    def gather(everybody: Tensor, mine: Tensor) -> None:
+        comm.all_gather(everybody.view(-1), mine)
+
+    agree(comm, gather, words)
 
 
 def taking_part(x: Tensor, given: Compared) -> Tensor:

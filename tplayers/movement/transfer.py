@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Event, Stream
 from commengine.agreement import raise_together
 
-from .compared import compare
+from .compared import compare, compare_words
 from .plan import BlockPart, TransferPlan
 
 
@@ -76,8 +76,9 @@ class StartedTransfer:
 def check_block(x: Tensor, shape: Sequence[int], comm: Communicator) -> None:
     """Raise ValueError if the last dimensions of ``x`` are not ``shape``.
 
-    If the communicator is checked, the ranks also compare dtypes and leading sizes. Then the call is collective, and
-    every rank raises an error: CollectiveError for a wrong block, ValueError for tensors that differ.
+    If the communicator is checked, the ranks also compare dtypes, leading sizes and ``requires_grad``. Then the call is
+    collective, and every rank raises an error: CollectiveError for a wrong block, ValueError for tensors that differ,
+    CollectiveMismatch if only some ranks would run a backward.
     """
     lead, problem = x.shape[: max(0, x.dim() - len(shape))], None
     if tuple(x.shape[len(lead) :]) != tuple(shape):
@@ -85,6 +86,8 @@ def check_block(x: Tensor, shape: Sequence[int], comm: Communicator) -> None:
     if comm.checked:
         raise_together(comm.mpi, problem)
         compare("transfer", x.new_empty(lead), comm)
+        wanted = x.requires_grad and torch.is_grad_enabled()
+        compare_words(comm, f"a transfer with requires_grad={wanted}")
     elif problem is not None:
         raise ValueError(problem)
 

@@ -69,6 +69,9 @@ def test_a_transposed_rule_reads_all_inputs_of_its_outputs_and_says_where_they_a
     taps = [(i, i * rule.stride - rule.padding + t * rule.dilation) for i in range(points) for t in range(rule.kernel)]
     needed = {i for i, output in taps if start <= output < stop}
     assert needed <= set(range(low, high))
+    inside = set(range(max(low, 0), min(high, points)))
+    if rule.dilation == 1:  # one more only where the first output has no input
+        assert len(inside - needed) <= (rule.stride > rule.kernel)
     skip, missing = rule.crop(start, stop)
     assert 0 <= missing < rule.stride
     assert skip >= 0
@@ -93,3 +96,9 @@ def test_a_rank_without_outputs_reads_nothing():
     rule = Sliding(kernel=3, stride=4)
     assert output_bounds(rule, [2, 1, 6]) == (0, 1, 1, 2)
     assert read_spans(rule, (0, 1, 1, 2)) == ((0, 3), (0, 0), (4, 7))
+
+
+def test_a_transposed_convolution_as_wide_as_its_stride_needs_no_halo():
+    rule = Transposed(kernel=2, stride=2)
+    assert [rule.reads(2 * a, 2 * b) for a, b in ((0, 4), (4, 5), (5, 9))] == [(0, 4), (4, 5), (5, 9)]
+    assert rule.crop(8, 10) == (0, 0)

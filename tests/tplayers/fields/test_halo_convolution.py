@@ -13,7 +13,7 @@ from tests.support.fields.comparison import close, cut, draw
 from tplayers.fields.geometry import Sliding
 from tplayers.fields.halo_regions import interior
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 
 class AtConvolutions(TorchDispatchMode):

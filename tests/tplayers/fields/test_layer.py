@@ -6,9 +6,9 @@ import torch
 import commengine
 import tplayers
 from commengine import CartesianGrid, CollectiveMismatch, Communicator, Decomposition
-from tests.support.fields.comparison import cut, draw, same_bits
+from tests.support.fields.comparison import close, cut, draw, same_bits
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,55 @@ def test_other_batches_or_dtypes_on_one_rank_raise_on_all(grid):
         kind = torch.float32 if grid.rank else dtype
         with pytest.raises(CollectiveMismatch, match="the ranks disagree"):
             layer(torch.zeros(shape, dtype=kind))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradient_that_one_rank_alone_wants_raises_on_all(grid):
+    """The others would not run the backward, and it would wait for them."""
+    field = grid.decompose((8, 8 * grid.size))
+    layer = tplayers.FieldConv(2, 2, 3, grid, field, padding=1)
+    tplayers.initialize(layer, 1)
+    with pytest.raises(CollectiveMismatch, match=r"requires_grad=(True|False).*requires_grad=(True|False)"):
+        layer(torch.zeros(1, 2, 8, 8, requires_grad=grid.rank == 0))
+    x = torch.zeros(1, 2, 8, 8, requires_grad=grid.rank == 0)
+    with torch.no_grad():
+        assert layer(x).shape == x.shape  # no rank runs a backward
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_checked_transfer_compares_whether_gradients_are_wanted(mpi_world):
+    with Communicator(mpi_world, device="cpu", checked=True) as comm:
+        checked = CartesianGrid(comm, (comm.size,))
+        x = torch.zeros(1, 4, requires_grad=comm.rank == 0)
+        with pytest.raises(CollectiveMismatch, match="the ranks disagree"):
+            tplayers.halo_exchange(x, checked, 1, decomposition=checked.decompose((4 * comm.size,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_a_field_that_is_not_real_is_refused_on_every_rank(grid, dtype):
+    field = grid.decompose((8, 8 * grid.size))
+    for layer in (tplayers.FieldConv(2, 2, 3, grid, field), tplayers.FieldMaxPool(2, grid, field)):
+        with pytest.raises((ValueError, CollectiveMismatch), match=f"needs a real field, not {dtype}"):
+            layer(torch.zeros(1, 2, 8, 8, dtype=dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # of torch's layer
+@pytest.mark.parametrize(("kernel", "padding"), [(2, 0), (4, 1), ((4, 2), "same"), (3, 0)])
+def test_a_result_may_be_changed_in_place(grid, kernel, padding):
+    """As torch's: where a rank computes more outputs than its own, the result is no view of them."""
+    field = grid.decompose((8, 8 * grid.size))
+    torch.manual_seed(1)
+    theirs = torch.nn.Conv2d(2, 3, kernel, padding=padding, dtype=torch.float64)
+    layer = tplayers.FieldConv(2, 3, kernel, grid, field, padding=padding, dtype=torch.float64)
+    layer.load_state_dict(theirs.state_dict())
+    whole = draw(1, 2, *field.shape).requires_grad_()
+    x = cut(whole.detach(), field, grid).requires_grad_()
+    y = torch.nn.functional.relu_(theirs(whole))
+    out = torch.nn.functional.relu_(layer(x))
+    y.sum().backward(), out.sum().backward()
+    close(out, cut(y, layer.output, grid))
+    close(x.grad, cut(whole.grad, field, grid))
+    close(layer.weight.grad, theirs.weight.grad)
 
 
 def test_later_a_rank_looks_at_its_own_block_only(grid):

@@ -6,7 +6,7 @@ import torch
 from commengine import Communicator
 from tests.support import documents, mpirun
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 PROGRAMS = [block.text for block in documents.blocks(mpirun.ROOT / "docs" / "fields.md") if block.language == "python"]
 

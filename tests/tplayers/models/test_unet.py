@@ -37,6 +37,18 @@ def test_equals_torchs_layers_on_the_whole_field(grid, norm, padding_mode, kerne
     equals_torchs(tplayers.UNet(3, 2, grid, field, **options), whole, draw(2, 3, *field.shape), grid, tolerance=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # of torch's layer
+def test_an_even_kernel(grid):
+    """Torch pads the end more than the beginning, and so a rank computes outputs that are not its own."""
+    field = Decomposition(SPLITS[grid.size][1])
+    options = {"width": 4, "depth": 2, "kernel_size": 4, "dtype": torch.float64}
+    torch.manual_seed(1)
+    whole = WholeUNet(1, 2, 2, **options)
+    for conv in (conv for level in (*whole.down, *whole.merge) for conv in level.conv):
+        conv.padding = "same"
+    equals_torchs(tplayers.UNet(1, 2, grid, field, **options), whole, draw(2, 1, *field.shape), grid, tolerance=1e-11)
+
+
 @pytest.mark.parametrize("shape", [(16,), (8, 4, 4)])
 def test_other_dimensions(grid, shape):
     grid = CartesianGrid(grid.comm, (grid.size, *(1 for _ in shape[1:])))
