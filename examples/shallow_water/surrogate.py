@@ -82,24 +82,28 @@ def train(surrogate: Surrogate, solver: ShallowWater, steps: int) -> None:
                 print(f"step {step + 1}: loss {whole:.2e}", flush=True)
 
 
-def compare(surrogate: Surrogate, solver: ShallowWater, leads: int) -> tuple[np.ndarray, list[np.ndarray]]:
+def compare(surrogate: Surrogate, solver: ShallowWater, leads: int) -> tuple[np.ndarray, list[np.ndarray], list[float]]:
     """Forecasts from states that the training has not seen.
 
-    Returns the root mean square errors [leads, 2] of the network and of persistence, and on rank 0 the depth of the
-    first member for each lead: the solver's and the network's.
+    Returns the root mean square errors [leads, 2] of the network and of persistence; on rank 0 the depth of the first
+    member for each lead, the solver's and the network's; and the seconds of the solver and of the network for a lead.
     """
     random = np.random.default_rng(2)
     for member in range(solver.members):
         solver.drop(member, random)
     start = forecast = single(solver.state)
-    errors, frames = np.zeros((leads, 2)), []
+    errors, frames, times = np.zeros((leads, 2)), [], np.zeros((leads, 3))
     for lead in range(leads):
+        times[lead, 0] = MPI.Wtime()
         solver.advance(LEAD)
+        times[lead, 1] = MPI.Wtime()
         forecast, truth = surrogate.advance(forecast), single(solver.state)
+        times[lead, 2] = MPI.Wtime()
         errors[lead] = [float((wrong - truth).square().sum()) for wrong in (forecast, start)]
         frames.append(np.stack([whole_field(solver, field[0, 0].numpy()) for field in (truth, forecast)]))
     solver.cart.Allreduce(MPI.IN_PLACE, errors)
-    return np.sqrt(errors / (solver.members * 3 * solver.size[0] * solver.size[1])), frames
+    errors = np.sqrt(errors / (solver.members * 3 * solver.size[0] * solver.size[1]))
+    return errors, frames, np.median(np.diff(times), axis=0).tolist()
 
 
 def whole_field(solver: ShallowWater, block: np.ndarray) -> np.ndarray:
@@ -148,11 +152,12 @@ def main() -> None:
     with CartesianGrid.from_mpi(solver.cart) as grid:
         surrogate = Surrogate(grid, Decomposition(solver.blocks), options.width)
         train(surrogate, solver, options.steps)
-        errors, frames = compare(surrogate, solver, options.leads)
+        errors, frames, seconds = compare(surrogate, solver, options.leads)
     if solver.cart.rank == 0:
         for lead, (network, persistence) in enumerate(errors, 1):
             if lead in (1, 5, 10, 20):
                 print(f"lead {lead}: error of the network {network:.4f}, of persistence {persistence:.4f}")
+        print("a lead of all members: {:.3f} s of the solver, {:.3f} s of the network".format(*seconds))
         animate(options.output, errors, frames)
         print(f"animation: {options.output}")
     solver.cart.Free()
