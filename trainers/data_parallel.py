@@ -7,7 +7,7 @@
         loss(net(x), y).backward()
         optimizer.step()
 
-Everything that such a step may need is here: uneven batches, accumulation, clipping, saving and resuming.
+Uneven batches, accumulation, clipping, sharded optimizers and checkpoints are here, too.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class DataParallel:
         devices only, because on the host the ranks already use all cores.
     bucket_size: the largest number of elements of a bucket; None: 4 million on the host, 40 million on devices.
 
-    Construction and `close` are collective over all ranks. Every backward outside of `no_sync` is collective, too: on
-    its return ``parameter.grad`` is the mean of the ranks' gradients, the same bits on all replicas. A loss that is a
-    mean over this rank's samples then gives the gradient of the mean over all samples, if the ranks have equally many;
-    `sample_weight` is for other cases. Gradients that ``torch.autograd.grad`` returns are this rank's own.
+    Construction and `close` are collective. Every backward outside of `no_sync` is, too: on its return
+    ``parameter.grad`` is the mean of the ranks' gradients, the same bits on all replicas. A loss that is a mean over
+    this rank's samples then gives the gradient of the mean over all samples, if the ranks have equally many; otherwise
+    see `sample_weight`. Gradients that ``torch.autograd.grad`` returns are this rank's own.
 
     Raises CollectiveError on every rank if the module differs between ranks in structure, or with
-    ``make_equal=False`` in values. A backward raises RuntimeError, on all ranks, that names the parameters without a
-    gradient.
+    ``make_equal=False`` in values. A backward raises RuntimeError on every rank if a gradient is missing.
     """
 
     def __init__(
@@ -71,8 +70,9 @@ class DataParallel:
         bucket_size: int | None = None,
     ) -> None:  # fmt: skip
         self.module, self.allow_unused, self.equal_buffers = module, allow_unused, equal_buffers
-        world = ranks if isinstance(ranks, Communicator) else ranks.world
-        require_same_structure(world, module)
+        if not isinstance(ranks, Communicator | ProcessGrid):
+            raise CollectiveError(f"DataParallel needs a commengine.Communicator or ProcessGrid, not {ranks!r}")
+        require_same_structure(ranks if isinstance(ranks, Communicator) else ranks.world, module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:
             raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
@@ -112,11 +112,10 @@ class DataParallel:
     def sample_weight(self, samples: float) -> float:
         """The factor of the *sum* of this rank's losses that makes the averaged gradient that of the mean of all.
 
-        samples: of this rank in the whole step, over all its backwards; it may be 0. Every rank of the data group must
-        call it, once a step; ranks of a tensor group with the same number. The factor is the number of replicas divided
-        by all samples. It counts what the loss counts: samples, tokens, or cells.
-
-        Raises ValueError, on all ranks, unless the numbers are finite, none is negative, and one is positive.
+        It is the number of replicas divided by all samples. samples: of this rank in the whole step, over all its
+        backwards; it may be 0, and counts what the loss counts: samples, tokens, or cells. Collective over the data
+        group, once a step; the ranks of a tensor group give the same number. Raises ValueError, on all ranks, unless
+        the numbers are finite, none is negative, and one is positive.
         """
         usable = math.isfinite(samples) and samples >= 0
         counted = torch.tensor([samples if usable else 0.0, 0.0 if usable else 1.0], dtype=torch.float64)
@@ -137,8 +136,8 @@ class DataParallel:
     def clip(self, largest: float) -> float:
         """Divide all gradients by norm / ``largest`` if their norm exceeds it. Returns the norm before.
 
-        The norm is that of the whole model's gradient, the same on all ranks; 0 turns clipping off. Call it between the
-        last backward and the optimizer's step. Collective over the tensor group.
+        It is that of the whole model's gradient, the same on all ranks. 0: do not clip. Collective over the tensor
+        group, between the last backward and the optimizer's step.
         """
         norm = gradient_norm(self.gradients.segments, self.grid.tensor)
         clip(self.gradients.segments, norm, largest)
@@ -149,21 +148,28 @@ class DataParallel:
         self._block: contextlib.AbstractContextManager[None] | None = None  # the backward that goes on
         self._task: int | None = None  # autograd's number of it
         self._ends: list[weakref.ref[_End]] = []
+        self._inner: _End | None = None
 
     def _begin(self) -> None:
+        if self._block is not None:  # the backward before this one raised an error
+            self._abandon()
         self._block = self.gradients.last_microbatch()
         self._block.__enter__()
+
+    def _end_block(self) -> None:
+        assert self._block is not None
+        self._block.__exit__(None, None, None)
+        self._reset()
 
     def _comes(self, _: Tensor) -> None:
         """Autograd's hook, which runs before that of the gradient buckets: a parameter has its gradient."""
         if self._suspended:
             return
-        if self._ends and all(end() is None for end in self._ends):  # the backward before this one raised an error
-            self._abandon()
+        failed = self._ends and all(end() is None for end in self._ends)
         task = torch._C._current_graph_task_id()
-        if task == self._task:
+        if task == self._task and not failed:
             return
-        if self._block is None:
+        if failed or self._block is None:
             self._begin()
         self._task = task
         end = _End(self)
@@ -181,11 +187,8 @@ class DataParallel:
 
     def _finish(self, *, excused: bool) -> None:
         """Send what is left and wait for everything. excused: this rank has had no backward."""
-        block = self._block
-        assert block is not None
-        self._reset()
         late = self.gradients.complete()
-        block.__exit__(None, None, None)
+        self._end_block()
         absent = [p.grad is None for p in self._trained.values()]
         missing, unequal = self._exchange(set() if excused or self.allow_unused else set(late), absent)
         self.gradients.finish()
@@ -227,11 +230,9 @@ class DataParallel:
         return told[:count], [number for number, found in enumerate(told[count:]) if found]
 
     def _abandon(self) -> None:
-        """Forget a backward that raised an error. Buckets that it sent wait for the other ranks."""
-        if self._block is not None:
-            self._block.__exit__(None, None, None)
+        """Forget a backward that raised an error, when what it sent has been received."""
+        self._end_block()
         self.gradients.drain()
-        self._reset()
 
     # Optimizer and checkpoints -----------------------------------------------------------------------------------
 
@@ -243,8 +244,8 @@ class DataParallel:
 
         params: parameters or groups; None: all that require a gradient. See `ShardedOptimizer`. Collective.
         """
-        chosen = self._trained.values() if params is None else params
-        return ShardedOptimizer(chosen, kind, self.grid.data, separate=separate, **options)
+        params = self._trained.values() if params is None else params
+        return ShardedOptimizer(params, kind, self.grid.data, separate=separate, **options)
 
     def save(
         self, folder: str | Path, optimizer: torch.optim.Optimizer, step: int, extra: Mapping[str, Any] | None = None,
@@ -252,8 +253,7 @@ class DataParallel:
     ) -> None:  # fmt: skip
         """Write a checkpoint after ``step`` steps: module, optimizer, and ``extra``, which is JSON. Collective.
 
-        It is complete or absent, and has checksums. keep: how many of the newest checkpoints stay; None: all.
-        Raises UsageError, on all ranks, if it cannot be written.
+        keep: how many of the newest ones stay; None: all. Raises UsageError, on all ranks, if it cannot be written.
         """
         save(Path(folder), self.module, optimizer, self.grid, step=step, extra=extra or {}, keep=keep)
 
@@ -262,9 +262,9 @@ class DataParallel:
     ) -> tuple[int, dict[str, Any]] | None:
         """Continue from the newest checkpoint in ``folder``, or from ``folder`` if it is one. Collective.
 
-        The number of ranks, the tensor size, and whether the optimizer is sharded may be others than when it was
-        saved. Returns (step, extra), or None if there is no checkpoint. Raises UsageError, on all ranks, if the files
-        are damaged, or belong to another module or optimizer.
+        It may have been saved by another number of ranks or tensor size, with the optimizer sharded or not. Returns
+        (step, extra), or None if there is none. Raises UsageError, on all ranks, if the files are damaged, or belong to
+        another module or optimizer.
         """
         return load(Path(folder), self.module, optimizer, self.grid)
 

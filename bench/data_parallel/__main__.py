@@ -100,12 +100,12 @@ def parser() -> CommandParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, valid=COUNT, default=9, help="rounds (default: %(default)s)")
+    add("--rounds", type=int, valid=COUNT, default=7, help="rounds (default: %(default)s)")
     add(
         "--steps", type=int, valid=COUNT, help="steps of each contestant in a round (default: 10, or 2 of the wide one)"
     )
     add(
-        "--warmup", type=int, valid=between(COMPARED_STEPS, 10**6), default=8,
+        "--warmup", type=int, valid=between(COMPARED_STEPS, 10**6), default=COMPARED_STEPS,
         help=f"steps before the first round, at least {COMPARED_STEPS} (default: %(default)s)",
     )  # fmt: skip
     add("--width", type=int, valid=COUNT, help="measure one network of this width only")

@@ -21,6 +21,7 @@ from trainers.training.optimizer_state import OptimizerState
 from . import checkpoint, parallel_safetensors, pointer
 from .checkpoint import OPTIMIZER, Progress
 from .checkpoint_writer import CheckpointWriter
+from .safetensors_file import lay_out
 
 #: the keys of ``settings`` in ``state.json``
 _OF_OPTIMIZER, _OF_USER = "optimizer", "extra"
@@ -36,7 +37,14 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
 
     state = OptimizerState(module, optimizer, grid.world, grid.data)
-    settings = on_every_rank(grid.world, lambda: {_OF_OPTIMIZER: state.settings(), _OF_USER: as_json(extra)})
+    parts = checkpoint.model_placements(module)
+
+    def described() -> dict[str, Any]:
+        lay_out({name: (tensor.dtype, parts[name]) for name, tensor in checkpoint.named_values(module)})
+        lay_out(state.described())
+        return {_OF_OPTIMIZER: state.settings(), _OF_USER: as_json(extra)}
+
+    settings = on_every_rank(grid.world, described)
     on_rank_zero(grid.world, make_folder)
     CheckpointWriter(folder, Progress(step, step), module, state, settings, grid).finish()
     if keep is not None:

@@ -39,9 +39,14 @@ class StoredTensor:
 
 
 def lay_out(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The header of a file of these global tensors, in their order, and where each of them lies."""
+    """The header of a file of these global tensors, in their order, and where each of them lies.
+
+    Raises ValueError that names the first tensor whose dtype the format does not have.
+    """
     stored, offset = {}, 0
     for name, (dtype, placement) in described.items():
+        if dtype not in CODES:
+            raise ValueError(f"{name} is of {dtype}, which a safetensors file cannot hold")
         end = offset + math.prod(placement.shape) * dtype.itemsize
         stored[name] = StoredTensor(dtype, placement.shape, offset, end)
         offset = end
