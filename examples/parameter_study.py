@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 
@@ -87,6 +86,8 @@ def next_cases(counter: MPI.Win, group: Communicator) -> Iterator[int]:
 
 def draw(path: Path, errors: np.ndarray) -> None:
     """The errors [times, widths] as a map."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(np.log10(errors), cmap="viridis_r", origin="lower")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 
@@ -102,6 +101,8 @@ def learn(model: Forecast, rows: Rows, plan: np.ndarray, steps: int) -> tuple[to
 
 def draw(path: Path, frame: np.ndarray, forecast: np.ndarray) -> None:
     """The solver's last frame, its forecast by the network, and the difference."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(9, 3), layout="constrained")
     titles = ("solver", "network", "difference times 10")
     for axes, title, field in zip(
