@@ -33,7 +33,10 @@ TESTED_BY = {
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
     "tplayers/checks.py": ["tplayers/test_embedding.py", "tplayers/models/test_bert.py"],
     "tplayers/fields/conv.py": ["tplayers/fields/test_layers_drawn.py"],
-    "tplayers/fields/norm.py": ["tplayers/fields/test_layers_drawn.py"],
+    "tplayers/fields/halo_regions.py": [
+        "tplayers/fields/test_halo_convolution.py",
+        "tplayers/fields/test_layers_drawn.py",
+    ],
     "tplayers/fields/pool.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/upsample.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],

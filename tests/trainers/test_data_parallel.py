@@ -12,7 +12,7 @@ from tplayers import MLP, initialize
 from trainers.checks.replicas import checksum
 from trainers.data_parallel import DataParallel
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 
 EACH = 3  # samples of a rank
 
@@ -83,8 +83,8 @@ def assert_equal_bits(world, tensors):
     assert all(row.equal(mine) for row in every)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("bucket_size", [1, 40, None])
+@pytest.mark.every_size
+@pytest.mark.parametrize(("overlap", "bucket_size"), [(False, None), (False, 40), (True, 40), (True, 1)])
 def test_training_equals_that_of_one_rank_with_all_samples(world, overlap, bucket_size):
     whole = samples(EACH * world.size)
     x, y = part(world, whole)
@@ -121,6 +121,7 @@ def test_every_way_to_clear_gradients_works_and_strides_are_the_parameters(world
         assert net.conv.weight.grad.stride() == net.conv.weight.stride() != Net().conv.weight.stride()
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_with_other_numbers_of_samples_are_weighted(world, overlap):
     """Rank r has r samples: rank 0 none."""
@@ -191,6 +192,7 @@ def test_buckets_are_sent_while_the_backward_runs(world):
         assert len(log.events) >= seen[0] + 2
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_is_right(world, overlap):
     """Only the last rank leaves a layer out. The others would wait for its bucket."""
@@ -206,6 +208,7 @@ def test_a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_is_right
         assert_same_gradients(net, truth(whole))
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("overlap", [False, True])
 def test_unused_parameters_may_be_allowed(world, overlap):
     """Every layer that a rank leaves out has gradient zero there; a layer that all leave out has none."""
@@ -362,6 +365,7 @@ def test_two_groups_train_at_once_and_two_modules_on_one_group(world):
         part_of.close()
 
 
+@pytest.mark.every_size
 def test_tensor_groups_hold_a_replica_together(world, alone):
     """Shards of a tplayers layer between layers of torch: the same gradients and norm at every layout."""
 

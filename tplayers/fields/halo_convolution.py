@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Communicator, Stream
@@ -25,19 +26,20 @@ from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
 from .geometry import Sliding, Span
+from .halo_regions import Slices, common, frame, reads_of
 from .layer import LocalInput
-
-Slices = tuple[Any, ...]
 
 
 class Slab(NamedTuple):
     """A box of outputs that read the halo.
 
-    outputs: its place in the rank's outputs. shape: of the inputs that it reads, in space. parts: for each piece of the
-    halo that it reads: the piece's number, its part of the inputs, and which part of the piece that is.
+    outputs: its place in the rank's outputs. taps: of each axis, the (first, number) of the kernel's points that meet
+    the halo; the others would meet zeros. shape: of the inputs that these read, in space. parts: for each piece of the
+    halo among them: the piece's number, its part of the inputs, and which part of the piece that is.
     """
 
     outputs: Slices
+    taps: list[Span]
     shape: tuple[int, ...]
     parts: list[tuple[int, Slices, Slices]]
 
@@ -84,17 +86,17 @@ class HaloConvolution:
         self.kept = [piece for piece in plan.kept if piece is not own]
         self.slabs = []
         whole = [(part.start, part.stop) for part in outputs]
-        for box in _frame(rules, whole, [(part.start, part.stop) for part in block], native):
-            spans = [reads[a] if native[a] else rules[a].reads(*box[a]) for a in axes]  # what the box reads
-            box_at = [(low - reads[a][0], high - reads[a][0]) for a, (low, high) in enumerate(spans)]
+        for box, taps, regions in frame(rules, whole, [(part.start, part.stop) for part in block], reads, native):
+            spans = [reads[a] if native[a] else reads_of(rules[a], box[a], taps[a]) for a in axes]
             parts = [
-                (number, *common)
+                (number, *shared)
+                for region in regions
                 for number, piece in enumerate([*self.received, *self.kept])
-                if (common := _common(box_at, piece.target[1:])) is not None
+                if (shared := common(spans, region, piece.target[1:], [low for low, _ in reads])) is not None
             ]
             if parts:
                 at = tuple(slice(low - whole[a][0], high - whole[a][0]) for a, (low, high) in enumerate(box))
-                self.slabs.append(Slab((..., *at), tuple(high - low for low, high in box_at), parts))
+                self.slabs.append(Slab((..., *at), taps, tuple(high - low for low, high in spans), parts))
 
     def of_block(self, x: Tensor) -> Tensor:
         """The part of the block that torch convolves."""
@@ -126,10 +128,10 @@ def convolve_apart(
 
 
 def convolve_together(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: HaloConvolution) -> Tensor:
-    """The same by one convolution of the block with its halo, which differentiates any number of times."""
-    no = [0] * len(geometry.stride)
-    return torch.convolution(
-        geometry.local(x), weight, bias, geometry.stride, geometry.native, geometry.dilation, False, no, geometry.groups
+    """The same by one convolution of the block with its halo. It differentiates any number of times, and autocasts."""
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.stride) - 1]
+    return convolve(
+        geometry.local(x), weight, bias, geometry.stride, geometry.native, geometry.dilation, geometry.groups
     )
 
 
@@ -148,12 +150,14 @@ class _Convolve(torch.autograd.Function):
         halo += [_spread(x[piece.source], piece) for piece in geometry.kept]
         inputs = []
         for slab in geometry.slabs:
-            read = new_block(x, slab.shape).zero_()
-            for number, at, of in slab.parts:
-                read[at] = halo[number][of]
-            y[slab.outputs] += torch.convolution(
-                read, weight, None, stride, geometry.native, dilation, False, no, groups
-            )
+            number, at, of = slab.parts[0]
+            read = halo[number][of]
+            if tuple(read.shape[2:]) != slab.shape:
+                read = new_block(x, slab.shape).zero_()
+                for number, at, of in slab.parts:
+                    read[at] = halo[number][of]
+            met = _narrow(weight, slab)
+            y[slab.outputs] += torch.convolution(read, met, None, stride, geometry.native, dilation, False, no, groups)
             inputs.append(read)
         ctx.save_for_backward(x, weight, *inputs)
         ctx.geometry, ctx.stream, ctx.biased = geometry, stream, bias is not None
@@ -170,37 +174,43 @@ class _Convolve(torch.autograd.Function):
             found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
             of_x, of_weight = (next(found) if need else None for need in (need_x, need_weight))
             return of_x, of_weight, grad.sum((0, *range(2, x.dim()))) if need_bias else None, None, None
-        halo: list[Tensor] = []
+        halo: dict[int, Tensor] = {}
         pieces = [*geometry.received, *geometry.kept]
-        if need_x:
-            halo = [new_block(x, tuple(s.stop - s.start for s in piece.target[1:])).zero_() for piece in pieces]
-        grad_weight = None
+        of_slabs: list[Tensor] = []
         for slab, read in zip(geometry.slabs, inputs, strict=True):
             of_read, of_weight, _ = _adjoint(
-                grad[slab.outputs], read, weight, geometry, geometry.native, (need_x, need_weight, False)
+                grad[slab.outputs], read, _narrow(weight, slab), geometry, geometry.native, (need_x, need_weight, False)
             )
             for number, at, of in slab.parts if need_x else ():
+                shape = tuple(place.stop - place.start for place in pieces[number].target[1:])
+                if number not in halo and of_read[at].shape[2:] == shape:
+                    halo[number] = of_read[at]  # most often: one slab reads all of the piece
+                    continue
+                if number not in halo:
+                    halo[number] = new_block(x, shape).zero_()
                 halo[number][of] += of_read[at]
-            if need_weight:
-                grad_weight = of_weight if grad_weight is None else grad_weight.add_(of_weight)
+            of_slabs.append(of_weight)
         messages = None
         if need_x:
-            sent = {id(piece): of for piece, of in zip(pieces, halo, strict=True)}
+            for number, piece in enumerate(pieces):
+                if number not in halo:  # a stride leaves it out
+                    halo[number] = new_block(x, tuple(at.stop - at.start for at in piece.target[1:])).zero_()
+            sent = {id(piece): halo[number] for number, piece in enumerate(pieces)}
             messages = Messages(
                 lambda piece: folded(sent[id(piece)], piece), x, geometry.plan, True, geometry.comm, ctx.stream
             )
         block = geometry.of_block(x)
         mask = (need_x, need_weight, need_bias and ctx.biased)
         whole = geometry.spread(grad, weight)
-        grad_x, of_weight, grad_bias = _adjoint(whole, block, weight, geometry, geometry.padding, mask)
-        if need_weight:
-            grad_weight = of_weight if grad_weight is None else grad_weight.add_(of_weight)
+        grad_x, grad_weight, grad_bias = _adjoint(whole, block, weight, geometry, geometry.padding, mask)
+        for slab, of_weight in zip(geometry.slabs, of_slabs if need_weight else (), strict=need_weight):
+            _narrow(grad_weight, slab).add_(of_weight)
         if messages is not None:
             if geometry.cut:
                 part, grad_x = grad_x, new_block(x, tuple(x.shape[2:])).zero_()
                 geometry.of_block(grad_x).copy_(part)
-            for piece, of in zip(geometry.kept, halo[len(geometry.received) :], strict=True):
-                grad_x[piece.source] += folded(of, piece)
+            for piece in geometry.kept:
+                grad_x[piece.source] += folded(sent[id(piece)], piece)
             for piece, of in messages.wait():
                 grad_x[piece.source] += of
         return grad_x, grad_weight, grad_bias, None, None
@@ -230,38 +240,9 @@ def _in_place(piece: BlockPart, offset: Sequence[int]) -> bool:
     return not piece.flipped and not piece.repeated and starts == list(offset)
 
 
-def _frame(
-    rules: Sequence[Sliding], outputs: Sequence[Span], block: Sequence[Span], native: Sequence[int]
-) -> list[list[Span]]:
-    """Cut the outputs that read positions outside ``block`` into boxes, two for each axis that has a halo.
-
-    A box has all outputs along the axes after its own, and those that need no halo along the axes before it.
-    """
-    boxes, rest = [], list(outputs)
-    for axis, rule in enumerate(rules):
-        if native[axis]:
-            continue
-        start, stop = outputs[axis]
-        low, high = interior(rule, outputs[axis], block[axis])
-        boxes += [[*rest[:axis], ends, *rest[axis + 1 :]] for ends in ((start, low), (high, stop)) if ends[0] < ends[1]]
-        rest[axis] = (low, high)
-    return [box for box in boxes if all(low < high for low, high in box)]
-
-
-def interior(rule: Sliding, outputs: Span, block: Span) -> Span:
-    """Return the span of ``outputs`` that read nothing outside ``block``; empty if there is none."""
-    low = max(outputs[0], -(-(block[0] + rule.before) // rule.stride))
-    high = min(outputs[1], (block[1] - 1 - rule.reach + rule.before) // rule.stride + 1)
-    return (low, high) if low < high else (outputs[0], outputs[0])
-
-
-def _common(box: Sequence[Span], piece: Sequence[slice]) -> tuple[Slices, Slices] | None:
-    """Where ``box`` and a piece overlap, as slices of the box and of the piece; None if they do not."""
-    at, of = [], []
-    for (low, high), part in zip(box, piece, strict=True):
-        first, last = max(low, part.start), min(high, part.stop)
-        if first >= last:
-            return None
-        at.append(slice(first - low, last - low))
-        of.append(slice(first - part.start, last - part.start))
-    return (..., *at), (..., *of)
+def _narrow(weight: Tensor, slab: Slab) -> Tensor:
+    """The part of ``weight``, or of its gradient, that meets the halo in a slab."""
+    for axis, (first, number) in enumerate(slab.taps):
+        if number < weight.shape[2 + axis]:
+            weight = weight.narrow(2 + axis, first, number)
+    return weight

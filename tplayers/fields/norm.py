@@ -192,7 +192,7 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     mean = mean.view_as(squares)
     if comm.size == 1:
         return mean, squares / points
-    share = torch.tensor([mine / points], dtype=x.dtype, device=x.device)
+    share = torch.full((1,), mine / points, dtype=x.dtype, device=x.device)  # not from the host: that would wait
     part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
     ranks = part.new_empty(comm.size, part.numel())
     comm.all_gather(ranks.view(-1), part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -168,8 +169,10 @@ def _runs(source: Decomposition, axis: int, start: int, stop: int, padding: str)
     bounds = source.bounds(axis)
     extent = bounds[-1]
     runs = _outside(source, axis, range(start, min(stop, 0)), start, padding)
-    for owner, (first, last) in enumerate(itertools.pairwise(bounds)):
-        first, last = max(first, start), min(last, stop)
+    for owner in range(max(0, bisect_right(bounds, max(start, 0)) - 1), len(bounds) - 1):  # from the first that has any
+        if bounds[owner] >= stop:
+            break
+        first, last = max(bounds[owner], start), min(bounds[owner + 1], stop)
         if first < last:
             runs.append(_Run(owner, first - bounds[owner], first - start, last - first, 1))
     return runs + _outside(source, axis, range(max(start, extent), stop), start, padding)

@@ -158,7 +158,7 @@ class Messages:
         if not sends and not receives:
             return
         lead = like.shape[: like.dim() - len(plan.source_shape)]
-        outgoing = [(torch.cat([take(piece).reshape(-1) for piece in pieces]), peer) for peer, pieces in sends]
+        outgoing = [(_packed([take(piece) for piece in pieces], stream is not None), peer) for peer, pieces in sends]
         incoming = []
         for peer, pieces in receives:
             sizes = [lead.numel() * math.prod(piece.shape) for piece in pieces]
@@ -177,6 +177,21 @@ class Messages:
         if self._done is not None:
             self._done.wait()
         return self._parts
+
+
+def _packed(parts: list[Tensor], own: bool) -> Tensor:
+    """Return one flat contiguous tensor with the values of ``parts``.
+
+    own: in memory of its own, because the caller goes on while the message is under way. Otherwise it is the memory of
+    a single part, if that is contiguous.
+    """
+    if len(parts) == 1 and not own:
+        return parts[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
+    sizes = [part.numel() for part in parts]
+    buffer = parts[0].new_empty(sum(sizes))
+    for part, flat in zip(parts, torch.split(buffer, sizes), strict=True):
+        flat.view(part.shape).copy_(part)
+    return buffer
 
 
 def unfolded(part: Tensor, piece: BlockPart) -> Tensor:

@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commengine
 import tplayers
-from commengine import CartesianGrid, Communicator
+from commengine import CartesianGrid, Communicator, cost
 from tests.support.fields.comparison import close, cut, draw
 from tplayers.fields.geometry import Sliding
-from tplayers.fields.halo_convolution import interior
+from tplayers.fields.halo_regions import interior
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -136,6 +136,41 @@ def test_a_block_that_no_neighbour_reads_sends_nothing_and_frozen_inputs_send_no
         operations.append([event.operation for event in log.events])
     several = comm.size > 1
     assert operations == [["all_reduce"] * several, ["exchange", "all_reduce"] * several]
-    assert sum(event.bytes for event in log.events if event.operation == "exchange") == several * (
-        2 * 6 * 2 * 4 * ((grid.coords[1] > 0) + (grid.coords[1] < comm.size - 1))
-    )
+    halo = cost.block_halo(field, grid.coords, field.halo_ranges([(0, 0), (1, 1)]))
+    exchanged = sum(event.bytes for event in log.events if event.operation == "exchange")
+    assert exchanged == 2 * 4 * (halo.received + halo.sent)  # two channels of four bytes
+    assert halo.received == 6 * ((grid.coords[1] > 0) + (grid.coords[1] < comm.size - 1))
+
+
+@pytest.mark.mpi(min_size=4)
+def test_the_bytes_of_edges_and_corners_are_the_formulas(comm):
+    grid = CartesianGrid(comm, (2, comm.size // 2))
+    field = grid.decompose((9, 11))
+    layer = tplayers.FieldConv(3, 1, (3, 5), grid, field, padding=(1, 2))
+    tplayers.initialize(layer, 1)
+    x = cut(draw(2, 3, *field.shape), field, grid).float().requires_grad_()
+    layer(x)
+    with commengine.trace(comm) as log:
+        layer(x).sum().backward()
+    halo = cost.block_halo(field, grid.coords, field.halo_ranges([(1, 1), (2, 2)]))
+    assert [event.operation for event in log.events] == ["exchange", "exchange", "all_reduce"]
+    assert [event.bytes for event in log.events[:2]] == [2 * 3 * 4 * (halo.received + halo.sent)] * 2
+
+
+def test_autocast_computes_in_half_precision(comm):
+    grid = CartesianGrid(comm, (comm.size, 1))
+    field = grid.decompose((4 * comm.size, 8))
+    layer = tplayers.FieldConv(3, 4, 3, grid, field, padding=1)
+    tplayers.initialize(layer, 1)
+    x = cut(draw(2, 3, *field.shape), field, grid).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    found = (y.detach().float(), x.grad, layer.weight.grad)
+    x.grad = layer.weight.grad = None
+    exact = layer(x)
+    exact.sum().backward()
+    for half, whole in zip(found, (exact.detach(), x.grad, layer.weight.grad), strict=True):
+        assert whole.dtype == half.dtype == torch.float32
+        torch.testing.assert_close(half, whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
