@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 
@@ -190,6 +189,8 @@ def serve(comm: MPI.Intracomm, solver: MPI.Intercomm, exchanges: int, span: int)
 
 def draw(path: Path, fields: np.ndarray, errors: np.ndarray) -> None:
     """X over time and place: of the full model and of both forecasts; and their errors."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     axes = figure.subplots(1, 4)
     times = np.arange(1, len(errors) + 1) * STEP

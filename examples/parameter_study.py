@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 
@@ -57,12 +56,13 @@ def train(group: Communicator, case: int, steps: int) -> float:
     states, targets = samples(2 * case, 16 * BATCH, time)
     optimizer = torch.optim.Adam(net.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    share = torch.arange(BATCH).tensor_split(group.size)[group.rank]  # of each batch
     with DataParallel(net, group) as replicas:  # its backward leaves the mean over the group in each gradient
+        weight = replicas.sample_weight(2 * len(share))  # the shares may have different sizes
         for step in range(steps):
-            batch = torch.arange(step * BATCH, (step + 1) * BATCH) % len(states)
-            mine = batch.tensor_split(group.size)[group.rank]
+            mine = (step * BATCH + share) % len(states)
             optimizer.zero_grad()
-            loss = (net(states[mine]) - targets[mine]).square().sum() * replicas.sample_weight(2 * len(mine))
+            loss = (net(states[mine]) - targets[mine]).square().sum() * weight
             loss.backward()
             optimizer.step()
             schedule.step()
@@ -87,6 +87,8 @@ def next_cases(counter: MPI.Win, group: Communicator) -> Iterator[int]:
 
 def draw(path: Path, errors: np.ndarray) -> None:
     """The errors [times, widths] as a map."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(np.log10(errors), cmap="viridis_r", origin="lower")
@@ -102,7 +104,7 @@ def main() -> None:
     """One rank of the job."""
     parser = argparse.ArgumentParser(description="Many small networks on disjoint groups of ranks.")
     parser.add_argument("--groups", type=int, default=2, help="groups of ranks")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of the optimizer for each network")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the optimizer for each network")
     parser.add_argument("--output", type=Path, default=Path("runs/examples/parameter_study.png"))
     options = parser.parse_args()
     torch.set_num_threads(1)

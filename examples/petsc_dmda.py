@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 
 import tplayers
@@ -74,6 +73,8 @@ def matrix(dmda: "PETSc.DMDA") -> "PETSc.Mat":
 
 def draw(path: Path, field: np.ndarray) -> None:
     """The solution."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(4.4, 3.6), layout="constrained")
     axes = figure.subplots()
     figure.colorbar(axes.imshow(field, origin="lower"))

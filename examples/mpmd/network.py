@@ -5,7 +5,7 @@
 
 Both programs share MPI.COMM_WORLD; `launch.split_world` gives each its ranks, and an intercommunicator to the other.
 The field is split into rows on both sides, over any two numbers of ranks, and no rank holds the whole of it while they
-run. At the end the program writes a picture of the last frame.
+run. At the end the program writes a picture of the last forecast.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 
@@ -71,23 +70,27 @@ class Forecast(nn.Module):
 
 
 def learn(model: Forecast, rows: Rows, plan: np.ndarray, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train on each frame as it comes, and answer the solver's last ones. Returns the last frame and its forecast."""
-    height, width, frames, tests = plan.tolist()
+    """Train on each frame as it comes, and answer the solver's last ones. Returns the last frame that was forecast, and
+    the forecast.
+    """
+    height, width, last_frame, tests = plan.tolist()
     random = np.random.default_rng(0)  # in the same state on all ranks
     optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=(frames + 1) * steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=(last_frame + 1) * steps)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    last = forecast = torch.empty(0)
-    for frame in range(frames + 1):
+    now = answered = forecast = torch.zeros(1, 1, *rows.field.shape)
+    for frame in range(last_frame + 1):
         begins = frame % RESTART == 0
-        if frame > frames - tests and not begins:
+        before, tested = now, frame > last_frame - tests and not begins
+        if tested:
             with torch.no_grad():
-                forecast = model(last)
+                forecast = model(before)
             rows.send(forecast)
         now = rows.receive()
+        if tested:
+            answered = now
         if not begins:
-            pairs.append((last, now))
-        last = now
+            pairs.append((before, now))
         for _ in range(steps if pairs else 0):  # the solver computes its next frame meanwhile
             batch = [pairs[pick] for pick in random.integers(0, len(pairs), 2)]
             x, y = (torch.cat(fields) for fields in zip(*batch, strict=True))
@@ -97,11 +100,13 @@ def learn(model: Forecast, rows: Rows, plan: np.ndarray, steps: int) -> tuple[to
             loss.backward()
             optimizer.step()
             schedule.step()
-    return last, forecast
+    return answered, forecast
 
 
 def draw(path: Path, frame: np.ndarray, forecast: np.ndarray) -> None:
-    """The solver's last frame, its forecast by the network, and the difference."""
+    """A frame of the solver, its forecast by the network, and the difference."""
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(9, 3), layout="constrained")
     titles = ("solver", "network", "difference times 10")
     for axes, title, field in zip(

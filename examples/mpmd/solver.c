@@ -1,7 +1,7 @@
 /* An Allen-Cahn equation on a periodic plane, u_t = D (u_xx + u_yy) + u - u^3, each rank with a block of rows.
  *
  *     mpicc -O2 -o solver solver.c -lm
- *     mpiexec -n 2 ./solver [ROWS COLUMNS FRAMES TESTS] : -n 2 python network.py
+ *     mpiexec -n 2 ./solver [ROWS COLUMNS LAST_FRAME TESTS] : -n 2 python network.py
  *
  * The solver sends every frame to the other program of the job, which trains a network on them. For the last TESTS
  * frames the network sends its forecast of the next frame back, and the solver compares it with its own result. */
@@ -75,7 +75,7 @@ int main(int argc, char **argv) {
   MPI_Comm solver, network;
   MPI_Init(&argc, &argv);
   split_world(&solver, &network);
-  int rank, size, plan[4] = {96, 96, 80, 10}; /* rows, columns, frames, tests */
+  int rank, size, plan[4] = {96, 96, 79, 10}; /* rows, columns, last frame, tests */
   MPI_Comm_rank(solver, &rank);
   MPI_Comm_size(solver, &size);
   for (int i = 1; i < argc && i <= 4; i++) plan[i - 1] = atoi(argv[i]);

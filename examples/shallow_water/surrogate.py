@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import animation
-from matplotlib.figure import Figure
 from mpi4py import MPI
 from solver import ShallowWater
 
@@ -116,6 +114,9 @@ def whole_field(solver: ShallowWater, block: np.ndarray) -> np.ndarray:
 
 def animate(path: Path, errors: np.ndarray, frames: list[np.ndarray]) -> None:
     """The depth of the solver and of the network, and the errors up to the frame that is shown."""
+    from matplotlib import animation
+    from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
+
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     images = []

@@ -193,7 +193,7 @@ def test_the_closure_is_better_than_a_constant(tmp_path, ranks):
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
 def test_the_network_beside_the_c_solver_learns(solver, tmp_path, ranks):
     found = pair(solver, ranks, "", tmp_path / "a.png", limit=LIMIT)
-    assert len(found) == 9 and all(network <= 0.5 * persistence for _, network, persistence in found)
+    assert len(found) == 10 and all(network <= 0.5 * persistence for _, network, persistence in found)
 
 
 @pytest.mark.slow
