@@ -25,7 +25,7 @@ class FieldTask:
     """
 
     points: int = 256
-    batch: int = 4
+    batch: int = 2
     channels: int = 4
     width: int = 16
     depth: int = 3
