@@ -63,7 +63,7 @@ def test_srun_kills_the_ranks_if_it_gets_the_signal_itself(cluster, tmp_path, ki
     """So docs/clusters.md says; a job must use scancel."""
     done = signalled(cluster, tmp_path, kill)
     assert "status 0" not in done.stdout and "status 75" not in done.stdout, done
-    assert "stopped by" not in done.stderr and "Killed" in done.stderr, done
+    assert "stopped by" not in done.stderr and "CANCELLED" in done.stderr, done
 
 
 def test_a_job_stops_before_its_time_limit(cluster, tmp_path):
