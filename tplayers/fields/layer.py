@@ -34,6 +34,27 @@ def natural(value: Any, axes: int, name: str, least: int) -> tuple[int, ...]:
     return values
 
 
+def check_geometry(layer: str, grid: object, input: object) -> None:
+    """Raise TypeError or ValueError, in which ``layer`` is named, unless a field can be split so."""
+    if not isinstance(grid, CartesianGrid):
+        raise TypeError(f"{layer}: grid must be a CartesianGrid, not {type(grid).__name__}")
+    if not isinstance(input, Decomposition):
+        made = "a Decomposition, such as grid.decompose(shape)"
+        raise TypeError(f"{layer}: input must be {made}, not {type(input).__name__}")
+    if input.grid_shape != grid.shape:
+        raise ValueError(
+            f"{layer}: the input is cut into {list(input.grid_shape)} blocks, "
+            f"which does not fit a grid of {list(grid.shape)} ranks"
+        )
+    if len(grid.shape) not in (1, 2, 3):
+        raise ValueError(f"{layer}: fields have 1 to 3 axes, not {len(grid.shape)}")
+    if min(min(sizes) for sizes in input.blocks) < 1:
+        raise ValueError(
+            f"{layer}: a rank has no points of the input, whose blocks are {input.blocks}: use fewer ranks or a larger "
+            "field"
+        )
+
+
 class FieldLayer(nn.Module):
     """A layer on fields [batch, channels, local space...] that are split over ``grid`` by the decomposition ``input``.
 
@@ -45,18 +66,7 @@ class FieldLayer(nn.Module):
 
     def __init__(self, grid: CartesianGrid, input: Decomposition, channels: int | None = None) -> None:
         super().__init__()
-        if input.grid_shape != grid.shape:
-            raise ValueError(
-                f"{type(self).__name__}: the input is cut into {list(input.grid_shape)} blocks, "
-                f"which does not fit a grid of {list(grid.shape)} ranks"
-            )
-        if len(grid.shape) not in (1, 2, 3):
-            raise ValueError(f"{type(self).__name__}: fields have 1 to 3 axes, not {len(grid.shape)}")
-        if min(min(sizes) for sizes in input.blocks) < 1:
-            raise ValueError(
-                f"{type(self).__name__}: a rank has no points of the input, whose blocks are {input.blocks}: "
-                "use fewer ranks or a larger field"
-            )
+        check_geometry(type(self).__name__, grid, input)
         self.grid, self.input, self.output, self.channels = grid, input, input, channels
         self._local_shape = input.local_shape(grid.coords)
         self._compared = False
@@ -133,7 +143,7 @@ class LocalInput:
             raise ValueError(
                 f"{layer}: some ranks would have no output: {list(decomposition.shape)} points in the blocks "
                 f"{decomposition.blocks} give {list(expected)} points in the blocks {output.blocks}; "
-                "use fewer ranks or a larger field"
+                "use more padding, fewer ranks or a larger field"
             )
         self.output = output
         spans = [list(read_spans(rule, output.bounds(axis))) for axis, rule in enumerate(rules)]
@@ -180,7 +190,7 @@ def _check_axis(layer: str, axis: int, rule: Rule, mode: str, points: int) -> No
     if mode not in (*PADDINGS, "clipped"):
         raise ValueError(f"{layer}: padding_mode={mode!r} is not one of {', '.join(PADDINGS)}")
     if rule.outputs(points) < 1:
-        raise ValueError(f"{layer}: axis {axis} has {points} points, too few for one output of {rule}")
+        raise ValueError(f"{layer}: axis {axis} has {points} points, too few for one output: {_why(rule)}")
     if isinstance(rule, Sliding):
         most = {"reflect": points - 1, "circular": points}.get(mode)
         if most is not None and max(rule.before, rule.after) > most:
@@ -188,6 +198,16 @@ def _check_axis(layer: str, axis: int, rule: Rule, mode: str, points: int) -> No
                 f"{layer}: axis {axis} has {points} points: padding {max(rule.before, rule.after)} is too much for "
                 f"padding_mode={mode!r}, which can pad {most}"
             )
+
+
+def _why(rule: Rule) -> str:
+    """Why a rule has no output, and what would help."""
+    if isinstance(rule, Sliding):
+        return (
+            f"the padding adds {rule.before} + {rule.after}, and an output reads {rule.reach + 1}; use more padding, a "
+            "smaller kernel or a larger field"
+        )
+    return "the padding takes all outputs away; use less padding or a larger field"
 
 
 def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:

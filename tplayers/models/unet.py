@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
 from tplayers.fields import FieldBatchNorm, FieldConv, FieldConvTranspose, FieldGroupNorm, FieldMaxPool
+from tplayers.fields.layer import check_geometry
 
 #: the normalisations that a UNet can have
 NORMS = ("batch", "group", "none")
@@ -51,6 +52,7 @@ class UNet(nn.Module):
         super().__init__()
         if norm not in NORMS:
             raise ValueError(f"UNet: norm={norm!r} is not one of {', '.join(NORMS)}")
+        check_geometry("UNet", grid, input)
         if any(points % 2**depth for points in input.shape):
             raise ValueError(f"UNet: a field of {list(input.shape)} points cannot be halved {depth} times")
         self.input = self.output = input

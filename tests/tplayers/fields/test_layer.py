@@ -24,6 +24,26 @@ def test_a_decomposition_that_does_not_fit_the_grid(grid):
         tplayers.FieldConv(1, 1, 3, grid, Decomposition(((8,), (0,) * grid.size)))
 
 
+def test_arguments_in_another_order(grid):
+    field = grid.decompose((8, 8 * grid.size))
+    with pytest.raises(TypeError, match="FieldConv: grid must be a CartesianGrid, not Decomposition"):
+        tplayers.FieldConv(1, 1, 3, field, grid)
+    with pytest.raises(TypeError, match=r"FieldMaxPool: input must be a Decomposition, such as .*, not tuple"):
+        tplayers.FieldMaxPool(2, grid, (8, 8))
+    with pytest.raises(TypeError, match=r"UNet: input must be a Decomposition, .* not tuple"):
+        tplayers.UNet(1, 1, grid, (8, 8))
+
+
+def test_a_field_that_is_too_small_for_one_output(grid):
+    field = grid.decompose((4, 8 * grid.size))
+    with pytest.raises(
+        ValueError, match=r"axis 0 has 4 points, too few .* the padding adds 0 . 0, .* reads 7; use more pad"
+    ):
+        tplayers.FieldConv(1, 1, (4, 1), grid, field, dilation=2)
+    with pytest.raises(ValueError, match=r"axis 0 has 4 points, .* takes all outputs away; use less padding"):
+        tplayers.FieldConvTranspose(1, 1, 1, grid, field, padding=2)
+
+
 def test_ranks_that_would_have_no_output(grid):
     field = Decomposition(((4,), (2,) * grid.size))
     with pytest.raises(ValueError, match="too few for one output" if grid.size == 1 else "would have no output"):
