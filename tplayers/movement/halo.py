@@ -8,6 +8,7 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
 
+from .compared import compare_first
 from .plan import BlockPart, TransferPlan, halo_plan
 from .transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
 
@@ -36,9 +37,12 @@ def halo_exchange(
     and padding, and leading sizes and a dtype that are the same everywhere. The backward is `halo_accumulate`. Raises
     ValueError if the widths, the padding or the shape of ``x`` do not fit the decomposition (Hewett and Grady 2020,
     section 3, "generalized halo exchange").
+    At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
     """
     decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
-    return transfer(x, plan_halo(grid, decomposition, widths, padding), grid.comm)
+    plan = plan_halo(grid, decomposition, widths, padding)
+    compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
+    return transfer(x, plan, grid.comm)
 
 
 def halo_accumulate(
@@ -54,7 +58,9 @@ def halo_accumulate(
     y: a block with its halo, [..., space]. The result is the block without the halo. The other arguments are those of
     `halo_exchange`, which is the backward. A solver uses it to assemble what its ranks added beyond their borders.
     """
-    return transfer_adjoint(y, plan_halo(grid, decomposition, widths, padding), grid.comm)
+    plan = plan_halo(grid, decomposition, widths, padding)
+    compare_first("halo_accumulate", y, plan.target_shape, grid.comm, decomposition)
+    return transfer_adjoint(y, plan, grid.comm)
 
 
 def start_halo_exchange(
@@ -72,7 +78,9 @@ def start_halo_exchange(
     `tplayers.movement.transfer.start_transfer`.
     """
     decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
-    return start_transfer(x, plan_halo(grid, decomposition, widths, padding), grid.comm, stream)
+    plan = plan_halo(grid, decomposition, widths, padding)
+    compare_first("start_halo_exchange", x, plan.source_shape, grid.comm, decomposition)
+    return start_transfer(x, plan, grid.comm, stream)
 
 
 def shift(
@@ -81,7 +89,8 @@ def shift(
     """Send the block to the rank ``step`` places further along ``axis``, and return the block that arrives.
 
     x: [..., space]. decomposition: the blocks of all ranks; None: all blocks have the shape of ``x``. Where no rank
-    stands (the grid is not periodic), the result is zeros of the shape of ``x``.
+    stands (the grid is not periodic), the result is zeros of the shape of ``x``. The ranks compare their tensors at the
+    first shift on the grid with this decomposition, or with none, and raise CollectiveMismatch if they do not fit.
     """
     axis = grid.check_axis(axis)
     shape = tuple(x.shape[x.dim() - len(grid.shape) :])
@@ -99,6 +108,8 @@ def shift(
         sends = () if to is None else ((to, (whole(grid.rank),)),)
         receives = () if source is None else ((source, (whole(source),)),)
         plan = TransferPlan(whole(grid.rank).shape, arriving, sends, receives, (), source is not None)
+    block = None if decomposition is None else plan.source_shape
+    compare_first("shift", x, block, grid.comm, grid.shape, decomposition)
     return transfer(x, plan, grid.comm)
 
 

@@ -29,17 +29,19 @@ same. The operators here make no such assumption: the function that is different
 
 All operators take tensors of any floating-point or complex dtype, on the host or on the communicator's device; none
 changes its input. They can be differentiated any number of times, and in forward mode (`torch.autograd.forward_ad`): a
-solver made of them has its tangent-linear and its adjoint model. Every rank must call them, and must run the backward.
-A rank without an input (a rank that a root scatters to) and a rank without an output (a rank that is gathered from)
-take part in both. The latter gets an empty tensor, which stands for its part in the graph: its program calls
-``torch.autograd.backward`` on this tensor with an empty gradient, or adds ``out.sum()`` to its loss. The former needs
-``backward()``: ``torch.autograd.grad`` runs only what leads to the inputs that it is given, and forward mode only what
-has a tangent. For these, a rank without an input passes a tensor of its own in place of None, which goes on in its
-graph.
+solver made of them has its tangent-linear and its adjoint model. Every rank must call them, and must run the backward,
+with ``create_graph=True`` on all of them or on none. A rank without an input (a rank that a root scatters to) and a
+rank without an output (a rank that is gathered from) take part in both. The latter gets an empty tensor, which stands
+for its part in the graph: its program calls ``torch.autograd.backward`` on this tensor with an empty gradient, or adds
+``out.sum()`` to its loss. The former needs ``backward()``: ``torch.autograd.grad`` runs only what leads to the inputs
+that it is given, and forward mode only what has a tangent. For these, a rank without an input passes a tensor of its
+own in place of None, which goes on in its graph.
 
 Before anything else the ranks compare dtypes and shapes in one small all-gather, and all of them raise ValueError if
-these do not fit. `shift`, `halo_exchange` and `repartition` do so only with ``Communicator(..., checked=True)``,
-because they stand inside of steps.
+these do not fit. The operators on blocks (`shift`, `halo_exchange`, `halo_accumulate`, `repartition`) stand inside of
+steps. So they compare at their first call with a decomposition on a communicator, and raise CollectiveMismatch on every
+rank; with ``Communicator(..., checked=True)`` they compare at each call. `transfer` with a plan of the program's own
+compares only with ``checked=True``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from torch import Tensor
 
 from commengine import Communicator, Decomposition
 
-from .compared import Compared, check_root, compare, placeholder, plain, taking_part
+from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
 from .halo import halo_accumulate, halo_exchange, shift, start_halo_exchange
 from .plan import halo_plan, repartition_plan
 from .transfer import transfer, transfer_adjoint
@@ -189,7 +191,9 @@ def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: De
     the decompositions differ in their global shape or in their number of ranks. A parallel Fourier transform needs it:
     each axis must be whole on a rank to be transformed.
     """
-    return transfer(x, repartition_plan(source, target, comm.rank), comm)
+    plan = repartition_plan(source, target, comm.rank)
+    compare_first("repartition", x, plan.source_shape, comm, source, target)
+    return transfer(x, plan, comm)
 
 
 # Implementation ---------------------------------------------------------------------------------------------------
@@ -199,25 +203,36 @@ Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 class _Linear(torch.autograd.Function):
-    """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again."""
+    """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again.
+
+    The second output is the *tie*: an empty tensor whose graph leads here. A backward that will be differentiated
+    (``create_graph=True``) gives it to the transposed operator as an input. So that one's result requires grad on every
+    rank, and a second backward runs both operators on every rank, also where the loss is linear and the gradient has
+    no graph of its own. Otherwise the ranks whose loss is not linear would wait for the others. It costs no message.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.pair = forward, back
-        return forward(x)
+    def forward(ctx: Any, x: Tensor, tie: Tensor | None, *pair: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        ctx.pair, own_tie = pair, x.new_empty(0)
+        ctx.save_for_backward(own_tie)
+        return pair[0](x), own_tie
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         forward, back = ctx.pair
-        return _apply(grads[0], back, forward), None, None
+        tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
+        return _apply(grads[0], back, forward, tie), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _apply(tangents[0], *ctx.pair)
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        return _apply(tangents[0], *ctx.pair), tangents[0].new_empty(0)
 
 
-def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    return _Linear.apply(x, forward, back)  # type: ignore[no-untyped-call, no-any-return]
+def _apply(
+    x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], tie: Tensor | None = None
+) -> Tensor:
+    out: Tensor = _Linear.apply(x, tie, forward, back)[0]  # type: ignore[no-untyped-call]
+    return out
 
 
 def _broadcast(comm: Communicator, root: int, given: Compared) -> Pair:

@@ -33,7 +33,7 @@ def transfer(x: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
     of the plan.
     """
     check_block(x, plan.source_shape, comm)
-    return _Transfer.apply(x, plan, comm, False)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(x, None, plan, comm, False)
 
 
 def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
@@ -42,7 +42,7 @@ def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tenso
     Each point of the result is the sum of all points of the new blocks that `transfer` makes of it.
     """
     check_block(y, plan.target_shape, comm)
-    return _Transfer.apply(y, plan, comm, True)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(y, None, plan, comm, True)
 
 
 def start_transfer(x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None) -> StartedTransfer:
@@ -68,7 +68,9 @@ class StartedTransfer:
         self._backward: Any = None
 
     def wait(self) -> Tensor:
-        """Return the new block [..., *plan.target_shape]. To be called once."""
+        """Return the new block [..., *plan.target_shape]. Raises RuntimeError if it is called a second time."""
+        if self._token is None:
+            raise RuntimeError("wait() of a started transfer was called twice: keep the block that the first call gave")
         token, self._token = self._token, None  # the token's graph refers to this object: no circle may remain
         return _Wait.apply(token, self)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -226,19 +228,30 @@ def new_block(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Transfer(torch.autograd.Function):
+    """Applies the operator or the transposed one; see `tplayers.movement.operators._Linear` for the tie."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: TransferPlan, comm: Communicator, adjoint: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tie: Tensor | None, plan: TransferPlan, comm: Communicator, adjoint: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.comm, ctx.adjoint = plan, comm, adjoint
-        return (AdjointTransfer if adjoint else ForwardTransfer)(x, plan, comm).wait()
+        out, own_tie = (AdjointTransfer if adjoint else ForwardTransfer)(x, plan, comm).wait(), x.new_empty(0)
+        ctx.save_for_backward(own_tie)
+        return out, own_tie
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # The transposed operator is differentiable, too, so a program may differentiate twice.
-        return _Transfer.apply(grads[0], ctx.plan, ctx.comm, not ctx.adjoint), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
+        return _apply(grads[0], tie, ctx.plan, ctx.comm, not ctx.adjoint), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _Transfer.apply(tangents[0], ctx.plan, ctx.comm, ctx.adjoint)  # type: ignore[no-untyped-call, no-any-return]
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        return _apply(tangents[0], None, ctx.plan, ctx.comm, ctx.adjoint), tangents[0].new_empty(0)
+
+
+def _apply(x: Tensor, tie: Tensor | None, plan: TransferPlan, comm: Communicator, adjoint: bool) -> Tensor:
+    out: Tensor = _Transfer.apply(x, tie, plan, comm, adjoint)[0]  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Start(torch.autograd.Function):

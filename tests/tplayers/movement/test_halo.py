@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from commengine import CartesianGrid, CollectiveError, Communicator, Decomposition, trace
+from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Communicator, Decomposition, trace
 from commengine.cost import block_halo, repartition_cost
 from tests.support.adjoints import (
     assert_differentiates_twice,
@@ -153,6 +153,7 @@ def test_on_a_stream_the_interior_comes_between(world, layout):
             order.append(("interior's gradient", len(log.events)))
             return 2 * g
 
+    start_halo_exchange(x, grid, 1, stream, decomposition=blocks).wait()  # at the first call the ranks compare
     with trace(world) as log:
         started = start_halo_exchange(x, grid, 1, stream, decomposition=blocks)
         interior = Interior.apply(x)
@@ -168,6 +169,8 @@ def test_on_a_stream_the_interior_comes_between(world, layout):
     assert torch.equal(out, again) and torch.equal(x.grad, y.grad)
     point = plan_halo(grid, blocks, 0)
     assert torch.equal(start_transfer(x, point, world, stream).wait(), x)  # nothing to send
+    with pytest.raises(RuntimeError, match="called twice: keep the block"):
+        started.wait()
     stream.synchronize()
 
 
@@ -178,6 +181,7 @@ def test_a_trace_shows_the_bytes_of_the_formula(world):
     periodic = (True, False)
     grid = CartesianGrid(world, (world.size // 2, 2) if world.size == 4 else (world.size, 1), periodic)
     blocks = grid.decompose((11, 7))
+    halo_exchange(torch.zeros(2, 3, *blocks.local_shape(grid.coords), requires_grad=True).double(), grid, 0)
     for widths in ([(1, 1), (1, 1)], [(3, 0), (0, 2)], [(0, 0), (6, 6)]):
         block = block_halo(blocks, grid.coords, blocks.halo_ranges(widths), periodic)
         plan = plan_halo(grid, blocks, widths)
@@ -232,6 +236,34 @@ def test_with_checks_a_rank_that_differs_is_an_error_on_all(mpi_world):
             halo_exchange(torch.zeros(3 if first else 2), grid, 1, decomposition=blocks)
         with pytest.raises(ValueError, match=r"must be alike; by rank they are \[4\] of torch.float32, \[5\]"):
             halo_exchange(torch.zeros(4 if first else 5, 2), grid, 1, decomposition=blocks)
-        with pytest.raises(ValueError, match=r"of torch\.float64, .* of torch\.float32"):
-            shift(torch.zeros(2, dtype=torch.float64 if first else torch.float32), grid, 0)
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatch, match=r"asked for shift of float64 \[2\], .* of float32 \[2\]"):
+                shift(torch.zeros(2, dtype=torch.float64 if first else torch.float32), grid, 0)
+            shift(torch.zeros(2), grid, 0)
         assert halo_exchange(torch.ones(2), grid, 1, decomposition=blocks).shape == (4,)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_at_the_first_call_a_rank_that_differs_is_an_error_on_all(mpi_world):
+    with Communicator(mpi_world) as comm:
+        grid = CartesianGrid(comm, (comm.size,), periodic=True)
+        blocks = grid.decompose((2 * comm.size,))
+        first = comm.rank == 0
+        other = torch.zeros(4 if first else 5, 2)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for shift of float32 \[3\]"):
+            shift(torch.zeros(3 if first else 4), grid, 0)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for shift of float32 \[4\] \+ the block"):
+            shift(other, grid, 0, decomposition=blocks)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for halo_exchange of float32 \[4\] \+ the block"):
+            halo_exchange(other, grid, 1, decomposition=blocks)
+        with pytest.raises(CollectiveMismatch, match=r"a wrong block \(the tensor is \[3\]\)"):
+            halo_exchange(torch.zeros(3 if first else 2), grid, 1, decomposition=blocks)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for .* requires_grad=True"):
+            halo_exchange(torch.zeros(2, requires_grad=first), grid, 1, decomposition=blocks)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for halo_accumulate of float64"):
+            halo_accumulate(torch.zeros(4).to(torch.float64 if first else torch.float32), grid, 1, decomposition=blocks)
+        for again in (False, True):  # the ranks compare once: then a solver repeats its exchange without
+            with trace(comm) as log:
+                halo_exchange(torch.ones(2), grid, 1, decomposition=blocks)
+            assert [event.operation for event in log.events] == ["all_gather"] * (not again) + ["exchange"]

@@ -188,6 +188,32 @@ def test_one_rank_that_wants_a_gradient_makes_all_take_part(groups):
         assert not broadcast(x.detach(), group).requires_grad
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "shift"])
+def test_twice_where_a_loss_is_linear_on_some_ranks(groups, name):
+    """The ranks' losses differ: linear on rank 0, cubic on the others. The second gradients are those of the whole."""
+    for group in groups:
+        whole = [random((3,), torch.float64, rank).requires_grad_() for rank in range(group.size)]
+        x = whole[group.rank].detach().clone().requires_grad_()
+        if name == "all_reduce":
+            y, ys = all_reduce(x, group), [sum(whole)] * group.size
+        else:
+            ring = CartesianGrid(group, (group.size,), periodic=True)
+            y, ys = shift(x, ring, 0), [whole[rank - 1] for rank in range(group.size)]
+        losses = [one.sum() if rank == 0 else one.pow(3).sum() for rank, one in enumerate(ys)]
+        firsts = torch.autograd.grad(sum(losses), whole, create_graph=True)
+        loss = y.sum() if group.rank == 0 else y.pow(3).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        close(first, firsts[group.rank])
+        seconds = torch.autograd.grad(sum(one.square().sum() for one in firsts) + 0 * sum(ys).sum(), whole)
+        for again in (True, False):  # by grad, which runs only what leads to x, and by backward
+            if again:
+                (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+            else:
+                first.square().sum().backward()
+                second = x.grad
+            torch.testing.assert_close(second, seconds[group.rank], rtol=1e-12, atol=1e-12)
+
+
 def test_a_chain_of_operators_is_a_program_on_the_whole(groups):
     """A halo-free stencil: each rank computes with its neighbour's block, and the root with the sum of all."""
     for group in groups:
