@@ -155,6 +155,8 @@ class DataParallel:
             self._abandon()
         self._block = self.gradients.last_microbatch()
         self._block.__enter__()
+        for bucket in self.gradients.buckets:
+            bucket.put_back()
 
     def _end_block(self) -> None:
         assert self._block is not None
