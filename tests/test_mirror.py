@@ -60,6 +60,7 @@ TESTED_BY = {
     "trainers/tasks/bert.py": ["trainers/test_pretrain_bert.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],

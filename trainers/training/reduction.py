@@ -239,6 +239,11 @@ class GradientBuckets:
             self._in_flight.clear()
         self._sum_partial()
 
+    def sent(self, parameter: Tensor) -> str | None:
+        """The parameter's name, if this step has sent its bucket already."""
+        names = (bucket.layout.names.get(parameter) for bucket in self.buckets[: len(self._in_flight)])  # type: ignore[call-overload]
+        return next((name for name in names if name is not None), None)
+
     def remove(self) -> None:
         """Take the hooks off the module."""
         for hook in self._hooks:
