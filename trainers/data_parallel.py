@@ -28,7 +28,8 @@ from trainers.config import bucket_size as default_bucket_size
 from trainers.config import overlapped
 from trainers.training.backwards import Backwards
 from trainers.training.clipping import clip, gradient_norm
-from trainers.training.module_buffers import ModuleBuffers
+from trainers.training.module_buffers import ModuleBuffers, separate_memory
+from trainers.training.parameter_set import ParameterSet
 from trainers.training.reduction import GradientBuckets
 from trainers.training.sharded_optimizer import ShardedOptimizer
 
@@ -79,12 +80,14 @@ class DataParallel:
             raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
         self._own_grid = isinstance(ranks, Communicator)
         self.grid = ProcessGrid(ranks) if isinstance(ranks, Communicator) else ranks
+        separate_memory(module)
         try:
             begin_equal(self.grid, module, copy=make_equal)
         except CollectiveError:  # on every rank
             self._close_grid()
             raise
         self.buffers = ModuleBuffers(module, self.grid.data)
+        self._parameters = ParameterSet(module)
         self._block: contextlib.AbstractContextManager[None] | None = None
         self._backwards = Backwards(
             self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False),
@@ -176,13 +179,25 @@ class DataParallel:
         self._end_block()
         self._backwards.stop()
         absent = [p.grad is None for p in self._trained.values()]
-        missing, unequal = self._exchange(set() if excused or self.allow_unused else set(late), absent)
+        (*missing, altered), unequal, apart = self._exchange(
+            set() if excused or self.allow_unused else set(late), absent
+        )
         self.gradients.finish()
         for parameter, count in zip(self._trained.values(), missing, strict=True):
             if parameter.grad is None and count % _LATE < self.grid.data.size:
                 parameter.grad = self._views[parameter]
+        if apart:
+            raise RuntimeError(
+                f"buffers have other shapes on other ranks: {self.buffers.replaced(apart)}; with equal_buffers=False "
+                "each rank keeps its own"
+            )
         if unequal:
             self.buffers.equalize(unequal)
+        if altered:
+            raise RuntimeError(
+                f"the module's parameters are not those of the time when DataParallel was made: "
+                f"{self._parameters.change() or 'they have changed on another rank'}; make a new DataParallel"
+            )
         names = [name for name, count in zip(self._trained, missing, strict=True) if count >= _LATE]
         if names:
             raise RuntimeError(
@@ -190,30 +205,39 @@ class DataParallel:
                 "parameters that never get one can have requires_grad=False"
             )
 
-    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int]]:
+    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int], list[int]]:
         """Tell the ranks what is missing and what has changed here.
 
         late: names of parameters without a gradient in this backward, where that is an error. absent: of each trained
-        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and the
-        numbers of the groups of buffers that a rank has changed. Collective over both groups.
+        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and after them
+        one that is not 0 if a rank's module has other parameters now; the numbers of the groups of buffers that a rank
+        has changed; and of those whose shapes differ. Collective over both groups.
         """
-        grid, count = self.grid, len(absent)
+        grid, count, groups = self.grid, len(absent) + 1, len(self.buffers.groups)
         changed = self.buffers.changed() if self.equal_buffers else []
-        notes = torch.zeros(count + len(self.buffers.groups), dtype=torch.int64)
+        notes = torch.zeros(count + 3 * groups, dtype=torch.int64)
         if late or any(absent):
-            notes[:count] = torch.tensor([
+            notes[: count - 1] = torch.tensor([
                 _LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)
             ])  # fmt: skip
+        if self._parameters.changed():
+            notes[count - 1] = _LATE
         if changed:
-            notes[count:][changed] = 1
+            notes[count : count + groups][changed] = 1
+            notes[count + groups :] = torch.tensor(self.buffers.layouts()).view(-1)
         if grid.data.size > 1:
             grid.data.all_reduce(notes)
-        if grid.tensor.size > 1:  # an error of one data group is one of all
-            others = notes[:count].div(_LATE, rounding_mode="floor")
-            grid.tensor.all_reduce(others, "max")
-            notes[:count] = notes[:count] % _LATE + others * _LATE
         told = notes.tolist()
-        return told[:count], [number for number, found in enumerate(told[count:]) if found]
+        layouts = told[count + groups :]
+        faults = [note // _LATE for note in told[:count]]
+        faults += [int(n * n != grid.data.size * m) for n, m in zip(layouts[::2], layouts[1::2], strict=True)]
+        if grid.tensor.size > 1:  # an error of one data group is one of all
+            others = torch.tensor(faults)
+            grid.tensor.all_reduce(others, "max")
+            faults = others.tolist()
+        missing = [note % _LATE + fault * _LATE for note, fault in zip(told, faults[:count], strict=False)]
+        apart = [number for number, fault in enumerate(faults[count:]) if fault]
+        return missing, [number for number, found in enumerate(told[count : count + groups]) if found], apart
 
     # Optimizer and checkpoints -----------------------------------------------------------------------------------
 

@@ -101,3 +101,70 @@ def test_a_parameter_that_a_reentrant_checkpoint_leaves_out_is_noticed_at_the_ou
         else:
             with pytest.raises(RuntimeError, match=r"no gradient in the backward for: 1\.weight, 1\.bias"):
                 loss().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda net: net[0].requires_grad_(True), r"no longer frozen: 0\.weight, 0\.bias"),
+        (lambda net: net.append(nn.Linear(3, 3).double()), r"new or no longer frozen: 2\.weight, 2\.bias"),
+        (lambda net: net.insert(1, nn.Linear(3, 3, bias=False).double()), r"new .*: 1\.weight"),
+    ],
+)
+def test_parameters_that_come_later_are_an_error_on_every_rank(world, change, said):
+    """They change on the last rank only. Their gradients would not be averaged, and replicas would part."""
+    x = drawn(world)[1]
+    net = pair()
+    net[0].requires_grad_(False)
+    last = world.rank == world.size - 1
+    with DataParallel(net, world):
+        net(x).sum().backward()
+        if last:
+            change(net)
+        with pytest.raises(RuntimeError, match=said if last else "they have changed on another rank"):
+            net(x).sum().backward()
+
+
+class Buffered(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.register_buffer("cache", first)
+        self.next = None
+
+    def forward(self, x):
+        if self.next is not None:
+            self.cache = self.next()
+        return self.layer(x)
+
+
+def test_expanded_buffers_are_made_equal(world):
+    x = drawn(world)[1]
+    net = Buffered(torch.full((1,), float(world.rank)).expand(5))
+    with DataParallel(net, world):
+        assert net.cache.tolist() == [0.0] * 5
+        net.next = lambda: torch.full((1,), 3.0 + world.rank).expand(5)
+        net(x).sum().backward()
+        assert net.cache.tolist() == [3.0] * 5
+
+
+def test_buffers_that_all_ranks_replace_alike_are_made_equal_and_may_be_none(world):
+    x = drawn(world)[1]
+    net = Buffered(torch.zeros(3))
+    with DataParallel(net, world):
+        for new in (lambda: torch.full((7,), float(world.rank)), lambda: None, lambda: torch.ones(2) * world.rank):
+            net.next = new
+            net(x).sum().backward()
+            assert net.cache is None or not net.cache.any()
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(5), torch.zeros(3, dtype=torch.float64)])
+def test_buffers_that_one_rank_replaces_by_another_shape_are_an_error_on_every_rank(world, other):
+    x = drawn(world)[1]
+    net = Buffered(torch.zeros(3))
+    net.next = lambda: other if world.rank == world.size - 1 else torch.ones(3)
+    with DataParallel(net, world):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"other shapes on other ranks: cache.*equal_buffers=False"):
+                net(x).sum().backward()
+        assert net.layer.weight.grad is not None
