@@ -308,6 +308,45 @@ def test_complex_parameters_are_trained_and_saved_if_the_format_has_their_dtype(
             assert load_file(shared_path / "run" / "iter_0000001" / "model.safetensors")["weight"].equal(saved)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_numbers_in_an_optimizers_state_keep_their_types(world, shared_path, sharded):
+    class Counting(torch.optim.SGD):
+        """Has Python numbers in its state, which it uses as such."""
+
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["steps"] = [1, 2, 3][state.get("steps", 0)]
+                    state.update(large=2**60 + 1, rate=0.1, warm=True)
+
+    net = nn.Linear(2, 2)
+    with DataParallel(net, world) as replicas:
+        make = replicas.sharded if sharded else (lambda kind, separate, **options: kind(net.parameters(), **options))
+        optimizer = make(Counting, separate=True, lr=0.1)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        replicas.save(shared_path / "run", optimizer, 1)
+        optimizer.step()
+        assert replicas.load(shared_path / "run", optimizer)[0] == 1
+        optimizer.step()
+        for state in optimizer.state.values():
+            kept = {name: state[name] for name in ("steps", "large", "rate", "warm")}
+            assert kept == {"steps": 2, "large": 2**60 + 1, "rate": 0.1, "warm": True}
+            assert [type(value) for value in kept.values()] == [int, int, float, bool]
+
+
+def test_a_module_with_extra_state_is_refused_by_name(world):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    net = nn.Sequential(Extra(2, 2))
+    with DataParallel(net, world) as replicas, pytest.raises(UsageError, match="0 has get_extra_state"):
+        replicas.save("nowhere-to-be-made", torch.optim.SGD(net.parameters(), lr=0.1), 1)
+
+
 @pytest.mark.every_size
 def test_shards_of_a_tensor_group_are_saved_whole(world, alone, shared_path):
     """Saved at one tensor size, loaded at others: the same module and moments."""
