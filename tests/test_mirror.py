@@ -60,6 +60,7 @@ TESTED_BY = {
     "trainers/tasks/bert.py": ["trainers/test_pretrain_bert.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
@@ -67,6 +68,7 @@ TESTED_BY = {
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
     "trainers/training/optimizer_state.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
+    "trainers/training/parameter_set.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +26,12 @@ from trainers.checkpoints.module_checkpoint import load, save
 from trainers.checks.replicas import begin_equal, require_same_structure
 from trainers.config import bucket_size as default_bucket_size
 from trainers.config import overlapped
+from trainers.training.backwards import Backwards
 from trainers.training.clipping import clip, gradient_norm
-from trainers.training.module_buffers import ModuleBuffers
+from trainers.training.module_buffers import ModuleBuffers, separate_memory
+from trainers.training.parameter_set import ParameterSet
 from trainers.training.reduction import GradientBuckets
 from trainers.training.sharded_optimizer import ShardedOptimizer
-
-#: PyTorch's engine, which calls back at the end of a backward. DistributedDataParallel and FSDP end theirs so, too.
-_ENGINE: Any = torch.autograd.Variable._execution_engine
 
 #: In the ranks' notes a rank adds 1 for a parameter that has no gradient, and this for one that lacked it in the
 #: backward.
@@ -58,7 +56,11 @@ class DataParallel:
     Construction and `close` are collective. Every backward outside of `no_sync` is, too: on its return
     ``parameter.grad`` is the mean of the ranks' gradients, the same bits on all replicas. A loss that is a mean over
     this rank's samples then gives the gradient of the mean over all samples, if the ranks have equally many; otherwise
-    see `sample_weight`. Gradients that ``torch.autograd.grad`` returns are this rank's own.
+    see `sample_weight`. Gradients that ``torch.autograd.grad`` returns are this rank's own. The averages have no graph,
+    although the backward had ``create_graph=True``; a penalty on gradients takes them from ``torch.autograd.grad``.
+
+    A backward that reaches no parameter of the module is not noticed, so on a rank that has no use for the module the
+    others would wait: call `no_samples` there.
 
     Raises CollectiveError on every rank if the module differs between ranks in structure, or with
     ``make_equal=False`` in values. A backward raises RuntimeError on every rank if a gradient is missing.
@@ -78,15 +80,19 @@ class DataParallel:
             raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
         self._own_grid = isinstance(ranks, Communicator)
         self.grid = ProcessGrid(ranks) if isinstance(ranks, Communicator) else ranks
+        separate_memory(module)
         try:
             begin_equal(self.grid, module, copy=make_equal)
         except CollectiveError:  # on every rank
             self._close_grid()
             raise
         self.buffers = ModuleBuffers(module, self.grid.data)
-        self._suspended = False
-        self._reset()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._comes) for p in self._trained.values()]  # type: ignore[no-untyped-call]
+        self._parameters = ParameterSet(module)
+        self._block: contextlib.AbstractContextManager[None] | None = None
+        self._backwards = Backwards(
+            self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False),
+            failed=self._abandon, repeated=self._repeated,
+        )  # fmt: skip
         device = next(iter(self._trained.values())).device
         self.gradients = GradientBuckets(  # its hooks run after those above
             module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
@@ -103,11 +109,12 @@ class DataParallel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A block whose backwards add to this rank's gradients and send nothing. The next backward sends the sums."""
-        before, self._suspended = self._suspended, True
+        self._backwards.forget()
+        before, self._backwards.suspended = self._backwards.suspended, True
         try:
             yield
         finally:
-            self._suspended = before
+            self._backwards.suspended = before
 
     def sample_weight(self, samples: float) -> float:
         """The factor of the *sum* of this rank's losses that makes the averaged gradient that of the mean of all.
@@ -130,7 +137,7 @@ class DataParallel:
 
         Collective with the other ranks' backwards. If this rank has accumulated gradients by `no_sync`, they count.
         """
-        self._begin()
+        self._backwards.start()
         self._finish(excused=True)
 
     def clip(self, largest: float) -> float:
@@ -143,60 +150,54 @@ class DataParallel:
         clip(self.gradients.segments, norm, largest)
         return norm
 
-    def _reset(self) -> None:
-        """Be between two backwards."""
-        self._block: contextlib.AbstractContextManager[None] | None = None  # the backward that goes on
-        self._task: int | None = None  # autograd's number of it
-        self._ends: list[weakref.ref[_End]] = []
-        self._inner: _End | None = None
-
     def _begin(self) -> None:
-        if self._block is not None:  # the backward before this one raised an error
-            self._abandon()
         self._block = self.gradients.last_microbatch()
         self._block.__enter__()
+        for bucket in self.gradients.buckets:
+            bucket.put_back()
 
     def _end_block(self) -> None:
         assert self._block is not None
         self._block.__exit__(None, None, None)
-        self._reset()
+        self._block = None
 
-    def _comes(self, _: Tensor) -> None:
-        """Autograd's hook, which runs before that of the gradient buckets: a parameter has its gradient."""
-        if self._suspended:
-            return
-        failed = self._ends and all(end() is None for end in self._ends)
-        task = torch._C._current_graph_task_id()
-        if task == self._task and not failed:
-            return
-        if failed or self._block is None:
-            self._begin()
-        self._task = task
-        end = _End(self)
-        self._ends.append(weakref.ref(end))  # autograd drops the object with the backward, also after an error
-        _ENGINE.queue_callback(end)
+    def _abandon(self) -> None:
+        """Forget a backward that raised an error, when what it sent has been received."""
+        self._end_block()
+        self.gradients.drain()
 
-    def _ended(self, end: _End) -> None:
-        """Autograd's callback at the end of a backward, or of one inside another (reentrant checkpoints)."""
-        if self._block is None:
-            return
-        if torch._C._current_autograd_node() is not None and any(bucket.waiting for bucket in self.gradients.buckets):
-            self._inner = end  # kept, because the outer backward goes on
-            return
-        self._finish(excused=False)
+    def _repeated(self, parameter: Tensor) -> None:
+        if (name := self.gradients.sent(parameter)) is not None:
+            raise RuntimeError(
+                f"{name}: a second gradient in one backward, after the first was sent; it is used inside and outside "
+                "of a reentrant checkpoint: overlap=False or use_reentrant=False"
+            )
 
     def _finish(self, *, excused: bool) -> None:
         """Send what is left and wait for everything. excused: this rank has had no backward."""
         late = self.gradients.complete()
         self._end_block()
+        self._backwards.stop()
         absent = [p.grad is None for p in self._trained.values()]
-        missing, unequal = self._exchange(set() if excused or self.allow_unused else set(late), absent)
+        (*missing, altered), unequal, apart = self._exchange(
+            set() if excused or self.allow_unused else set(late), absent
+        )
         self.gradients.finish()
         for parameter, count in zip(self._trained.values(), missing, strict=True):
             if parameter.grad is None and count % _LATE < self.grid.data.size:
                 parameter.grad = self._views[parameter]
+        if apart:
+            raise RuntimeError(
+                f"buffers have other shapes on other ranks: {self.buffers.replaced(apart)}; with equal_buffers=False "
+                "each rank keeps its own"
+            )
         if unequal:
             self.buffers.equalize(unequal)
+        if altered:
+            raise RuntimeError(
+                f"the module's parameters are not those of the time when DataParallel was made: "
+                f"{self._parameters.change() or 'they have changed on another rank'}; make a new DataParallel"
+            )
         names = [name for name, count in zip(self._trained, missing, strict=True) if count >= _LATE]
         if names:
             raise RuntimeError(
@@ -204,35 +205,39 @@ class DataParallel:
                 "parameters that never get one can have requires_grad=False"
             )
 
-    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int]]:
+    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int], list[int]]:
         """Tell the ranks what is missing and what has changed here.
 
         late: names of parameters without a gradient in this backward, where that is an error. absent: of each trained
-        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and the
-        numbers of the groups of buffers that a rank has changed. Collective over both groups.
+        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and after them
+        one that is not 0 if a rank's module has other parameters now; the numbers of the groups of buffers that a rank
+        has changed; and of those whose shapes differ. Collective over both groups.
         """
-        grid, count = self.grid, len(absent)
+        grid, count, groups = self.grid, len(absent) + 1, len(self.buffers.groups)
         changed = self.buffers.changed() if self.equal_buffers else []
-        notes = torch.zeros(count + len(self.buffers.groups), dtype=torch.int64)
+        notes = torch.zeros(count + 3 * groups, dtype=torch.int64)
         if late or any(absent):
-            notes[:count] = torch.tensor([
+            notes[: count - 1] = torch.tensor([
                 _LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)
             ])  # fmt: skip
+        if self._parameters.changed():
+            notes[count - 1] = _LATE
         if changed:
-            notes[count:][changed] = 1
+            notes[count : count + groups][changed] = 1
+            notes[count + groups :] = torch.tensor(self.buffers.layouts()).view(-1)
         if grid.data.size > 1:
             grid.data.all_reduce(notes)
-        if grid.tensor.size > 1:  # an error of one data group is one of all
-            others = notes[:count].div(_LATE, rounding_mode="floor")
-            grid.tensor.all_reduce(others, "max")
-            notes[:count] = notes[:count] % _LATE + others * _LATE
         told = notes.tolist()
-        return told[:count], [number for number, found in enumerate(told[count:]) if found]
-
-    def _abandon(self) -> None:
-        """Forget a backward that raised an error, when what it sent has been received."""
-        self._end_block()
-        self.gradients.drain()
+        layouts = told[count + groups :]
+        faults = [note // _LATE for note in told[:count]]
+        faults += [int(n * n != grid.data.size * m) for n, m in zip(layouts[::2], layouts[1::2], strict=True)]
+        if grid.tensor.size > 1:  # an error of one data group is one of all
+            others = torch.tensor(faults)
+            grid.tensor.all_reduce(others, "max")
+            faults = others.tolist()
+        missing = [note % _LATE + fault * _LATE for note, fault in zip(told, faults[:count], strict=False)]
+        apart = [number for number, fault in enumerate(faults[count:]) if fault]
+        return missing, [number for number, found in enumerate(told[count : count + groups]) if found], apart
 
     # Optimizer and checkpoints -----------------------------------------------------------------------------------
 
@@ -272,8 +277,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Take the hooks off the module, and free what was made from MPI. Collective. The gradients stay."""
-        for hook in self._hooks:
-            hook.remove()
+        self._backwards.forget()
+        self._backwards.remove()
         self.gradients.remove()
         self._close_grid()
 
@@ -288,13 +293,3 @@ class DataParallel:
         # After an exception the other ranks may not be here, and a collective free would hang.
         if exception[0] is None:
             self.close()
-
-
-class _End:
-    """What autograd calls at the end of a backward. It lives as long as the backward does."""
-
-    def __init__(self, owner: DataParallel) -> None:
-        self._owner = owner
-
-    def __call__(self) -> None:
-        self._owner._ended(self)

@@ -123,6 +123,28 @@ def test_every_way_to_clear_gradients_works_and_strides_are_the_parameters(world
         assert net.conv.weight.grad.stride() == net.conv.weight.stride() != Net().conv.weight.stride()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_a_conversion_gives_other_memory_are_averaged(world, set_to_none):
+    """``module.to`` converts the gradients that are there, too. Only the last rank does so."""
+    whole = samples(2 * EACH * world.size)
+    x, y = part(world, whole, 2 * EACH)
+    net = used(Net())
+    with DataParallel(net, world) as replicas:
+        nn.functional.mse_loss(net(x), y).backward()
+        if world.rank == world.size - 1:
+            net.to(memory_format=torch.channels_last)
+        net.zero_grad(set_to_none=set_to_none)
+        with replicas.no_sync():
+            (nn.functional.mse_loss(net(x[:EACH]), y[:EACH]) / 2).backward()
+        (nn.functional.mse_loss(net(x[EACH:]), y[EACH:]) / 2).backward()
+        assert_same_gradients(net, truth(whole))
+        net.float()
+        net.zero_grad()
+        with pytest.raises(RuntimeError, match=r"converted from torch\.float64 on cpu to torch\.float32 on cpu"):
+            nn.functional.mse_loss(net(x.float()), y.float()).backward()
+
+
 @pytest.mark.every_size
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_with_other_numbers_of_samples_are_weighted(world, overlap):

@@ -70,7 +70,13 @@ def made(kind, net, replicas, sharded, **options):
 OPTIONS = {"AdamW": {"lr": 0.01, "betas": (0.8, 0.9)}, "SGD": {"lr": 0.1, "momentum": 0.9}, "Adafactor": {"lr": 0.01}}
 
 
-@pytest.mark.parametrize("kind", sorted(SEPARATE - {"Muon"}))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("AdamW", "SGD") else pytest.param(kind, marks=pytest.mark.long)
+        for kind in sorted(SEPARATE - {"Muon"})
+    ],
+)
 def test_a_sharded_optimizer_gives_the_bits_of_the_whole_one(world, kind):
     found = []
     for sharded in (False, True):
@@ -91,6 +97,52 @@ def test_a_sharded_optimizer_gives_the_bits_of_the_whole_one(world, kind):
 
 def _owned(optimizer, rank):
     return (parameter for parameter, owner in optimizer.owner.items() if owner == rank)
+
+
+def _converted(net):
+    net.to(memory_format=torch.channels_last)
+
+
+def _copied(net):
+    for parameter in net.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("change", [_converted, _copied])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_parameters_that_get_other_memory_stay_equal_and_are_trained(world, change, everywhere):
+    """After the construction, on all ranks or on the last one alone: the buffers that are sent are the old memory."""
+    x = torch.randn(world.size, 2, 5, 5, generator=torch.Generator().manual_seed(3))
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 3))
+        with DataParallel(net, world) as replicas:
+            optimizer = (
+                replicas.sharded(torch.optim.Adam, lr=0.1) if sharded else torch.optim.Adam(net.parameters(), 0.1)
+            )
+            for step in range(4):
+                if sharded and step % 2 and (everywhere or world.rank == world.size - 1):
+                    change(net)
+                optimizer.zero_grad()
+                net(x[world.rank : world.rank + 1]).square().sum().backward()
+                optimizer.step()
+        found.append([parameter.detach().clone() for parameter in net.parameters()])
+    for whole, split in zip(*found, strict=True):
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-5)
+        first = split.contiguous()
+        world.broadcast(first)
+        assert first.equal(split)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_that_gets_another_dtype_is_an_error_of_the_step(world):
+    net = nn.Linear(3, 2)
+    optimizer = ShardedOptimizer(net.parameters(), torch.optim.SGD, world, lr=0.1)
+    net.double()
+    with pytest.raises(RuntimeError, match=r"is float64 \[2, 3\] on cpu now, and was float32"):
+        optimizer.step()
 
 
 @pytest.mark.every_size
@@ -254,6 +306,45 @@ def test_complex_parameters_are_trained_and_saved_if_the_format_has_their_dtype(
             assert replicas.load(shared_path / "run", optimizer)[0] == 1
             assert net.weight.equal(saved)
             assert load_file(shared_path / "run" / "iter_0000001" / "model.safetensors")["weight"].equal(saved)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_numbers_in_an_optimizers_state_keep_their_types(world, shared_path, sharded):
+    class Counting(torch.optim.SGD):
+        """Has Python numbers in its state, which it uses as such."""
+
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["steps"] = [1, 2, 3][state.get("steps", 0)]
+                    state.update(large=2**60 + 1, rate=0.1, warm=True)
+
+    net = nn.Linear(2, 2)
+    with DataParallel(net, world) as replicas:
+        make = replicas.sharded if sharded else (lambda kind, separate, **options: kind(net.parameters(), **options))
+        optimizer = make(Counting, separate=True, lr=0.1)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        replicas.save(shared_path / "run", optimizer, 1)
+        optimizer.step()
+        assert replicas.load(shared_path / "run", optimizer)[0] == 1
+        optimizer.step()
+        for state in optimizer.state.values():
+            kept = {name: state[name] for name in ("steps", "large", "rate", "warm")}
+            assert kept == {"steps": 2, "large": 2**60 + 1, "rate": 0.1, "warm": True}
+            assert [type(value) for value in kept.values()] == [int, int, float, bool]
+
+
+def test_a_module_with_extra_state_is_refused_by_name(world):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    net = nn.Sequential(Extra(2, 2))
+    with DataParallel(net, world) as replicas, pytest.raises(UsageError, match="0 has get_extra_state"):
+        replicas.save("nowhere-to-be-made", torch.optim.SGD(net.parameters(), lr=0.1), 1)
 
 
 @pytest.mark.every_size

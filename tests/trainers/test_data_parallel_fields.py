@@ -8,7 +8,7 @@ from commengine import CartesianGrid, ProcessGrid
 from tplayers import UNet, initialize
 from trainers.data_parallel import DataParallel
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi  # on 2 ranks; space and data at once need 4, on which make test-long runs it
 
 SHAPE, SAMPLES, STEPS = (12, 8), 4, 3
 

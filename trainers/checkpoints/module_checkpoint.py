@@ -40,6 +40,7 @@ def save(
     parts = checkpoint.model_placements(module)
 
     def described() -> dict[str, Any]:
+        refuse_extra_state(module)
         lay_out({name: (tensor.dtype, parts[name]) for name, tensor in checkpoint.named_values(module)})
         lay_out(state.described())
         return {_OF_OPTIMIZER: state.settings(), _OF_USER: as_json(extra)}
@@ -49,6 +50,16 @@ def save(
     CheckpointWriter(folder, Progress(step, step), module, state, settings, grid).finish()
     if keep is not None:
         on_rank_zero(grid.world, lambda: pointer.keep(folder, keep, None))
+
+
+def refuse_extra_state(module: nn.Module) -> None:
+    """Raise ValueError that names the first module with ``get_extra_state``: the files hold tensors only."""
+    for name, one in module.named_modules():
+        if type(one).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"{name or type(one).__name__} has get_extra_state, which a checkpoint does not hold: keep its values "
+                "in buffers, or in extra"
+            )
 
 
 def as_json(extra: Mapping[str, Any]) -> dict[str, Any]:

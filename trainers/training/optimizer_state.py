@@ -33,10 +33,11 @@ class OptimizerState:
         self._local: torch.optim.Optimizer = optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.placements = placements(module)
+        self._numbers: set[str] = set()
         self._mine = on_every_rank(world, lambda: dict(self._found()))
-        #: name -> dtype, shape on a rank, and the rank of the data group that has the tensor
-        self._all: dict[str, tuple[str, list[int], int]] = {
-            name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data.rank)
+        #: name -> dtype, shape on a rank, the rank of the data group that has it, and whether it is a Python number
+        self._all: dict[str, tuple[str, list[int], int, bool]] = {
+            name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data.rank, name in self._numbers)
             for name, tensor in self._mine.items()
         }
         if self._sharded:
@@ -49,8 +50,10 @@ class OptimizerState:
                 raise ValueError(f"the optimizer has a parameter {list(parameter.shape)} that the module has not")
             name = self.names[parameter]
             for kind, value in self._local.state.get(parameter, {}).items():
-                if isinstance(value, int | float):
-                    value = torch.tensor(value, dtype=torch.float64)
+                if isinstance(value, int | float):  # the dtype holds it exactly
+                    self._numbers.add(f"{kind}.{name}")
+                    real = torch.float64 if isinstance(value, float) else torch.int64
+                    value = torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else real)
                 if isinstance(value, Tensor):
                     self._place(name, value.shape)
                     yield f"{kind}.{name}", value
@@ -78,7 +81,7 @@ class OptimizerState:
         """The dtype and placement of what `tensors` gives, by its names."""
         return {
             name: (getattr(torch, dtype), self._place(name.partition(".")[2], shape))
-            for name, (dtype, shape, _) in self._all.items()
+            for name, (dtype, shape, *_) in self._all.items()
         }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +89,7 @@ class OptimizerState:
 
         Collective over the data group: every rank must exhaust it.
         """
-        for name, (dtype, shape, owner) in self._all.items():
+        for name, (dtype, shape, owner, _) in self._all.items():
             if self._data.rank == 0:
                 tensor = self._mine[name] if owner == 0 or not self._sharded else self._received(dtype, shape, owner)
                 yield name, tensor
@@ -106,7 +109,8 @@ class OptimizerState:
             for group in self.optimizer.param_groups
         ]
         shapes = {name: list(placed.shape) for name, (_, placed) in self.described().items()}
-        return {"kind": type(self._local).__name__, "groups": groups, "state": shapes}
+        numbers = [name for name, (*_, number) in self._all.items() if number]
+        return {"kind": type(self._local).__name__, "groups": groups, "state": shapes, "numbers": numbers}
 
     # Loading ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +133,11 @@ class OptimizerState:
     def fill(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Set groups and state. settings: as saved. tensors: those that `wanted` names."""
         numbers = {self.names[parameter]: number for number, parameter in enumerate(_parameters(self._local))}
-        state: dict[int, dict[str, Tensor]] = {}
+        python = set(settings.get("numbers", ()))
+        state: dict[int, dict[str, Any]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
-            state.setdefault(numbers[name], {})[kind] = tensor
+            state.setdefault(numbers[name], {})[kind] = tensor.item() if key in python else tensor
         groups = []
         for group, mine, saved in zip(
             self.optimizer.param_groups, self._local.param_groups, settings["groups"], strict=True

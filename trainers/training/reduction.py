@@ -50,6 +50,7 @@ class GradientBucket:
         if layout.flat or data.size > 1:
             self.gradients = new_buffer(layout.size, layout.state_dtype, layout.device, data)
             self.views = {parameter: layout.view(self.gradients, parameter) for parameter in layout.names}
+        self._places = [(parameter, view, view.detach(), view.data_ptr()) for parameter, view in self.views.items()]
         self.segments = [GradientSegment(treatment, parameter) for parameter, treatment in layout.treatments.items()]
         if layout.flat:
             self.segments = [GradientSegment(one, stretch=self.reduced[part]) for one, part in layout.stretches()]
@@ -85,6 +86,23 @@ class GradientBucket:
             raise RuntimeError(f"{self.layout.names[parameter]}: its gradient is sparse; only dense ones are summed")
         view.copy_(grad.detach())
         parameter.grad = view
+
+    def put_back(self) -> None:
+        """Make the gradients views of the buffer again. ``module.to(...)`` gives those that are there other memory.
+
+        Raises RuntimeError that names the parameter if its gradient has another dtype, shape or device now.
+        """
+        for parameter, view, place, address in self._places:
+            if view.data_ptr() == address:
+                continue
+            if (view.dtype, view.shape, view.device) != (place.dtype, place.shape, place.device):
+                raise RuntimeError(
+                    f"{self.layout.names[parameter]}: the module has been converted from {place.dtype} on "
+                    f"{place.device} to {view.dtype} on {view.device} after its gradients got their buffer; convert "
+                    "it before"
+                )
+            place.copy_(view.detach())
+            view.data = place
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Move the half-precision gradient that autograd left into the fp32 sum.
@@ -220,6 +238,11 @@ class GradientBuckets:
                     bucket.reduced.copy_(received)
             self._in_flight.clear()
         self._sum_partial()
+
+    def sent(self, parameter: Tensor) -> str | None:
+        """The parameter's name, if this step has sent its bucket already."""
+        names = (bucket.layout.names.get(parameter) for bucket in self.buckets[: len(self._in_flight)])  # type: ignore[call-overload]
+        return next((name for name in names if name is not None), None)
 
     def remove(self) -> None:
         """Take the hooks off the module."""

@@ -29,9 +29,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: parameters or groups of them, as for ``kind``, in the same order on every rank. options: of ``kind``.
     separate: ``kind`` is not one of PyTorch's, and treats parameters separately; else ValueError.
 
-    Construction and `step` are collective. Construction makes the parameters views of flat buffers. ``param_groups``
-    has all parameters on every rank, so learning-rate schedulers and gradient scalers work as with ``kind``; ``state``
-    has this rank's parameters only. A group cannot be added later.
+    Construction and `step` are collective. Construction makes the parameters views of flat buffers. A program may put
+    other memory in a parameter's place later, as ``module.to(memory_format=...)`` does: the next `step` copies its
+    values into the view, and puts the view back with its strides. ``param_groups`` has all parameters on every rank, so
+    learning-rate schedulers and gradient scalers work as with ``kind``; ``state`` has this rank's parameters only. A
+    group cannot be added later. `step` raises RuntimeError if a parameter has another dtype, shape or device than
+    before, because its place in the buffer does not fit it any more.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._data = data
         #: the rank of the data group that updates a parameter
         self.owner = dict(zip(every, owners, strict=True))
-        self._flat = _flattened(self.owner, data)
+        self._flat, self._views = _flattened(self.owner, data)
         #: the optimizer of this rank's parameters; its groups are those of all, without the other ranks' parameters
         self.local = kind(
             [{**group, **self._mine(group)} for group in self.param_groups], **options
@@ -73,11 +76,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._put_back()
         for group, mine in zip(self.param_groups, self.local.param_groups, strict=True):
             mine.update({name: value for name, value in group.items() if name not in LISTS})
         self.local.step()
         self.publish()
         return loss
+
+    def _put_back(self) -> None:
+        """Make each parameter a view of its buffer again, because `publish` sends and receives the buffers.
+
+        Each rank does this without the others: the places in the buffers are those of the construction.
+        """
+        for parameter, view, address in self._views:
+            if parameter.data_ptr() == address:
+                continue
+            now, before = _described(parameter), _described(view)
+            if now != before:
+                raise RuntimeError(
+                    f"ShardedOptimizer: a parameter is {now} now, and was {before} when the optimizer was made; "
+                    "convert the module before that"
+                )
+            view.copy_(parameter.detach())
+            parameter.data = view
 
     def publish(self) -> None:
         """Give all ranks the values that the owners have. Collective over the data group."""
@@ -116,14 +137,23 @@ def _owners(sizes: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def _flattened(owner: dict[nn.Parameter, int], data: Communicator) -> list[tuple[int, Tensor]]:
-    """Make the parameters views of flat buffers, one for each owner, dtype and device: (owner, buffer). Collective."""
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
+
+
+def _flattened(
+    owner: dict[nn.Parameter, int], data: Communicator
+) -> tuple[list[tuple[int, Tensor]], list[tuple[nn.Parameter, Tensor, int]]]:
+    """Make the parameters views of flat buffers, one for each owner, dtype and device. Collective.
+
+    Returns the buffers: (owner, buffer); and the views: (parameter, view, its address).
+    """
     if data.size == 1:
-        return []
+        return [], []
     together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, rank in owner.items():
         together.setdefault((rank, parameter.dtype, parameter.device), []).append(parameter)
-    buffers = []
+    buffers, views = [], []
     for (rank, dtype, device), parameters in together.items():
         starts, end = [], 0
         for parameter in parameters:
@@ -134,5 +164,6 @@ def _flattened(owner: dict[nn.Parameter, int], data: Communicator) -> list[tuple
             view = viewed_as(flat[start : start + parameter.numel()], parameter)
             view.copy_(parameter.detach())
             parameter.data = view
+            views.append((parameter, view, view.data_ptr()))
         buffers.append((rank, flat))
-    return buffers
+    return buffers, views

@@ -1,0 +1,170 @@
+"""DataParallel after failed backwards, with nested backwards, and with modules that change after its construction."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainers.data_parallel import DataParallel
+
+pytestmark = [pytest.mark.mpi(min_size=2)]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+def pair():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+
+
+def drawn(world, rows=2):
+    """The samples of all ranks, and this rank's."""
+    x = torch.randn(world.size * rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return x, x[world.rank * rows : (world.rank + 1) * rows]
+
+
+def assert_gradients(net, expected):
+    for (name, p), q in zip(net.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("then", ["no_sync", "no_samples"])
+def test_a_failed_backward_leaves_nothing_to_a_step_without_a_backward(world, then):
+    """Its buckets were sent early. They must be neither taken for the next ones, nor sent from within no_sync."""
+    whole, x = drawn(world)
+    net, expected = pair(), pair()
+    with DataParallel(net, world, overlap=True, bucket_size=1) as replicas:
+        with pytest.raises(ArithmeticError):
+            net[1](Fails.apply(net[0](x))).sum().backward()
+        net.zero_grad()
+        if then == "no_sync":
+            with replicas.no_sync():
+                net(x).square().mean().backward()
+                assert replicas.gradients._in_flight == []
+            net(x).square().mean().backward()
+            (2 * expected(whole).square().mean()).backward()
+        elif world.rank == 0:
+            replicas.no_samples()
+            ((1 - 1 / world.size) * expected(whole[2:]).square().mean()).backward()
+        else:
+            net(x).square().mean().backward()
+            ((1 - 1 / world.size) * expected(whole[2:]).square().mean()).backward()
+        assert_gradients(net, expected)
+
+
+def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_gets_both_gradients(world):
+    whole, x = drawn(world)
+    net, expected = pair(), pair()
+
+    def loss(net, x, reentrant):
+        a, b = net
+        return checkpoint(lambda t: b(a(t)), a(x), use_reentrant=reentrant).square().mean()
+
+    loss(expected, whole, False).backward()
+    with DataParallel(net, world):
+        for _ in range(2):
+            net.zero_grad()
+            loss(net, x, True).backward()
+            assert_gradients(net, expected)
+    net.zero_grad()
+    with DataParallel(net, world, overlap=True, bucket_size=1):
+        again = loss(net, x, True)
+        with pytest.raises(RuntimeError, match=r"0\.(weight|bias): a second gradient in one backward.*overlap=False"):
+            again.backward()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_parameter_that_a_reentrant_checkpoint_leaves_out_is_noticed_at_the_outer_end(world, allowed):
+    """No parameter is outside of the checkpoints, so that no hook runs in the outer backward."""
+    whole, x = drawn(world)
+    net, expected = pair(), pair()
+    expected[0](whole).square().mean().backward()
+
+    def loss():
+        outer = checkpoint(lambda t: checkpoint(net[0], t, use_reentrant=True), x, use_reentrant=True)
+        return outer.square().mean()
+
+    with DataParallel(net, world, allow_unused=allowed):
+        x = x.clone().requires_grad_()
+        if allowed:
+            loss().backward()
+            assert net[1].weight.grad is None
+            assert_gradients(net[0], expected[0])
+        else:
+            with pytest.raises(RuntimeError, match=r"no gradient in the backward for: 1\.weight, 1\.bias"):
+                loss().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda net: net[0].requires_grad_(True), r"no longer frozen: 0\.weight, 0\.bias"),
+        (lambda net: net.append(nn.Linear(3, 3).double()), r"new or no longer frozen: 2\.weight, 2\.bias"),
+        (lambda net: net.insert(1, nn.Linear(3, 3, bias=False).double()), r"new .*: 1\.weight"),
+    ],
+)
+def test_parameters_that_come_later_are_an_error_on_every_rank(world, change, said):
+    """They change on the last rank only. Their gradients would not be averaged, and replicas would part."""
+    x = drawn(world)[1]
+    net = pair()
+    net[0].requires_grad_(False)
+    last = world.rank == world.size - 1
+    with DataParallel(net, world):
+        net(x).sum().backward()
+        if last:
+            change(net)
+        with pytest.raises(RuntimeError, match=said if last else "they have changed on another rank"):
+            net(x).sum().backward()
+
+
+class Buffered(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.register_buffer("cache", first)
+        self.next = None
+
+    def forward(self, x):
+        if self.next is not None:
+            self.cache = self.next()
+        return self.layer(x)
+
+
+def test_expanded_buffers_are_made_equal(world):
+    x = drawn(world)[1]
+    net = Buffered(torch.full((1,), float(world.rank)).expand(5))
+    with DataParallel(net, world):
+        assert net.cache.tolist() == [0.0] * 5
+        net.next = lambda: torch.full((1,), 3.0 + world.rank).expand(5)
+        net(x).sum().backward()
+        assert net.cache.tolist() == [3.0] * 5
+
+
+def test_buffers_that_all_ranks_replace_alike_are_made_equal_and_may_be_none(world):
+    x = drawn(world)[1]
+    net = Buffered(torch.zeros(3))
+    with DataParallel(net, world):
+        for new in (lambda: torch.full((7,), float(world.rank)), lambda: None, lambda: torch.ones(2) * world.rank):
+            net.next = new
+            net(x).sum().backward()
+            assert net.cache is None or not net.cache.any()
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(5), torch.zeros(3, dtype=torch.float64)])
+def test_buffers_that_one_rank_replaces_by_another_shape_are_an_error_on_every_rank(world, other):
+    x = drawn(world)[1]
+    net = Buffered(torch.zeros(3))
+    net.next = lambda: other if world.rank == world.size - 1 else torch.ones(3)
+    with DataParallel(net, world):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"other shapes on other ranks: cache.*equal_buffers=False"):
+                net(x).sum().backward()
+        assert net.layer.weight.grad is not None
