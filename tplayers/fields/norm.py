@@ -187,16 +187,11 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     """
     mine = math.prod(x.shape[dim] for dim in dims)
     mean = x.sum(dims, keepdim=True) / mine
-    if 1 not in dims and x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        # torch's kernel reads the tensor twice and writes nothing. Its mean is a sum in plain order, so its variance is
-        # the one around a less exact mean.
-        near, around = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
-        mean = mean.view_as(near)
-        squares = (around - (near - mean).square()).mul_(mine)
-    else:
+    squares = _squared_deviations(x, mean.flatten(), mine) if 0 in dims and x.is_cpu else None
+    if squares is None:
         deviation = x - mean
         squares = deviation.mul_(deviation).sum(dims)
-        mean = mean.view_as(squares)
+    mean = mean.view_as(squares)
     if comm.size == 1:
         return mean, squares / points
     share = torch.full((1,), mine / points, dtype=x.dtype, device=x.device)  # not from the host: that would wait
@@ -207,6 +202,20 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     total = (means * shares).sum(0)
     var = squared.sum(0) / points + ((means - total).square() * shares).sum(0)
     return total.view_as(mean), var.view_as(mean)
+
+
+def _squared_deviations(x: Tensor, mean: Tensor, points: int) -> Tensor | None:
+    """The sum of (x - mean)^2 for each channel of a host tensor, or None if large numbers would cancel.
+
+    torch's kernel for the backward of batch normalisation sums g and g (x - mean) in one pass, without a tensor in
+    between; here g is x, and the sum of x (x - mean) is the wanted one and mean * (the sum of x - mean).
+    """
+    found = torch.ops.aten.native_batch_norm_backward(
+        x, x, None, mean, torch.ones_like(mean), None, None, False, 0.0, [False, True, True]
+    )
+    squares = found[1] - mean * (found[2] - points * mean)
+    cancels = mean.square().mul_(points) > 100 * squares
+    return None if bool(cancels.any()) else squares
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -245,10 +254,11 @@ class _BatchNormalise(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             # weight / deviation * (grad - mean of grad - normalised * mean of (grad * normalised)), as a*grad + b*x + c
-            inverse = (var + ctx.eps).rsqrt()
+            inverse = (var + ctx.eps).rsqrt_()
             a = ones * inverse
-            b = a * inverse * sums[0] / -ctx.points
-            c = a * sums[1] / -ctx.points - b * mean
+            per_point = a / -ctx.points
+            b = inverse.mul_(per_point).mul_(sums[0])
+            c = per_point.mul_(sums[1]).addcmul_(b, mean, value=-1)
             shape = (-1, *(1,) * (x.dim() - 2))
             wide = torch.addcmul(c.view(shape), _wide(x), b.view(shape))
             grad_x = wide.addcmul_(_wide(grad), a.view(shape)).to(x.dtype)
