@@ -84,7 +84,9 @@ def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
 @pytest.mark.parametrize("command", ALONE)
 def test_errors_of_a_command_of_one_process_are_one_line(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"bench.{command}").main(ALONE[command])
+        importlib.import_module(f"bench.{command}" if command in COMMANDS else f"bench.{command}.__main__").main(
+            ALONE[command]
+        )
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.out == ""
     (line,) = captured.err.splitlines()
