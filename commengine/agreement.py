@@ -1,6 +1,7 @@
 """The ranks of a group compare what they are about to do, or tell each other what went wrong.
 
-`agree` runs before each collective of a ``Communicator(..., checked=True)``. `raise_together` is for set-up steps that
+`agree` runs before each collective of a ``Communicator(..., checked=True)``, and `compare_words` where ranks make
+something together that must be equal. `raise_together` is for set-up steps that
 can fail on one rank while the others wait for it.
 """
 
@@ -34,6 +35,13 @@ class GroupMember(Protocol):
     name: str
 
 
+class GatheringMember(GroupMember, Protocol):
+    """A group that gathers host tensors: a Communicator."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> object:
+        """Give every rank the ``input`` of all ranks, along dim 0 of ``output``."""
+
+
 class Described(Protocol):
     """A tensor, or only its shape, dtype and place."""
 
@@ -45,7 +53,7 @@ class Described(Protocol):
     def is_cpu(self) -> bool: ...
 
 
-def agree(member: GroupMember, all_gather: Callable[[Tensor, Tensor], None], asked: str) -> None:
+def agree(member: GroupMember, all_gather: Callable[[Tensor, Tensor], object], asked: str) -> None:
     """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when the ranks differ.
 
     asked: this rank's call in one line, from `describe`. all_gather: gathers host tensors over the group, outside of
@@ -68,6 +76,11 @@ def agree(member: GroupMember, all_gather: Callable[[Tensor, Tensor], None], ask
     raise CollectiveMismatch(
         f"rank {member.rank} of group {member.name!r} (size {member.size}): the ranks disagree: {asks}"
     )
+
+
+def compare_words(comm: GatheringMember, words: str) -> None:
+    """Raise `CollectiveMismatch` on every rank of ``comm`` unless all ranks give the same words. Collective."""
+    agree(comm, lambda everybody, mine: comm.all_gather(everybody.view(-1), mine), words)
 
 
 def describe(

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .agreement import agree
+from .agreement import compare_words
 from .communicator import Communicator
 from .decomposition import Decomposition, grid_coords, grid_rank
 from .errors import CollectiveError
@@ -42,7 +41,7 @@ class CartesianGrid:
             problem = f"shape={shape!r} and periodic={periodic!r} of a grid must be numbers of ranks and bools"
         else:
             problem = ""
-        _compare(comm, problem or repr(self))
+        compare_words(comm, problem or repr(self))
         if problem:
             raise CollectiveError(problem)
         if min(self.shape, default=1) < 1 or math.prod(self.shape) != comm.size:
@@ -106,7 +105,7 @@ class CartesianGrid:
         axes: the axes to keep, in ascending order. The result has its own Communicator, which its `close` closes.
         Collective over this grid; the same axes on every rank.
         """
-        _compare(self.comm, f"CartesianGrid.sub({list(axes)})")
+        compare_words(self.comm, f"CartesianGrid.sub({list(axes)})")
         kept = [self.check_axis(axis) for axis in axes]
         if kept != sorted(set(kept)):
             raise CollectiveError(f"axes={list(axes)} must be different axes in ascending order")
@@ -169,12 +168,3 @@ class CartesianGrid:
 
     def __repr__(self) -> str:
         return f"CartesianGrid(shape={list(self.shape)}, periodic={list(self.periodic)})"
-
-
-def _compare(comm: Communicator, asked: str) -> None:
-    """Raise CollectiveMismatch on every rank of ``comm`` if the ranks ask for different things. Collective."""
-
-    def all_gather(everybody: Tensor, mine: Tensor) -> None:
-        comm.all_gather(everybody.view(-1), mine)
-
-    agree(comm, all_gather, asked)

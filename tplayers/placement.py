@@ -204,10 +204,18 @@ def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        comm.all_reduce(flat)
-        sums = torch.split(flat, [tensor.numel() for tensor in alike])
-        torch._foreach_copy_(alike, [total.view_as(one) for total, one in zip(sums, alike, strict=True)])
+        torch._foreach_copy_(alike, sum_together(alike, comm))
+
+
+def sum_together(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+    """Return the sums over ``comm`` of ``tensors``, which have one dtype: one all-reduce, in one new buffer.
+
+    Every rank must call it with the same shapes.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    comm.all_reduce(flat)
+    sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [total.view(one.shape) for total, one in zip(sums, tensors, strict=True)]
 
 
 def require_divisible(parallel_size: int, **values: int) -> None:

@@ -15,7 +15,7 @@ from tplayers.placement import Normal, Placement, add_parameter
 
 from .geometry import Sliding, Transposed
 from .halo_convolution import HaloConvolution, convolve_apart, convolve_together
-from .layer import FieldLayer, LocalInput, natural, per_axis, replicated
+from .layer import FieldLayer, LocalInput, narrowed, natural, per_axis, replicated
 
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -134,8 +134,7 @@ class FieldConvTranspose(FieldLayer):
         self.output = self.local.output
         ends = [self.output.bounds(axis)[c : c + 2] for axis, c in enumerate(grid.coords)]
         crops = [rule.crop(*span) for rule, span in zip(rules, ends, strict=True)]
-        self._shape = self.output.local_shape(grid.coords)
-        self._skip = tuple(skip for skip, _ in crops)
+        self._wanted = [(skip, stop - start) for (skip, _), (start, stop) in zip(crops, ends, strict=True)]
         self._missing = tuple(missing for _, missing in crops)
         add_filter(self, (in_channels, out_channels // groups, *kernel), out_channels, bias, dtype)
 
@@ -145,10 +144,7 @@ class FieldConvTranspose(FieldLayer):
         y = _CONV_TRANSPOSE[self.axes](
             self.local(x), weight, bias, self.stride, 0, self._missing, self.groups, self.dilation
         )
-        for axis, (skip, points) in enumerate(zip(self._skip, self._shape, strict=True)):
-            if y.shape[2 + axis] != points:
-                y = y.narrow(2 + axis, skip, points)
-        return y
+        return narrowed(y, self._wanted)
 
 
 def add_filter(

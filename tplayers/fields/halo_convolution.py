@@ -27,7 +27,7 @@ from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
 from .geometry import Sliding, Span
 from .halo_regions import Slices, common, frame, reads_of
-from .layer import LocalInput
+from .layer import LocalInput, narrowed
 
 
 class Slab(NamedTuple):
@@ -100,9 +100,7 @@ class HaloConvolution:
 
     def of_block(self, x: Tensor) -> Tensor:
         """The part of the block that torch convolves."""
-        for axis, (start, length) in enumerate(self.inputs):
-            x = x.narrow(2 + axis, start, length) if self.cut else x
-        return x
+        return narrowed(x, self.inputs)
 
     def spread(self, grad: Tensor, block: Tensor) -> Tensor:
         """The gradient of all that torch computes for the block, from that of the rank's outputs: zeros elsewhere."""
@@ -144,9 +142,7 @@ class _Convolve(torch.autograd.Function):
         stride, dilation, groups = geometry.stride, geometry.dilation, geometry.groups
         no = [0] * len(stride)
         y = torch.convolution(geometry.of_block(x), weight, bias, stride, geometry.padding, dilation, False, no, groups)
-        whole = y
-        for axis, (skip, count) in enumerate(geometry.results):
-            y = y.narrow(2 + axis, skip, count) if y.shape[2 + axis] != count else y
+        whole, y = y, narrowed(y, geometry.results)
         if y is not whole:
             y = y.clone()  # not a view, because the caller may change what it gets in place
         halo = [_spread(part, piece) for piece, part in messages.wait()]
@@ -159,7 +155,7 @@ class _Convolve(torch.autograd.Function):
                 read = new_block(x, slab.shape).zero_()
                 for number, at, of in slab.parts:
                     read[at] = halo[number][of]
-            met = _narrow(weight, slab)
+            met = narrowed(weight, slab.taps)
             y[slab.outputs] += torch.convolution(read, met, None, stride, geometry.native, dilation, False, no, groups)
             inputs.append(read)
         ctx.save_for_backward(x, weight, *inputs)
@@ -182,7 +178,12 @@ class _Convolve(torch.autograd.Function):
         of_slabs: list[Tensor] = []
         for slab, read in zip(geometry.slabs, inputs, strict=True):
             of_read, of_weight, _ = _adjoint(
-                grad[slab.outputs], read, _narrow(weight, slab), geometry, geometry.native, (need_x, need_weight, False)
+                grad[slab.outputs],
+                read,
+                narrowed(weight, slab.taps),
+                geometry,
+                geometry.native,
+                (need_x, need_weight, False),
             )
             for number, at, of in slab.parts if need_x else ():
                 shape = tuple(place.stop - place.start for place in pieces[number].target[1:])
@@ -207,7 +208,7 @@ class _Convolve(torch.autograd.Function):
         whole = geometry.spread(grad, weight)
         grad_x, grad_weight, grad_bias = _adjoint(whole, block, weight, geometry, geometry.padding, mask)
         for slab, of_weight in zip(geometry.slabs, of_slabs if need_weight else (), strict=need_weight):
-            _narrow(grad_weight, slab).add_(of_weight)
+            narrowed(grad_weight, slab.taps).add_(of_weight)
         if messages is not None:
             if geometry.cut:
                 part, grad_x = grad_x, new_block(x, tuple(x.shape[2:])).zero_()
@@ -241,11 +242,3 @@ def _in_place(piece: BlockPart, offset: Sequence[int]) -> bool:
     """Whether a kept piece is the rank's own block where it belongs, and not a part of its padding."""
     starts = [at.start - of.start for at, of in zip(piece.target[1:], piece.source[1:], strict=True)]
     return not piece.flipped and not piece.repeated and starts == list(offset)
-
-
-def _narrow(weight: Tensor, slab: Slab) -> Tensor:
-    """The part of ``weight``, or of its gradient, that meets the halo in a slab."""
-    for axis, (first, number) in enumerate(slab.taps):
-        if number < weight.shape[2 + axis]:
-            weight = weight.narrow(2 + axis, first, number)
-    return weight

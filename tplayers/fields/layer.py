@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.movement.compared import compare_words
+from commengine.agreement import compare_words
+from tplayers.movement.compared import wants_gradient
 from tplayers.movement.plan import PADDINGS, halo_plan
 from tplayers.movement.transfer import transfer
+from tplayers.placement import sum_together
 
-from .geometry import Rule, Sliding, output_bounds, read_spans
+from .geometry import Rule, Sliding, Span, output_bounds, read_spans
 
 
 def per_axis(value: Any, axes: int, name: str) -> tuple[Any, ...]:
@@ -94,8 +96,8 @@ class FieldLayer(nn.Module):
         comm = self.grid.comm
         if comm.size > 1 and (comm.checked or not self._compared):
             self._compared = True
-            wanted = x.requires_grad and torch.is_grad_enabled()
-            compare_words(comm, problem or f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wanted}")
+            same = f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}"
+            compare_words(comm, problem or same)
         if problem:
             raise ValueError(problem)
 
@@ -186,6 +188,14 @@ class LocalInput:
         return x
 
 
+def narrowed(y: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Return the part (first, number) of ``spans`` of each axis of ``y`` [batch, channels, space...]: a view, or y."""
+    for dim, (first, number) in enumerate(spans, start=2):
+        if y.shape[dim] != number:
+            y = y.narrow(dim, first, number)
+    return y
+
+
 def _check_axis(layer: str, axis: int, rule: Rule, mode: str, points: int) -> None:
     if mode not in (*PADDINGS, "clipped"):
         raise ValueError(f"{layer}: padding_mode={mode!r} is not one of {', '.join(PADDINGS)}")
@@ -232,11 +242,3 @@ class _Replicated(torch.autograd.Function):
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])
-
-
-def sum_together(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
-    """Return the sums of ``tensors``, of one dtype, over ``comm``: one all-reduce. Collective."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    comm.all_reduce(flat)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

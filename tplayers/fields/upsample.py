@@ -10,7 +10,7 @@ from torch import Tensor
 from commengine import CartesianGrid, Decomposition
 
 from .geometry import Scaled
-from .layer import FieldLayer, LocalInput, natural
+from .layer import FieldLayer, LocalInput, narrowed, natural
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -49,14 +49,12 @@ class FieldUpsample(FieldLayer):
         modes = [padding_mode if padding_mode == "circular" and mode == "linear" else "clipped"] * self.axes
         self.local = LocalInput(grid, input, rules, modes, output=output, layer="FieldUpsample")
         self.output = self.local.output
-        starts = [part.start for part in self.output.slices(grid.coords)]
-        self._skip = tuple(a - read * s for a, (read, _), s in zip(starts, self.local.span, self.scale, strict=True))
-        self._shape = self.output.local_shape(grid.coords)
+        self._wanted = [
+            (part.start - read * scale, part.stop - part.start)
+            for part, (read, _), scale in zip(self.output.slices(grid.coords), self.local.span, self.scale, strict=True)
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         y = F.interpolate(self.local(x), scale_factor=[float(scale) for scale in self.scale], mode=self.mode)
-        for axis, (skip, points) in enumerate(zip(self._skip, self._shape, strict=True)):
-            if y.shape[2 + axis] != points:
-                y = y.narrow(2 + axis, skip, points)
-        return y
+        return narrowed(y, self._wanted)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from commengine.agreement import agree
+from commengine.agreement import compare_words
 from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 
 #: the dtypes that autograd differentiates; their places are what ranks tell each other
@@ -64,7 +64,7 @@ def compare(
         check_root(operation, comm, root)
     mine = torch.zeros(4 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if x is not None and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS:
-        head = [1 + _DTYPES.index(x.dtype), int(x.requires_grad and torch.is_grad_enabled()), int(x.is_cpu), x.dim()]
+        head = [1 + _DTYPES.index(x.dtype), int(wants_gradient(x)), int(x.is_cpu), x.dim()]
         mine[: 4 + x.dim()] = torch.tensor([*head, *x.shape])
     everybody = torch.empty(comm.size * len(mine), dtype=torch.int64, device="cpu")
     comm.all_gather(everybody, mine)
@@ -101,13 +101,9 @@ def _without(record: tuple[int, ...], at: int | None) -> tuple[int, ...]:
     return tuple(value for place, value in enumerate(record) if place != 1 and (at is None or place != 4 + at))
 
 
-def compare_words(comm: Communicator, words: str) -> None:
-    """Raise CollectiveMismatch on every rank unless all ranks of ``comm`` give the same words. Collective."""
-
-    def gather(everybody: Tensor, mine: Tensor) -> None:
-        comm.all_gather(everybody.view(-1), mine)
-
-    agree(comm, gather, words)
+def wants_gradient(x: Tensor) -> bool:
+    """Whether autograd will follow what this rank does with ``x``, so that it takes part in a backward."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 #: for each communicator, the operators on blocks (with their decompositions) whose calls the ranks have compared
@@ -129,7 +125,7 @@ def compare_first(operation: str, x: Tensor, shape: Sequence[int] | None, comm: 
     if shape is not None:
         fits = tuple(x.shape[len(lead) :]) == tuple(shape)
         words += " + the block" if fits else f" + a wrong block (the tensor is {list(x.shape)})"
-    compare_words(comm, f"{words}, requires_grad={x.requires_grad and torch.is_grad_enabled()}")
+    compare_words(comm, f"{words}, requires_grad={wants_gradient(x)}")
     compared.add((operation, *key))
 
 

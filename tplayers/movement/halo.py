@@ -39,10 +39,7 @@ def halo_exchange(
     section 3, "generalized halo exchange").
     At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
     """
-    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
-    plan = plan_halo(grid, decomposition, widths, padding)
-    compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
-    return transfer(x, plan, grid.comm)
+    return transfer(x, _compared_plan("halo_exchange", x, grid, widths, decomposition, padding), grid.comm)
 
 
 def halo_accumulate(
@@ -77,10 +74,22 @@ def start_halo_exchange(
     This rank computes its interior between the two calls. The backward overlaps, too: see
     `tplayers.movement.transfer.start_transfer`.
     """
+    plan = _compared_plan("start_halo_exchange", x, grid, widths, decomposition, padding)
+    return start_transfer(x, plan, grid.comm, stream)
+
+
+def _compared_plan(
+    operation: str,
+    x: Tensor,
+    grid: CartesianGrid,
+    widths: Widths,
+    decomposition: Decomposition | None,
+    padding: str | Sequence[str] | None,
+) -> TransferPlan:
     decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
     plan = plan_halo(grid, decomposition, widths, padding)
-    compare_first("start_halo_exchange", x, plan.source_shape, grid.comm, decomposition)
-    return start_transfer(x, plan, grid.comm, stream)
+    compare_first(operation, x, plan.source_shape, grid.comm, decomposition)
+    return plan
 
 
 def shift(

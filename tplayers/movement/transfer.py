@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Event, Stream
-from commengine.agreement import raise_together
+from commengine.agreement import compare_words, raise_together
 
-from .compared import compare, compare_words
+from .compared import compare, wants_gradient
 from .plan import BlockPart, TransferPlan
 
 
@@ -88,8 +88,7 @@ def check_block(x: Tensor, shape: Sequence[int], comm: Communicator) -> None:
     if comm.checked:
         raise_together(comm.mpi, problem)
         compare("transfer", x.new_empty(lead), comm)
-        wanted = x.requires_grad and torch.is_grad_enabled()
-        compare_words(comm, f"a transfer with requires_grad={wanted}")
+        compare_words(comm, f"a transfer with requires_grad={wants_gradient(x)}")
     elif problem is not None:
         raise ValueError(problem)
 

@@ -32,10 +32,6 @@ def save(
     extra: Mapping[str, Any], keep: int | None,
 ) -> None:  # fmt: skip
     """Write the checkpoint of ``step`` into ``folder``. Collective over the grid's world. See `DataParallel.save`."""
-
-    def make_folder() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-
     state = OptimizerState(module, optimizer, grid.world, grid.data)
     parts = checkpoint.model_placements(module)
 
@@ -46,7 +42,7 @@ def save(
         return {_OF_OPTIMIZER: state.settings(), _OF_USER: as_json(extra)}
 
     settings = on_every_rank(grid.world, described)
-    on_rank_zero(grid.world, make_folder)
+    on_rank_zero(grid.world, lambda: folder.mkdir(parents=True, exist_ok=True))
     CheckpointWriter(folder, Progress(step, step), module, state, settings, grid).finish()
     if keep is not None:
         on_rank_zero(grid.world, lambda: pointer.keep(folder, keep, None))

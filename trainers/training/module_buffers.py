@@ -85,13 +85,12 @@ class ModuleBuffers:
             if version is not None:
                 copy_from_rank_zero([flat], self._data)
                 self._seen[number] = self._state(number)
-                self._agree(number)
-                continue
-            if flat.numel():
-                self._data.broadcast(flat)
-            if self._data.rank > 0 and flat.numel():
-                _spread(flat, self._tensors(number))
-            self._seen[number] = flat, None
+            else:
+                if flat.numel():
+                    self._data.broadcast(flat)
+                    if self._data.rank > 0:
+                        _spread(flat, self._tensors(number))
+                self._seen[number] = flat, None
             self._agree(number)
 
     def _agree(self, number: int) -> None:
