@@ -56,7 +56,7 @@ class TransformerTrainConfig(TextConfig, ABC):
 
     preset: str | None = option(
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
-        sets=lambda settings, name: presets.settings(name, settings.task),
+        sets=lambda settings, name, _: presets.settings(name, settings.task),
     )  # fmt: skip
     num_layers: int = option(12, "transformer layers", valid=LAYERS, fixed=True)
     hidden_size: int = option(768, "width of the residual stream", valid=WIDTH, fixed=True)
