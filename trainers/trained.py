@@ -10,21 +10,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from commengine import ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 
 from .checkpoints import checkpoint, pointer
+from .config import JobConfig
 from .data.tokenizer import Tokenizer
-from .options import require_ranges
+from .options import AT_LEAST_ONE, NOT_EMPTY, option, require, require_ranges
+from .run.startup import watched
 from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.transformer import TransformerTrainConfig
@@ -34,6 +37,35 @@ _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "ber
 #: the first parts of the names of a GPT's parameters; one that every BERT has besides
 _OF_GPT = {"embedding", "position_embedding", "layers", "final_norm"}
 _OF_BERT = "mlm_head"
+
+
+#: the dtypes in which a trained model can compute, by their names
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
+          (torch.float32, torch.bfloat16, torch.float16, torch.float64)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadConfig(JobConfig):
+    """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
+
+    load: str | None = option(
+        None, "the --save folder of a run, or one of the iter_* folders in it: the model", valid=NOT_EMPTY
+    )
+    ckpt_step: int | None = option(
+        None, "take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
+    )
+    tokenizer_model: str | None = option(
+        None, "a tokenizer.json or BERT's vocab.txt (default: the one that the run was trained with)", valid=NOT_EMPTY
+    )
+    dtype: str | None = option(
+        None, "dtype of parameters and activations (default: the one that the run was trained in)",
+        choices=tuple(DTYPES),
+    )  # fmt: skip
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        require(self.load is not None, "--load DIR: needed: the --save folder of a run")
 
 
 @dataclass(frozen=True)
@@ -107,6 +139,25 @@ def load_trained(
     except UsageError as error:  # on all ranks; a model is worth something without it
         text, problem = None, str(error)
     return Trained(model, settings, kind_found, found, steps, text, problem)
+
+
+@contextlib.contextmanager
+def loaded(
+    config: LoadConfig, world: Communicator, *, kind: str | None = None
+) -> Iterator[tuple[Trained, ProcessGrid]]:
+    """What the run has trained that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
+
+    config: valid for ``world``. kind: as for `load_trained`, which raises the errors. Collective over ``world``, as is
+    the end of the block.
+    """
+    with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
+        assert config.load is not None
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        trained = load_trained(
+            config.load, grid, kind=kind, iteration=config.ckpt_step, dtype=dtype, tokenizer=config.tokenizer_model,
+            verify=config.verify_checkpoints,
+        )  # fmt: skip
+        yield trained, grid
 
 
 def _find(folder: Path, iteration: int | None) -> Path:
