@@ -54,6 +54,7 @@ ROOMS = {
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"trained"},  # the model of a run, from its checkpoint
+        {"finetuning"},  # the tasks of section 5.3: files, samples, measures, predictions
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),

@@ -87,9 +87,9 @@ def option(
     text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
     valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
     value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
-    field is then a string or a list of strings. sets: called with the settings' class, the option's word, and a function
-    that tells the value of another option by its field's name; gives the values of other fields that the word stands
-    for; flags and files win over these.
+    field is then a string or a list of strings. sets: gives the values of other fields that the option's word stands
+    for; flags and files win over these. It is called with the settings' class, the word, and a function that tells the
+    value of another option by its field's name.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {

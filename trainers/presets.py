@@ -119,8 +119,9 @@ PRESETS = {preset.name: preset for preset in _TABLE}
 class FinetuningRecipe:
     """A row of Table 6, and what the paper does not say. task: mnli, qqp, squad-1.1, squad-2.0 or race.
 
-    batch, rate: for the three models of Table 4, in order. weight_decay, warmup (a share of the steps): of Megatron-LM's
-    scripts for MNLI and RACE; of RoBERTa, whose procedure the paper follows, for the others (Liu et al. 2019).
+    batch, rate: for the three models of Table 4, in order. weight_decay, warmup (a share of the steps): those of
+    Megatron-LM's scripts for MNLI and RACE; for the others those of RoBERTa, whose procedure the paper follows (Liu et
+    al. 2019).
     """
 
     task: str

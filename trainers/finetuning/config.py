@@ -1,43 +1,24 @@
-"""FinetuneConfig: the settings of `trainers.finetune`, under Megatron-LM's flag names."""
+"""FinetuneConfig: the settings of `trainers.finetune`, from its options, the model's run, and the task's files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from commengine import UsageError
 from tplayers import BERTConfig
-from tplayers.attention import DROPOUT_MASKS
-from tplayers.block import NORM_PLACEMENTS
-from tplayers.mlp import GELUS
 from trainers import presets
-from trainers.config import RATE, TrainConfig
-from trainers.options import (
-    AT_LEAST_ONE,
-    FRACTION,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    VOCABULARY,
-    WIDTH,
-    as_flags,
-    between,
-    given,
-    option,
-    require,
-)
+from trainers.checkpoints import run_folder
+from trainers.options import as_flags, given, require
 
-from .race import LEVELS
-from .squad import VERSIONS, version_in
+from . import source
+from .flags import TASKS, FinetuneFlags
+from .squad import version_in
 
-#: the values of ``--task``
-TASKS = ("mnli", "qqp", "squad", "race")
 #: the settings that the model has from its pretraining
-_SHAPE = (
+SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
     "make_vocab_size_divisible_by", "norm_placement", "gelu",
 )  # fmt: skip
@@ -45,119 +26,11 @@ _SHAPE = (
 _LENGTHS = {"mnli": 512, "qqp": 512, "squad": 384, "race": 512}
 #: settings of a run that another use of its model does not have to repeat
 _OF_THE_RUN = ("seed", "global_batch_size")
-#: tokens of an answer, of a question and the like
-_COUNT = between(1, 10**5)
-
-
-def _of_preset(_: Any, name: str, value: Any) -> Mapping[str, Any]:
-    """What ``--preset name`` sets. value: the value of another option, by name."""
-    task, version, folder = value("task"), value("squad_version"), value("data")
-    if task == "squad" and version is None:
-        there = version_in(Path(folder)) if folder else []
-        version = there[0] if len(there) == 1 else None
-    return presets.finetuning_settings(name, f"squad-{version}" if task == "squad" else task)
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(TrainConfig):
+class FinetuneConfig(FinetuneFlags):
     """The settings of `trainers.finetune`. A field is the flag of the same name, with dashes."""
-
-    task: str | None = option(None, "what the model learns", choices=TASKS, fixed=True)
-    data: str | None = option(
-        None,
-        "folder of the task's files under their original names: train.tsv, dev_matched.tsv, ... (mnli), train.tsv, "
-        "dev.tsv, ... (qqp), train-v1.1.json, dev-v1.1.json or those of v2.0 (squad), train/middle/*.txt, ... (race)",
-        valid=NOT_EMPTY,
-    )
-    load: str | None = option(
-        None,
-        "a run of pretrain_bert, to start from its newest checkpoint; or a run of this command, to go on with it or to "
-        "--predict with its best checkpoint; or an iter_* folder of either",
-        valid=NOT_EMPTY,
-    )
-    pretrained_checkpoint: str | None = option(
-        None, "a run of pretrain_bert to start from, where --load is the folder of --save", valid=NOT_EMPTY
-    )
-    preset: str | None = option(
-        None, "a model of the paper with its recipe for the task (Table 6); other flags and --config win. list prints "
-        "the table",
-        sets=_of_preset,
-    )  # fmt: skip
-    epochs: int = option(3, "times that the training data is read, in whole steps", valid=between(1, 10**4))
-    train_iters: int = option(0, "steps of the run (0: those of --epochs)", valid=NOT_NEGATIVE)
-    eval_interval: int = option(0, "steps between evaluations on the dev data (0: an epoch)", valid=NOT_NEGATIVE)
-    eval_iters: int = option(1, "0 turns evaluation off; otherwise it reads all dev data", valid=NOT_NEGATIVE)
-    save_interval: int | None = option(
-        None, "steps between checkpoints (default: those of an evaluation)", valid=AT_LEAST_ONE
-    )
-    keep_last: int | None = option(
-        None, "newest checkpoints that stay besides the best one (default 1; --keep-every 1 keeps all)",
-        valid=AT_LEAST_ONE,
-    )  # fmt: skip
-    lr: float = option(2e-5, "highest learning rate", valid=RATE)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", valid=RATE)
-    lr_decay_style: str = option("linear", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
-    lr_warmup_fraction: float = option(
-        0.06, "share of the steps over which lr rises from 0; --lr-warmup-iters wins", valid=FRACTION
-    )
-    hidden_dropout: float = option(
-        0.1, "dropout on the embedding, after each branch, and on the pooled vector", valid=FRACTION
-    )
-    attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
-    attention_dropout_mask: str = option("position", "as in pretrain_bert", choices=DROPOUT_MASKS)
-    recompute_granularity: str | None = option(
-        None, "as in pretrain_bert (default none)", choices=("full", "selective", "none")
-    )
-    init_method_std: float = option(
-        0.02, "standard deviation of the initial weights of the head", valid=(NOT_NEGATIVE, between(0, 1000))
-    )
-    # samples
-    seq_length: int | None = option(
-        None, "tokens of a sample (default 512, squad 384, at most the model's positions)", valid=LENGTH, fixed=True
-    )
-    tokenizer_model: str | None = option(None, "a tokenizer.json, or BERT's vocab.txt (default: the pretrained run's)")
-    skip_damaged_rows: bool = option(
-        False, "mnli, qqp: leave out rows without all columns, texts or a valid label, and say which"
-    )
-    race_level: str = option(
-        "both", "race: the questions of middle schools, high schools, or both", choices=("both", *LEVELS), fixed=True
-    )
-    max_qa_length: int = option(128, "race: most tokens of a question with an option", valid=_COUNT, fixed=True)
-    squad_version: str | None = option(
-        None, "squad: version of the files (default: that of which --data has files)", choices=VERSIONS, fixed=True
-    )
-    max_query_length: int = option(64, "squad: most tokens of a question", valid=_COUNT, fixed=True)
-    doc_stride: int = option(128, "squad: tokens from one window of a text to the next one", valid=_COUNT, fixed=True)
-    max_answer_length: int = option(30, "squad: most tokens of an answer", valid=_COUNT)
-    n_best_size: int = option(20, "squad: answers to a question that are kept", valid=_COUNT)
-    null_score_diff_threshold: float | None = option(
-        None, "squad 2.0: no answer where its score exceeds the best answer's by more than this (default: the best "
-        "threshold on the dev data)",
-    )  # fmt: skip
-    # several runs, and what is done with them
-    seeds: int = option(1, "runs with --seed, --seed + 1, ..., of which the median is reported", valid=between(1, 1000))
-    predict: str | None = option(
-        None, "write predictions in the task's submission format, from the best checkpoint", choices=("dev", "test")
-    )
-    ensemble: str | Sequence[str] | None = option(
-        None, "runs of this command whose probabilities are averaged", words=True
-    )
-    output: str | None = option(
-        None, "folder for predictions (default predictions_dev or predictions_test in the run's folder)",
-        valid=NOT_EMPTY,
-    )  # fmt: skip
-    # the model: from the pretrained run
-    num_layers: int | None = option(None, "must be the pretrained model's, as the next eight", valid=LAYERS, fixed=True)
-    hidden_size: int | None = option(None, "width of the residual stream", valid=WIDTH, fixed=True)
-    num_attention_heads: int | None = option(None, "attention heads", valid=HEADS, fixed=True)
-    ffn_hidden_size: int | None = option(None, "width of the feed-forward block", valid=WIDTH, fixed=True)
-    max_position_embeddings: int | None = option(None, "positions that the model knows", valid=LENGTH, fixed=True)
-    vocab_size: int | None = option(None, "tokens of the vocabulary", valid=VOCABULARY, fixed=True)
-    make_vocab_size_divisible_by: int | None = option(
-        None, "the vocabulary is padded to a multiple of this", valid=VOCABULARY, fixed=True
-    )
-    norm_placement: str | None = option(None, "place of the layer norms", choices=NORM_PLACEMENTS, fixed=True)
-    gelu: str | None = option(None, "GELU by the error function or not", choices=tuple(GELUS), fixed=True)
 
     @property
     def trains(self) -> bool:
@@ -195,6 +68,43 @@ class FinetuneConfig(TrainConfig):
         limits = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(limits, "--attention-dropout-mask fused: excludes --compile, as in pretrain_bert")
 
+    def completed(self, ranks: int) -> Self:
+        """These settings with those of the model, the length of samples and the version of files. It reads files.
+
+        A run of ``--load`` that pretrain_bert has made becomes ``--pretrained-checkpoint``. Raises UsageError, naming
+        the option.
+        """
+        verify = self.verify_checkpoints
+        if self.members:
+            config = self.of_run(*source.fine_tuned(self.members[0], "--ensemble", verify=verify))
+        elif not self.trains:
+            config = self.of_run(*source.fine_tuned(self.load or "", "--load", verify=verify))
+        elif (found := run_folder.checkpoint_to_load(self)) is None:
+            config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
+        elif source.is_fine_tuned(saved := source.settings_of(found, verify=verify)):
+            require(self.seeds == 1, f"{given(self, 'load')}: is one run; with --seeds, give a run of pretrain_bert")
+            config = self.of_run(saved, f"--load {self.load}")
+        else:
+            both = "--load and --pretrained-checkpoint: both name a model of pretrain_bert; leave one of them out"
+            require(self.pretrained_checkpoint is None, both)
+            config = self.of_model(*source.pretrained(self.load, verify=verify))
+            config = replace(config, load=None, pretrained_checkpoint=self.load)
+        config = config.opened()
+        config.shape(ranks)
+        return config
+
+    def of_seed(self, number: int) -> Self:
+        """The settings of run ``number``, from 0, of several: the next seed, and a folder of its own in ``--save``."""
+        assert self.save is not None
+        name = f"seed_{self.seed + number}"
+        folder = str(Path(self.save) / name)
+        board = None if self.tensorboard_dir is None else str(Path(self.tensorboard_dir) / name)
+        same = self.load is not None and Path(self.load).resolve() == Path(self.save).resolve()
+        return replace(
+            self, seed=self.seed + number, seeds=1, save=folder, load=folder if same else self.load,
+            tensorboard_dir=board,
+        )  # fmt: skip
+
     def of_model(self, saved: Mapping[str, Any], source: str) -> Self:
         """These settings with the shape, the tokenizer and the positions of a model.
 
@@ -202,7 +112,7 @@ class FinetuneConfig(TrainConfig):
         UsageError where an option says something else.
         """
         found: dict[str, Any] = {}
-        for name in _SHAPE:
+        for name in SHAPE:
             mine, theirs = getattr(self, name), _default_of(name, saved)
             if mine is not None and mine != theirs:
                 own = given(self, name)
@@ -222,7 +132,7 @@ class FinetuneConfig(TrainConfig):
         found: dict[str, Any] = {}
         for item in fields(self):
             name, mine = item.name, getattr(self, item.name)
-            if item.metadata["fixed"] and name not in _SHAPE and name in saved:
+            if item.metadata["fixed"] and name not in SHAPE and name in saved:
                 if item.default is None and name not in _OF_THE_RUN and mine not in (None, saved[name]):
                     raise UsageError(f"{given(self, name)}: the run of {source} has {saved[name]}")
                 found[name] = saved[name]

@@ -29,8 +29,9 @@ _KEPT_ARTICLES = 64
 class TaskSample(NamedTuple):
     """One sample: a pair of texts, or a question with a text for each of c choices.
 
-    tokens, types: int64 [s] or [c, s], filled up with [PAD]; the type is 1 in B and the [SEP] after it. length: int64,
-    the tokens that are not padding, [] or [c]. labels: int64, [] for a class or a choice, [2] for a span; -100 for none.
+    tokens, types: int64 [s] or [c, s], filled up with [PAD]; the type is 1 in B and the [SEP] after it. length: int64
+    [] or [c], the tokens that are not padding. labels: int64, [] for a class or a choice, [2] for a span; -100 for
+    none.
     """
 
     tokens: Tokens
