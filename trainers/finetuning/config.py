@@ -156,9 +156,6 @@ class FinetuneConfig(FinetuneFlags):
             require(length % tensor == 0, f"{fits} {given(self, 'tensor_model_parallel_size')}")
         version = self.squad_version
         if self.task == "squad":
-            least = self.max_query_length + 4
-            words = "must leave room for a text beside [CLS], two [SEP] and"
-            require(length >= least, f"--seq-length {length}: {words} {given(self, 'max_query_length')}")
             there = version_in(Path(self.data or ""))
             require(bool(there), f"--data {self.data}: has no train-v1.1.json, dev-v1.1.json, or one of version 2.0")
             require(
@@ -166,6 +163,9 @@ class FinetuneConfig(FinetuneFlags):
                 f"--data {self.data}: has files of versions {' and '.join(there)}; say which with --squad-version",
             )
             version = version or there[0]
+            least = self.max_query_length + 4
+            words = "must leave room for a text beside [CLS], two [SEP] and"
+            require(length >= least, f"--seq-length {length}: {words} {given(self, 'max_query_length')}")
         else:
             require(length >= 5, f"--seq-length {length}: must be at least 5: [CLS], two texts and a [SEP] after each")
         return replace(self, seq_length=length, squad_version=version)
