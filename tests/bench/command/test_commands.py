@@ -23,6 +23,7 @@ ON_RANKS = {
     "collectives": ["--warmup", "0"],
     "overhead": ["--rounds", "1"],
     "overlap": ["--rate", "0"],
+    "saving": ["--save", "/no/where"],
     "switch_points": ["--margin", "-1"],
 }
 ALONE = {
@@ -107,8 +108,8 @@ def test_errors_of_a_command_of_several_ranks_are_the_same_on_all(command, mpi_w
     from commengine import Communicator, UsageError
 
     option, value = ON_RANKS[command]
-    with Communicator(mpi_world) as world, pytest.raises(UsageError, match=f"^{option} {value}.*: must be "):
-        importlib.import_module(f"bench.{command}").main(world, ON_RANKS[command])
+    with Communicator(mpi_world) as world, pytest.raises(UsageError, match=f"^{option} {value}.*: (must|there is no) "):
+        importlib.import_module(name_of(command)).main(world, ON_RANKS[command])
 
 
 def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
