@@ -35,12 +35,13 @@ ROOMS = {
     ),
     "tplayers": (
         {"host_copy", "checks"},
-        {"rng", "recompute", "regions", "movement"},
+        {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
         {"models"},
+        {"generation"},  # tokens from a model, one after the other
     ),
     "trainers": (
         {"files"},  # reading what users name, checksums

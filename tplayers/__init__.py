@@ -15,6 +15,9 @@ from .fields import (
     FieldUpsample,
     SpectralConv,
 )
+from .generation.generate import generate
+from .generation.sampling import Sampling
+from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
 from .models.bert import BERT, BERTConfig
@@ -78,6 +81,7 @@ __all__ = [
     "FieldUpsample",
     "GPTConfig",
     "Gelu",
+    "KeyValueCache",
     "LayerNorm",
     "NormPlacement",
     "Normal",
@@ -87,6 +91,7 @@ __all__ = [
     "Recompute",
     "ReplicatedLinear",
     "RowParallelLinear",
+    "Sampling",
     "SelfAttention",
     "SpectralConv",
     "StartedTransfer",
@@ -107,6 +112,7 @@ __all__ = [
     "gather",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
+    "generate",
     "halo_accumulate",
     "halo_exchange",
     "halo_plan",
