@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
+{"host_copy", "checks", "vocab_argmax"},
         {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
@@ -54,6 +54,7 @@ ROOMS = {
         {"checks"},  # of a run while it trains
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"trained"},  # the model of a run, from its checkpoint
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),

@@ -61,6 +61,7 @@ from .regions import (
     scatter_to_tensor_parallel_region,
 )
 from .rng import Randomness, dropout
+from .vocab_argmax import vocab_parallel_argmax
 
 __all__ = [
     "BERT",
@@ -134,5 +135,6 @@ __all__ = [
     "sum_reduce",
     "transfer",
     "transfer_adjoint",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
 ]
