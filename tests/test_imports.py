@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
-{"host_copy", "checks", "vocab_argmax"},
+        {"host_copy", "checks", "vocab_argmax"},
         {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
