@@ -34,13 +34,14 @@ ROOMS = {
         {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
-        {"rng", "recompute", "regions", "movement"},
+        {"host_copy", "checks", "vocab_argmax"},
+        {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
         {"models"},
+        {"generation"},  # tokens from a model, one after the other
     ),
     "trainers": (
         {"files"},  # reading what users name, checksums
@@ -53,6 +54,7 @@ ROOMS = {
         {"checks"},  # of a run while it trains
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
+        {"trained"},  # the model of a run, from its checkpoint
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),

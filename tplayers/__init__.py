@@ -15,6 +15,9 @@ from .fields import (
     FieldUpsample,
     SpectralConv,
 )
+from .generation.generate import generate
+from .generation.sampling import Sampling
+from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
 from .models.bert import BERT, BERTConfig
@@ -58,6 +61,7 @@ from .regions import (
     scatter_to_tensor_parallel_region,
 )
 from .rng import Randomness, dropout
+from .vocab_argmax import vocab_parallel_argmax
 
 __all__ = [
     "BERT",
@@ -78,6 +82,7 @@ __all__ = [
     "FieldUpsample",
     "GPTConfig",
     "Gelu",
+    "KeyValueCache",
     "LayerNorm",
     "NormPlacement",
     "Normal",
@@ -87,6 +92,7 @@ __all__ = [
     "Recompute",
     "ReplicatedLinear",
     "RowParallelLinear",
+    "Sampling",
     "SelfAttention",
     "SpectralConv",
     "StartedTransfer",
@@ -107,6 +113,7 @@ __all__ = [
     "gather",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
+    "generate",
     "halo_accumulate",
     "halo_exchange",
     "halo_plan",
@@ -128,5 +135,6 @@ __all__ = [
     "sum_reduce",
     "transfer",
     "transfer_adjoint",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
 ]

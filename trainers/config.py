@@ -1,4 +1,7 @@
-"""TrainConfig: the settings that all training runs share, under Megatron-LM's flag names."""
+"""The settings that all commands on ranks share, and those that all training runs share.
+
+The names of the flags are Megatron-LM's.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +44,11 @@ FP32_SCALE = ValidRange(
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One training run, whatever it trains. A field is the flag of the same name, with dashes.
+class JobConfig:
+    """The settings of every command whose ranks share a model. A field is the flag of the same name, with dashes."""
 
-    A task extends this class with the settings of its model and its data (`trainers.tasks.gpt.GPTTrainConfig`), and
-    extends `validate` and `completed` with them.
-    """
-
-    # parallel layout
     tensor_model_parallel_size: int = option(
         1, "ranks that one model is split over; the other factor of the ranks is data-parallel", valid=AT_LEAST_ONE
-    )
-    sequence_parallel: bool = option(False, "split norms, dropout and residuals over the tensor group by sequence")
-    async_tensor_model_parallel_allreduce: bool | None = option(
-        None, "reduce an input's gradient while the weight's is computed (default: on for devices, off on the host)"
     )
     device: str | None = option(
         None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda where there is a device)",
@@ -68,6 +62,44 @@ class TrainConfig:
         10.0, "a collective that takes longer ends the job, with a report of the ranks that are missing; 0: no limit",
         valid=(NOT_NEGATIVE, ValidRange(lambda minutes: minutes <= 10**6, "must be at most 1000000")),
     )  # fmt: skip
+    verify_checkpoints: bool = option(
+        True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
+    )
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
+        require_ranges(self)
+        tensor = self.tensor_model_parallel_size
+        sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        split = given(self, "tensor_model_parallel_size")
+        require(ranks % tensor == 0, f"{split}: does not divide the {ranks} ranks; {sizes} do")
+
+    def completed(self, ranks: int) -> Self:
+        """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.
+
+        Raises UsageError or ValueError, naming the option.
+        """
+        del ranks
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, as JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainConfig(JobConfig):
+    """One training run, whatever it trains. A field is the flag of the same name, with dashes.
+
+    A task extends this class with the settings of its model and its data (`trainers.tasks.gpt.GPTTrainConfig`), and
+    extends `validate` and `completed` with them.
+    """
+
+    # parallel layout
+    sequence_parallel: bool = option(False, "split norms, dropout and residuals over the tensor group by sequence")
+    async_tensor_model_parallel_allreduce: bool | None = option(
+        None, "reduce an input's gradient while the weight's is computed (default: on for devices, off on the host)"
+    )
     compile: bool = option(False, "train with the model compiled by torch.compile; needs a C++ compiler")
     # batches and steps
     micro_batch_size: int = option(1, "samples that a rank takes through the model at once", valid=BATCH)
@@ -155,9 +187,6 @@ class TrainConfig:
         "checkpoint, unless this is also the folder of --save: then a new run starts",
         valid=NOT_EMPTY,
     )
-    verify_checkpoints: bool = option(
-        True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
-    )
     overwrite: bool = option(
         False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
     )
@@ -198,7 +227,7 @@ class TrainConfig:
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        require_ranges(self)
+        super().validate(ranks)
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16: exclude each other; leave one of them out")
         require(self.loss_scale is None or self.fp16, f"{given(self, 'loss_scale')}: needs --fp16")
         fits, largest = self.min_loss_scale <= self.initial_loss_scale, self.initial_loss_scale
@@ -207,16 +236,13 @@ class TrainConfig:
         decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
         below = decay is None or self.lr_warmup_iters < decay
         require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
-        tensor = self.tensor_model_parallel_size
-        sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        split = given(self, "tensor_model_parallel_size")
-        require(ranks % tensor == 0, f"{split}: does not divide the {ranks} ranks; {sizes} do")
-        step = self.micro_batch_size * (ranks // tensor)
+        replicas = ranks // self.tensor_model_parallel_size
+        step = self.micro_batch_size * replicas
         batch = self.global_batch_size or step
         require(
             batch % step == 0,
             f"{given(self, 'global_batch_size')}: must be a multiple of --micro-batch-size {self.micro_batch_size} "
-            f"times the data-parallel size {ranks // tensor}, such as {max(step, batch // step * step)}",
+            f"times the data-parallel size {replicas}, such as {max(step, batch // step * step)}",
         )
         saved = self.save is not None
         for name in ("exit_interval", "exit_signal", "exit_duration_in_mins"):
@@ -231,14 +257,6 @@ class TrainConfig:
         )
         require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
-    def completed(self, ranks: int) -> Self:
-        """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.
-
-        Raises UsageError or ValueError, naming the option.
-        """
-        del ranks
-        return self
-
     def verify_files(self, part: int, parts: int) -> int:
         """Read this rank's share of the files that a run is asked to verify, on every rank; a task may have such files.
 
@@ -247,10 +265,6 @@ class TrainConfig:
         """
         del part, parts
         return 0
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, as JSON types."""
-        return asdict(self)
 
 
 def overlapped(asked: bool | None, device: torch.device) -> bool:

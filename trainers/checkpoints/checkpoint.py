@@ -19,9 +19,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from commengine import ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank
 from tplayers import Placement, placements
 from trainers.config import TrainConfig
@@ -180,14 +181,36 @@ def load(
     on_every_rank(world, read)
 
 
-def compare(found: Path, part: int = 0, parts: int = 1) -> None:
+def load_model(found: Path, model: nn.Module, world: Communicator, *, verify: bool = True) -> None:
+    """Fill the model alone with the state of the checkpoint ``found``. Every rank reads its own parts.
+
+    verify: first compare the model's file with its checksums. Collective over ``world``. Raises UsageError, on all
+    ranks, if the file is damaged or belongs to another model.
+    """
+    if verify:
+        on_every_rank(world, lambda: compare(found, world.rank, world.size, file=MODEL))
+    named = dict(named_values(model))
+
+    def read() -> None:
+        try:
+            with torch.no_grad():
+                for name, values in read_model(found, model):
+                    named[name].copy_(values)
+        except (ValueError, OSError) as error:
+            raise cannot_load(found, error) from error
+
+    on_every_rank(world, read)
+
+
+def compare(found: Path, part: int = 0, parts: int = 1, *, file: str | None = None) -> None:
     """Compare the files of a checkpoint with their checksums; one of an older version has none.
 
-    part, parts: compare only every ``parts``-th piece, from number ``part`` on. Not collective. Raises UsageError that
-    names the file and the bytes.
+    part, parts: compare only every ``parts``-th piece, from number ``part`` on. file: the only file to compare. Not
+    collective. Raises UsageError that names the file and the bytes.
     """
     try:
-        for _ in checksums.verify(found / CHECKSUMS, _checksums(found) or [], part, parts):
+        pieces = [piece for piece in _checksums(found) or [] if file in (None, piece.name)]
+        for _ in checksums.verify(found / CHECKSUMS, pieces, part, parts):
             pass
     except (ValueError, OSError) as error:
         raise cannot_load(found, error) from error

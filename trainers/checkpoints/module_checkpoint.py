@@ -77,23 +77,21 @@ def load(
     saved = on_every_rank(grid.world, lambda: checkpoint.saved_state(found, verify=True))
     if _OF_OPTIMIZER not in saved.settings:  # on every rank
         raise UsageError(f"{found}: is the checkpoint of a training command, not of DataParallel.save")
-    on_every_rank(grid.world, lambda: checkpoint.compare(found, grid.world.rank, grid.world.size))
     of_optimizer: Any = saved.settings[_OF_OPTIMIZER]
-    state = None if optimizer is None else OptimizerState(module, optimizer, grid.world, grid.data)
-
-    def read() -> None:
-        named = dict(checkpoint.named_values(module))
-        try:
-            with torch.no_grad():
-                for one, values in checkpoint.read_model(found, module):
-                    named[one].copy_(values)
-            if state is not None:
-                parts, wanted = state.wanted(of_optimizer)
-                tensors = dict(parallel_safetensors.read(found / OPTIMIZER, parts, wanted=wanted, any_dtype=parts))
-                state.fill(of_optimizer, tensors)
-        except (ValueError, OSError) as error:
-            raise checkpoint.cannot_load(found, error) from error
-
-    on_every_rank(grid.world, read)
+    on_every_rank(grid.world, lambda: checkpoint.compare(found, grid.world.rank, grid.world.size))
+    checkpoint.load_model(found, module, grid.world, verify=False)
+    if optimizer is not None:
+        state = OptimizerState(module, optimizer, grid.world, grid.data)
+        on_every_rank(grid.world, lambda: _read_optimizer(found, state, of_optimizer))
     extra: Any = saved.settings[_OF_USER]
     return saved.iteration, extra
+
+
+def _read_optimizer(found: Path, state: OptimizerState, saved: Any) -> None:
+    """Fill the optimizer's state. saved: its settings in the checkpoint. Raises UsageError."""
+    try:
+        parts, wanted = state.wanted(saved)
+        tensors = dict(parallel_safetensors.read(found / OPTIMIZER, parts, wanted=wanted, any_dtype=parts))
+        state.fill(saved, tensors)
+    except (ValueError, OSError) as error:
+        raise checkpoint.cannot_load(found, error) from error

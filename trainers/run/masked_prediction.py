@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplayers import BERT, Randomness
+from tplayers import BERT, Randomness, vocab_parallel_argmax
 
 
 class RightPredictions:
@@ -39,21 +39,10 @@ def predict(
     is. Collective over the model's tensor group, with the same arguments and results on every rank. Leaves the model
     in the mode that it is in.
     """
-    comm = model.comm
     with torch.no_grad():
         logits, order = model(tokens, token_types, padding, positions=positions)
-    mine = logits.float()
-    first = comm.rank * mine.shape[-1]
-    real = max(min(model.config.vocab_size - first, mine.shape[-1]), 0)
-    mine = mine.clone()
-    mine[..., real:] = -torch.inf
-    best, column = mine.max(dim=-1)
-    values = best.new_empty((comm.size, *best.shape))
-    comm.all_gather(values.view(-1), best.contiguous().view(-1))
-    tokens_of = column.new_empty(values.shape)
-    comm.all_gather(tokens_of.view(-1), (column + first).contiguous().view(-1))
-    winner = values.argmax(dim=0, keepdim=True)
-    return tokens_of.gather(0, winner)[0], None if order is None else order.argmax(dim=-1)
+    best = vocab_parallel_argmax(logits, model.comm, model.config.vocab_size)
+    return best, None if order is None else order.argmax(dim=-1)
 
 
 def filled(tokens: Sequence[str], predicted: Mapping[int, str], truth: Mapping[int, str]) -> tuple[str, str]:

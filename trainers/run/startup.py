@@ -1,4 +1,4 @@
-"""A training command: its settings from a command line, a communicator with those settings, and the run."""
+"""A command on ranks: its settings from a command line, a communicator with those settings, and a training run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from commengine import CollectiveError, Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers import options
-from trainers.config import TrainConfig
+from trainers.config import JobConfig, TrainConfig
 
 from .loop import train
 from .stopping import StopRequests
 from .task import TrainingTask
 
 Config = TypeVar("Config", bound=TrainConfig)
+Job = TypeVar("Job", bound=JobConfig)
 
 
 def run_command(
@@ -31,15 +32,23 @@ def run_command(
     (`StopRequests`), so that its status is the returned one.
     """
     with StopRequests(world) as stopping:
-        config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+        config = job_config(world, kind, command)
         verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
             return train(config, comm, new_task, stopping)
 
 
-def read_config(kind: type[Config], argv: Sequence[str] | None, command: str, ranks: int) -> Config:
-    """The valid and complete settings, of type ``kind``, of a run on ``ranks`` ranks. It reads files, on rank 0 only.
+def job_config(world: Communicator, kind: type[Job], command: str) -> Job:
+    """The valid and complete settings of ``command``, of type ``kind``, from this process's flags.
+
+    Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on every rank.
+    """
+    return kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+
+
+def read_config(kind: type[Job], argv: Sequence[str] | None, command: str, ranks: int) -> Job:
+    """The valid and complete settings, of type ``kind``, of a job of ``ranks`` ranks. It reads files, on rank 0 only.
 
     argv: the arguments of ``command``; None for those of this process. Raises UsageError or ValueError, naming the
     option.
@@ -62,8 +71,8 @@ def verify_files(config: TrainConfig, world: Communicator) -> None:
         print(f"--verify-data: {size:,} bytes verified in {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def watched(config: TrainConfig, world: Communicator) -> Communicator:
-    """A communicator of the ranks of ``world`` with the run's timeout, device and transport; the caller closes it.
+def watched(config: JobConfig, world: Communicator) -> Communicator:
+    """A communicator of the ranks of ``world`` with the settings' timeout, device and transport; the caller closes it.
 
     The device becomes torch's current device. Collective over ``world``. Raises UsageError, on every rank, where any
     rank cannot have its device.

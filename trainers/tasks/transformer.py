@@ -112,18 +112,25 @@ class TransformerTrainConfig(TextConfig, ABC):
         )
 
     def completed(self, ranks: int) -> Self:
-        """The settings with the vocabulary's size. Raises ValueError if the model does not split over the ranks."""
+        """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
         config = super().completed(ranks)
+        config.require_split(ranks)
+        config.require_memory(ranks)
+        return config
+
+    def require_split(self, ranks: int) -> None:
+        """Raise UsageError, with the sizes that would work, unless the model splits over ``ranks`` ranks as it should.
+
+        ``vocab_size`` must be known.
+        """
         try:
-            config.model().require_parallel(config.tensor_model_parallel_size, ranks=ranks)
+            self.model().require_parallel(self.tensor_model_parallel_size, ranks=ranks)
         except ValueError as error:
             words = as_flags(
                 str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size"), type(self)
             )
             padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
             raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
-        config.require_memory(ranks)
-        return config
 
     @abstractmethod
     def model(self) -> ModelShape:

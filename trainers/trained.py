@@ -1,0 +1,234 @@
+"""What a run has trained: its model, settings and tokenizer, from a checkpoint, at any tensor-parallel size.
+
+::
+
+    with Communicator() as world, ProcessGrid(world, tensor=2) as grid:
+        trained = load_trained("runs/main", grid)
+        ids = torch.tensor([trained.tokenizer.encode("Hello")])
+        logits = trained.model(ids)  # this rank's columns
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commengine import Communicator, ProcessGrid, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from tplayers import BERT, GPT
+
+from .checkpoints import checkpoint, pointer
+from .config import JobConfig
+from .data.tokenizer import Tokenizer
+from .options import AT_LEAST_ONE, NOT_EMPTY, option, require, require_ranges
+from .run.startup import watched
+from .tasks.bert import BERTTrainConfig
+from .tasks.gpt import GPTTrainConfig
+from .tasks.transformer import TransformerTrainConfig
+from .training.precision import parameter_dtype
+
+_CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
+#: the first parts of the names of a GPT's parameters; one that every BERT has besides
+_OF_GPT = {"embedding", "position_embedding", "layers", "final_norm"}
+_OF_BERT = "mlm_head"
+
+
+#: the dtypes in which a trained model can compute, by their names
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
+          (torch.float32, torch.bfloat16, torch.float16, torch.float64)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadConfig(JobConfig):
+    """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
+
+    load: str | None = option(
+        None, "the --save folder of a run, or one of the iter_* folders in it: the model", valid=NOT_EMPTY
+    )
+    ckpt_step: int | None = option(
+        None, "take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
+    )
+    tokenizer_model: str | None = option(
+        None, "a tokenizer.json or BERT's vocab.txt (default: the one that the run was trained with)", valid=NOT_EMPTY
+    )
+    dtype: str | None = option(
+        None, "dtype of parameters and activations (default: the one that the run was trained in)",
+        choices=tuple(DTYPES),
+    )  # fmt: skip
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        require(self.load is not None, "--load DIR: needed: the --save folder of a run")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that a run has trained.
+
+    model: in eval mode, on the grid's device, with this rank's shards of it.
+    settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism and no recomputation. kind:
+    "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved.
+    """
+
+    model: GPT | BERT
+    settings: TransformerTrainConfig
+    kind: str
+    checkpoint: Path
+    iteration: int
+    _tokenizer: Tokenizer | None = field(repr=False)
+    _problem: str = field(repr=False)  # why there is no tokenizer, the same on all ranks
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer. Raises UsageError, on every rank that asks, if there is none or it cannot be read."""
+        if self._tokenizer is None:
+            raise UsageError(self._problem)
+        return self._tokenizer
+
+
+def load_trained(
+    folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
+    dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
+) -> Trained:  # fmt: skip
+    """What the run in ``folder`` has trained, whatever layout of ranks, precision or optimizer it had.
+
+    It reads the weights and the settings of a checkpoint, each rank its own shards, and no optimizer state. It takes no
+    lock and writes no file, so it may read the folder of a run that is going on.
+
+    folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it. grid: its tensor groups
+    share the model, which is on its device. kind: "gpt" or "bert", if no other model will do. iteration: of the
+    checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
+    BERT's vocab.txt in place of the run's. verify: first compare the files that are read with their checksums.
+
+    Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
+    no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
+    """
+
+    def described() -> list[Any]:
+        found = _find(Path(folder), iteration)
+        state = checkpoint.saved_state(found, verify=verify)
+        kind_found = _kind_of(found, state.parameters, kind)
+        settings = _settings(found, kind_found, state.settings)
+        settings = replace(
+            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None
+        )
+        settings.require_split(grid.world.size)
+        return [str(found), kind_found, state.iteration, settings.to_json()]
+
+    name, kind_found, steps, values = on_rank_zero(grid.world, described)
+    found = Path(name)
+    settings = _CONFIGS[kind_found](**values)
+    dtype = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16) if dtype is None else dtype
+    model: GPT | BERT
+    if isinstance(settings, BERTTrainConfig):
+        model = BERT(settings.model(), grid.tensor, dtype=dtype)
+    else:
+        assert isinstance(settings, GPTTrainConfig)
+        model = GPT(settings.model(), grid.tensor, dtype=dtype)
+    checkpoint.load_model(found, model, grid.world, verify=verify)
+    model.requires_grad_(False).to(grid.world.device).eval()
+    try:
+        text, problem = on_every_rank(grid.world, lambda: _tokenizer(settings, tokenizer)), ""
+    except UsageError as error:  # on all ranks; a model is worth something without it
+        text, problem = None, str(error)
+    return Trained(model, settings, kind_found, found, steps, text, problem)
+
+
+@contextlib.contextmanager
+def loaded(
+    config: LoadConfig, world: Communicator, *, kind: str | None = None
+) -> Iterator[tuple[Trained, ProcessGrid]]:
+    """What the run has trained that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
+
+    config: valid for ``world``. kind: as for `load_trained`, which raises the errors. Collective over ``world``, as is
+    the end of the block.
+    """
+    with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
+        assert config.load is not None
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        trained = load_trained(
+            config.load, grid, kind=kind, iteration=config.ckpt_step, dtype=dtype, tokenizer=config.tokenizer_model,
+            verify=config.verify_checkpoints,
+        )  # fmt: skip
+        yield trained, grid
+
+
+def _find(folder: Path, iteration: int | None) -> Path:
+    """The checkpoint that is asked for. Raises UsageError that names those that are there."""
+    found = checkpoint.find(folder) if iteration is None else folder / pointer.name_of(iteration)
+    if found is None:
+        raise UsageError(
+            f"--load {folder}: {'holds no checkpoint' if folder.is_dir() else 'no such folder'}; valid: the --save "
+            "folder of a run, or one of the iter_* folders in it"
+        )
+    if not (found / pointer.STATE).is_file():
+        there = pointer.names(folder) or "none"
+        raise UsageError(f"--load {folder}: holds no checkpoint of iteration {iteration}; checkpoints there: {there}")
+    return found
+
+
+def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
+    """The kind of model with these parameters. Raises UsageError if it is none that is known, or not ``wanted``."""
+    tops = {name.partition(".")[0] for name in parameters}
+    kind = "bert" if _OF_BERT in tops else "gpt" if tops == _OF_GPT else None
+    if kind is None:
+        others = ", ".join(sorted(tops - _OF_GPT)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
+        raise UsageError(
+            f"--load {found}: holds neither a GPT of trainers.pretrain_gpt nor a BERT of trainers.pretrain_bert (its "
+            f"parameters: {others})"
+        )
+    if wanted not in (None, kind):
+        raise UsageError(
+            f"--load {found}: holds a {kind.upper()}, and a {str(wanted).upper()} is needed; give the --save folder of "
+            f"trainers.pretrain_{wanted}"
+        )
+    return kind
+
+
+def _settings(found: Path, kind: str, saved: dict[str, Any]) -> TransformerTrainConfig:
+    """The settings that ``state.json`` holds; one that its version did not have has its default. Raises UsageError."""
+    from pydantic import TypeAdapter, ValidationError  # it takes as long to import as a small checkpoint to load
+
+    config = _CONFIGS[kind]
+    known = {item.name for item in fields(config)}
+    try:
+        settings: TransformerTrainConfig = TypeAdapter(config).validate_python(
+            {name: value for name, value in saved.items() if name in known}
+        )
+        require_ranges(settings)
+        if settings.vocab_size is None:
+            raise ValueError("vocab_size is missing")
+        settings.model()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings.{wrong}")) from None
+    except ValueError as error:
+        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
+    return settings
+
+
+def _tokenizer(settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None) -> Tokenizer:
+    """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary."""
+    path = settings.tokenizer_model if asked is None else os.fspath(asked)
+    other = "name one with --tokenizer-model FILE"
+    if path is None:
+        raise UsageError(f"--load: the run has no tokenizer, because it was trained on token ids alone; {other}")
+    try:
+        found = Tokenizer.from_file(path)
+    except (OSError, ValueError) as error:
+        hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
+        raise UsageError(f"--tokenizer-model: {error}{hint}") from error
+    assert settings.vocab_size is not None
+    if found.vocab_size > settings.vocab_size:
+        raise UsageError(
+            f"--tokenizer-model {path}: has {found.vocab_size} tokens, and the model only {settings.vocab_size}"
+        )
+    return found
