@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks", "vocab_argmax"},
+        {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
@@ -64,7 +64,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields"},  # commands in folders of their own
+        {"data_parallel", "fields", "saving"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -17,6 +17,7 @@ from .fields import (
 )
 from .generation.generate import generate
 from .generation.sampling import Sampling
+from .generation.vocab_argmax import vocab_parallel_argmax
 from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
@@ -61,7 +62,6 @@ from .regions import (
     scatter_to_tensor_parallel_region,
 )
 from .rng import Randomness, dropout
-from .vocab_argmax import vocab_parallel_argmax
 
 __all__ = [
     "BERT",
