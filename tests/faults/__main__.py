@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     for words, about in {
         ("parts",): {"nargs": "*", "metavar": "PART", "help": f"default: all. The parts are {names}"},
-        ("--minutes",): {"type": float, "default": float("inf"), "help": "stop after the case in which this time ends (default: at the end)"},
+        ("--minutes",): {"type": float, "default": float("inf"), "help": "the case in which it ends is the last one"},
         ("--cases",): {"type": int, "nargs": "+", "metavar": "N", "help": "only these of each part, passed or not"},
         ("--anew",): {"action": "store_true", "help": "run the cases again that have passed"},
         ("--results",): {"default": "runs/faults/results.jsonl", "help": "a row for each case (default %(default)s)"},
