@@ -9,8 +9,9 @@ to SAVE/losses.json, the picture to SAVE/losses.png, and prints a table; "larges
 gradient before it is clipped. The same command line continues where it stopped, with the same losses as without the
 stop.
 
-All other options are pretrain_bert's; those of evaluation and logging have no effect. Without --config the model is
-small: hidden size 64, 4 heads, sequence 64, batch 32, fp32, no dropout, a rate of 1e-3 after 50 steps of warm-up.
+All other options are pretrain_bert's; those of evaluation and logging have no effect. Without --config or --preset the
+model is small: hidden size 64, 4 heads, sequence 64, batch 32, fp32, no dropout, a rate of 1e-3 after 50 steps of
+warm-up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from trainers.training.trainer import Trainer
 
 COMMAND = "bench.norm_placement"
 PLACEMENTS = ("pre", "post")
-#: pretrain_bert's options without --config: a model that trains in minutes on two cores
+#: pretrain_bert's options without --config and --preset: a model that trains in minutes on two cores
 SMALL = (
     "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--global-batch-size", "32",
     "--micro-batch-size", "16", "--hidden-dropout", "0", "--attention-dropout", "0", "--lr", "1e-3", "--min-lr", "1e-4",
@@ -123,7 +124,7 @@ def read(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
     for option in ("--num-layers", "--norm-placement", "--train-iters"):
         if any(word.split("=")[0] == option for word in rest):
             raise ValueError(f"{option}: is the study's own; give --depths or --steps")
-    small = () if any(word.split("=")[0] == "--config" for word in rest) else SMALL
+    small = () if any(word.split("=")[0] in ("--config", "--preset") for word in rest) else SMALL
     own = ("--train-iters", str(given.steps), "--eval-iters", "0")
     config = read_config(BERTTrainConfig, [*small, *rest, *own], f"python -m {COMMAND}", ranks)
     if config.compile:

@@ -12,8 +12,6 @@ alternate within one run (bench/contests/driver.py) and must report the same los
 from __future__ import annotations
 
 import importlib.util
-import math
-import shlex
 import sys
 import tempfile
 from argparse import Namespace
@@ -28,23 +26,13 @@ from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
 from bench.command.values import listed
-from bench.contests.driver import Contestant, ContestError, Running, Spread, ratio, rounds, started
+from bench.contests.comparison import ALLOCATOR, COMPARED_STEPS, measured, settings_line
+from bench.contests.driver import Contestant, ContestError, Running, Spread, rounds, started
 from bench.contests.step_task import MODELS, StepTask
 from bench.peers.plain import reference_state
 from trainers.options import BATCH, COUNT, HEADS, LAYERS, LENGTH, NOT_NEGATIVE, SEED, VOCABULARY, WIDTH, between
 
 COMMAND = "bench.step_contest"
-COMPARED_STEPS = 4  # the losses of so many first steps must agree: before training, and after 1, 2 and 3 steps
-TOLERANCE = 1e-4
-IDLE_SHARE = 0.01  # a waiting contestant that uses more of a core than this disturbs the running one
-# glibc keeps freed activations instead of returning them to the system, which saves the page faults at every step. Each
-# contestant gains about 5%, so every contestant gets the setting.
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-
 
 #: tokens of the shortest sample of BERT that has a masked token
 SHORTEST_BERT = 8
@@ -79,50 +67,6 @@ def exists(contestant: Contestant) -> bool:
         return False
 
 
-def disagreement(running: Sequence[Running]) -> float:
-    """The largest difference between any two losses at a compared step; NaN if a loss is not finite."""
-    columns = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
-    if not all(math.isfinite(loss) for losses in columns for loss in losses):
-        return math.nan
-    largest: float = max(max(losses) - min(losses) for losses in columns)
-    return largest
-
-
-def measured(running: Sequence[Running], seconds: dict[str, list[float]], baseline: str, items: int) -> dict[str, Any]:
-    """All that was measured of the contestants, as --json has it.
-
-    items: tokens or samples of a step.
-    """
-    rows: list[dict[str, Any]] = []
-    for one in running:
-        step = Spread.of(seconds[one.name])
-        idle = one.idle_cpu_s / one.idle_wall_s if one.idle_wall_s else 0.0
-        rows.append({
-            "name": one.name,
-            "ranks": one.contestant.ranks,
-            "threads_per_rank": int(one.contestant.env["OMP_NUM_THREADS"]),
-            "command": shlex.join(["python", *one.contestant.argv]),
-            "note": one.note,
-            "seconds_per_step": seconds[one.name],
-            "step": asdict(step),
-            "ratio_to_baseline": asdict(ratio(seconds[one.name], seconds[baseline])),
-            "items_per_second": items / step.median,
-            "peak_rss_bytes": one.peak_rss_bytes,
-            "idle_core_share": idle,
-            "loss": one.losses,
-        })  # fmt: skip
-    difference = disagreement(running)
-    errors = []
-    if not difference <= TOLERANCE:
-        errors.append(f"losses of the first {COMPARED_STEPS} steps differ by {difference:.2e} > {TOLERANCE:g}")
-    errors += [
-        f"{row['name']} used {row['idle_core_share']:.1%} of a core while others were running"
-        for row in rows
-        if row["idle_core_share"] > IDLE_SHARE
-    ]
-    return {"baseline": baseline, "errors": errors, "largest_loss_difference": difference, "contestants": rows}
-
-
 def report(
     task: StepTask, running: Sequence[Running], seconds: dict[str, list[float]], baseline: str
 ) -> dict[str, Any]:
@@ -139,7 +83,7 @@ def markdown(result: dict[str, Any], count: int, steps: int) -> str:
     steps_text = f"{count} alternating rounds of {steps} steps: median [min to max] over the rounds"
     lines = [
         *heading("Training step", result),
-        f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
+        settings_line(),
         f"- task: {task['model'].upper()}, {task['num_layers']} layers, hidden {task['hidden_size']}, "
         f"{task['num_attention_heads']} heads, vocabulary {task['vocab_size']}, "
         f"sequence {task['seq_length']}, global batch {task['global_batch_size']}, "

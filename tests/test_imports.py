@@ -34,13 +34,14 @@ ROOMS = {
         {"grid", "cartesian", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks", "vocab_argmax"},
-        {"rng", "recompute", "regions", "movement"},
+        {"host_copy", "checks"},
+        {"rng", "recompute", "regions", "movement", "key_value_cache"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
         {"models"},
+        {"generation"},  # tokens from a model, one after the other
     ),
     "trainers": (
         {"files"},  # reading what users name, checksums
@@ -64,7 +65,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields"},  # commands in folders of their own
+        {"data_parallel", "fields", "saving"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -15,6 +15,10 @@ from .fields import (
     FieldUpsample,
     SpectralConv,
 )
+from .generation.generate import generate
+from .generation.sampling import Sampling
+from .generation.vocab_argmax import vocab_parallel_argmax
+from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
 from .models.bert import BERT, BERTConfig
@@ -59,7 +63,6 @@ from .regions import (
     scatter_to_tensor_parallel_region,
 )
 from .rng import Randomness, dropout
-from .vocab_argmax import vocab_parallel_argmax
 
 __all__ = [
     "BERT",
@@ -83,6 +86,7 @@ __all__ = [
     "FieldUpsample",
     "GPTConfig",
     "Gelu",
+    "KeyValueCache",
     "LayerNorm",
     "NormPlacement",
     "Normal",
@@ -92,6 +96,7 @@ __all__ = [
     "Recompute",
     "ReplicatedLinear",
     "RowParallelLinear",
+    "Sampling",
     "SelfAttention",
     "SpectralConv",
     "StartedTransfer",
@@ -113,6 +118,7 @@ __all__ = [
     "gather",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
+    "generate",
     "halo_accumulate",
     "halo_exchange",
     "halo_plan",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 
 from .checks import require_within
+from .key_value_cache import LayerCache
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal, require_divisible
 from .recompute import recomputed
@@ -47,6 +48,9 @@ class SelfAttention(nn.Module):
 
     padding: the number of real tokens of each sample, int64 [b], which come first; or bool [b, s], True where a token
         is real. No token attends to the others; in a sample without real tokens all count as real. None: all are real.
+
+    cache: this layer's keys and values of the tokens before x. x attends to them, too, and its own are added
+        (`KeyValueCache`). It needs ``causal``, evaluation mode and no ``padding`` (else ValueError).
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
@@ -101,17 +105,29 @@ class SelfAttention(nn.Module):
         self._offsets = head_offsets(self.heads, self.qkv.weight.device)
         return self
 
-    def forward(self, x: Tensor, randomness: Randomness | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        randomness: Randomness | None = None,
+        padding: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        if cache is not None and (not self.causal or self.training or padding is not None):
+            raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         shape = (s, b, self.num_heads, self.head_size)
         q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
-        drawn = self._drawn(randomness)
-        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
-        if self.recompute_core and torch.is_grad_enabled():
-            context = recomputed(self._core, q, k, v, drawn, bias)
+        if cache is not None:
+            seen = cache.extend(k, v)
+            context = F.scaled_dot_product_attention(q, seen.keys, seen.values, seen.mask, is_causal=seen.causal)
         else:
-            context = self._core(q, k, v, drawn, bias)
+            drawn = self._drawn(randomness)
+            bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
+            if self.recompute_core and torch.is_grad_enabled():
+                context = recomputed(self._core, q, k, v, drawn, bias)
+            else:
+                context = self._core(q, k, v, drawn, bias)
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 
 from .attention import DropoutMask, SelfAttention, needed
+from .key_value_cache import LayerCache
 from .linear import DEFAULT_INIT
 from .mlp import MLP, Gelu
 from .norm import LayerNorm
@@ -37,7 +38,7 @@ class TransformerBlock(nn.Module):
     all-gathers run backward, because the column-parallel layers keep only a shard of their input.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. padding: as in `SelfAttention`.
+    sequence shard -> the same. padding, cache: as in `SelfAttention`.
     gelu: as in `MLP`. norm_placement: "pre" or "post" (else ValueError).
     site: the name of this layer in its dropout masks, such as "layers.3".
     dropout_mask: of attention dropout (`SelfAttention`).
@@ -90,18 +91,26 @@ class TransformerBlock(nn.Module):
             overlap_stream=overlap_stream, init=init, output_init=output_init, dtype=dtype,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, randomness: Randomness | None = None, padding: Tensor | None = None) -> Tensor:
-        if self.recompute == "full" and torch.is_grad_enabled():
+    def forward(
+        self,
+        x: Tensor,
+        randomness: Randomness | None = None,
+        padding: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        if self.recompute == "full" and torch.is_grad_enabled() and cache is None:
             return recomputed(self._layer, x, randomness, padding)
-        return self._layer(x, randomness, padding)
+        return self._layer(x, randomness, padding, cache)
 
-    def _layer(self, x: Tensor, randomness: Randomness | None, padding: Tensor | None) -> Tensor:
+    def _layer(
+        self, x: Tensor, randomness: Randomness | None, padding: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         if self.norm_placement == "post":
-            attended = self._dropped(self.attention(x, randomness, padding), "after_attention", randomness)
+            attended = self._dropped(self.attention(x, randomness, padding, cache), "after_attention", randomness)
             x = self.attention_norm(x + attended)
             normed: Tensor = self.mlp_norm(x + self._dropped(self.mlp(x), "after_mlp", randomness))
             return normed
-        attended = self.attention(self.attention_norm(x), randomness, padding)
+        attended = self.attention(self.attention_norm(x), randomness, padding, cache)
         x = x + self._dropped(attended, "after_attention", randomness)
         return x + self._dropped(self.mlp(self.mlp_norm(x)), "after_mlp", randomness)
 

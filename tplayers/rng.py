@@ -120,11 +120,28 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
 
 
 def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
-    """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other.
+    """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other."""
+    return _hashed(counters, keys) >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def exponential(counters: Tensor, keys: Tensor) -> Tensor:
+    """Float32 numbers of the exponential distribution of mean 1: a hash of (int64 key, int32 counter), as `keep_mask`.
+
+    They lie between 2^-33 and 16.7. Equal keys and counters give equal numbers in every process.
+    """
+    bits = _hashed(counters, keys)
+    bits ^= _shifted(bits, 16)  # the lowest bits count, too: they are all that differs between small numbers
+    # Not log(1 - uniform): near 1 a float32 has 2^-24 for its smallest step, and near 0 many more.
+    uniform = bits.bitwise_and(2**31 - 1).to(torch.float32).add_(0.5).mul_(2.0**-32) + (bits < 0) * 0.5
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _hashed(counters: Tensor, keys: Tensor) -> Tensor:
+    """Int32 of any value: a hash of (int64 key, int32 counter), broadcast against each other.
 
     It is a sequence of multiply-xorshift rounds in int32 (the form of Murmur3's finaliser), and the two halves of the
-    key enter between them. The finaliser's last xorshift is left out, because it changes no high bit and only those
-    decide the comparison. The hash is not cryptographic.
+    key enter between them. The finaliser's last xorshift is left out, because it changes no high bit and mostly those
+    matter. The hash is not cryptographic.
     """
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     bits = counters ^ low
@@ -134,7 +151,7 @@ def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
     bits *= -2048144789
     bits ^= _shifted(bits, 13)
     bits *= -1028477379
-    return bits >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+    return bits
 
 
 def _int64(x: int) -> int:

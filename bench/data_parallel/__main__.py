@@ -21,9 +21,9 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
+from bench.contests.comparison import ALLOCATOR, COMPARED_STEPS, measured, settings_line
 from bench.contests.driver import Contestant, ContestError, Spread, rounds, started
 from bench.contests.residual_net import ImageTask, build
-from bench.step_contest import ALLOCATOR, COMPARED_STEPS, measured
 from trainers.options import COUNT, SEED, between
 
 COMMAND = "bench.data_parallel"
@@ -66,7 +66,7 @@ def markdown(result: dict[str, Any], count: int) -> str:
     """The results in markdown."""
     lines = [
         *heading("A module on two replicas", result),
-        f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
+        settings_line(),
         "- ResNet-20 (He et al. 2016, section 4.2), fp32, SGD with momentum; 2 ranks of 1 thread; each rank's batch "
         "norms see this rank's images, and the running statistics become those of rank 0",
         f"- {count} alternating rounds: median [min to max] over the rounds; ratios are of the same round",

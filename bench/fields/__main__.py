@@ -1,7 +1,7 @@
 """Measure a U-Net's training step on a field that two ranks split in space, against plain torch on the whole field.
 
     python -m bench.fields --rounds 9 --steps 2 --output fields.md --json fields.json
-    python -m bench.fields --points 128 --width 32 --layout channels-last
+    python -m bench.fields --points 128 --width 32 --width 64 --layout channels-last
 
 The contestants have the same weights, field, optimizer and memory layout: this project on two ranks of one thread,
 torch in one process of one thread, and torch in one process of two threads. They alternate within one run
@@ -10,7 +10,6 @@ torch in one process of one thread, and torch in one process of two threads. The
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from argparse import Namespace
@@ -24,15 +23,14 @@ from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import user_errors
-from bench.contests.driver import Contestant, ContestError, Spread, ratio, rounds, started
+from bench.contests.comparison import ALLOCATOR, COMPARED_STEPS, measured, settings_line
+from bench.contests.driver import Contestant, ContestError, Running, Spread, rounds, started
 from bench.contests.field_task import LAYOUTS, FieldTask
 from bench.peers.unet import reference_state
-from bench.step_contest import ALLOCATOR, IDLE_SHARE
 from trainers.options import BATCH, COUNT, between
 
 COMMAND = "bench.fields"
-COMPARED_STEPS = 4  # the losses of so many first steps must agree
-TOLERANCE = 1e-4
+WIDTHS = (16, 32)  # narrow, where torch's kernels are short and the halos cost most; and a common width
 OURS, ONE_THREAD, TWO_THREADS = "ours-space2", "torch-1-thread", "torch-2-threads"
 
 
@@ -58,41 +56,20 @@ def contest(task: FieldTask, arguments: Namespace) -> dict[str, Any]:
         FieldTask(**asdict(task) | {"weights": weights}).save(task_file)
         with started(contestants(task_file)) as running:
             for one in running:
-                print(f"{task.layout}, {one.name}: warming up ({one.note})", file=sys.stderr)
+                print(f"width {task.width}, {task.layout}, {one.name}: warming up ({one.note})", file=sys.stderr)
                 one.run(max(arguments.warmup, COMPARED_STEPS))
             seconds = rounds(running, arguments.rounds, arguments.steps)
             return result_of(task, running, seconds)
 
 
-def result_of(task: FieldTask, running: Sequence[Any], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """The rows and the errors of one task."""
-    compared = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
-    difference = max((max(losses) - min(losses)) / max(losses) for losses in compared)
-    errors = []
-    if not (difference <= TOLERANCE and all(math.isfinite(loss) for losses in compared for loss in losses)):
-        errors.append(f"{task.layout}: losses of the first {COMPARED_STEPS} steps differ by {difference:.1e}")
-    for one in running:
-        idle = one.idle_cpu_s / one.idle_wall_s if one.idle_wall_s else 0.0
-        if idle > IDLE_SHARE:
-            errors.append(f"{task.layout}: {one.name} used {idle:.1%} of a core while others were running")
-    rows = [
-        {
-            "name": one.name,
-            "ranks": one.contestant.ranks,
-            "threads_per_rank": int(one.contestant.env["OMP_NUM_THREADS"]),
-            "seconds_per_step": seconds[one.name],
-            "step": asdict(Spread.of(seconds[one.name])),
-            "times_ours": asdict(ratio(seconds[one.name], seconds[OURS])),
-            "peak_rss_bytes": one.peak_rss_bytes,
-        }
-        for one in running
-    ]
-    return {
-        "task": asdict(task) | {"weights": ""},
-        "errors": errors,
-        "largest_loss_difference": difference,
-        "rows": rows,
-    }
+def result_of(task: FieldTask, running: Sequence[Running], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """What was measured of one task, with losses compared relatively, because they depend on the field's size."""
+    result = measured(running, seconds, OURS, task.batch * task.points**2, relative=True)
+    for row in result["contestants"]:
+        row["points_per_second"] = row.pop("items_per_second")
+    where = f"width {task.width}, {task.layout}"
+    errors = [f"{where}: {error}" for error in result["errors"]]
+    return {"task": asdict(task) | {"weights": ""}, **result, "errors": errors}
 
 
 def markdown(result: dict[str, Any], arguments: Namespace) -> str:
@@ -101,23 +78,23 @@ def markdown(result: dict[str, Any], arguments: Namespace) -> str:
     first = (task["points"] // 2, task["points"])
     lines = [
         *heading("U-Net on a split field", result),
-        f"- set for every contestant: `{' '.join(f'{k}={v}' for k, v in ALLOCATOR.items())}`",
-        f"- task: U-Net of width {task['width']} and depth {task['depth']} with batch normalisation, field of "
-        f"{task['points']} x {task['points']} points, {task['channels']} channels, batch {task['batch']}, fp32, AdamW",
+        settings_line(),
+        f"- task: U-Net of depth {task['depth']} with batch normalisation, field of {task['points']} x "
+        f"{task['points']} points, {task['channels']} channels, batch {task['batch']}, fp32, AdamW",
         f"- {OURS}: blocks of {first[0]} x {first[1]} points",
         f"- {arguments.rounds} alternating rounds of {arguments.steps} steps: median [min to max] over the rounds; the "
         f"last column is the time over that of {OURS} in the same round",
         *[f"- **ERROR: {error}**" for one in result["contests"] for error in one["errors"]],
         "",
-        f"| memory layout | contestant | ranks x threads | s per step | peak RSS, MB | time over {OURS} |",
-        "|---|---|---|---|---|---|",
+        f"| width | memory layout | contestant | ranks x threads | s per step | peak RSS, MB | time over {OURS} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in result["contests"]:
         lines += [
-            f"| {one['task']['layout']} | {row['name']} | {row['ranks']} x {row['threads_per_rank']} "
-            f"| {Spread(**row['step']).text(3)} | {row['peak_rss_bytes'] / 1e6:.0f} "
-            f"| {Spread(**row['times_ours']).text()} |"
-            for row in one["rows"]
+            f"| {one['task']['width']} | {one['task']['layout']} | {row['name']} "
+            f"| {row['ranks']} x {row['threads_per_rank']} | {Spread(**row['step']).text(3)} "
+            f"| {row['peak_rss_bytes'] / 1e6:.0f} | {Spread(**row['ratio_to_baseline']).text()} |"
+            for row in one["contestants"]
         ]
     return "\n".join([*lines, ""])
 
@@ -133,7 +110,8 @@ def parser() -> CommandParser:
     add("--layout", action="append", choices=list(LAYOUTS), help="a memory layout; may be repeated (default: both)")
     add("--points", type=int, valid=between(8, 1 << 14), default=default.points, help="of each axis of the field")
     add("--batch", type=int, valid=BATCH, default=default.batch)
-    add("--width", type=int, valid=COUNT, default=default.width, help="channels of the first level")
+    add("--width", action="append", type=int, valid=COUNT,
+        help="channels of the first level; may be repeated (default: 16 and 32)")  # fmt: skip
     add("--depth", type=int, valid=between(1, 8), default=default.depth, help="halvings of the field")
     add_files(options)
     return options
@@ -153,10 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with user_errors(COMMAND):
         arguments = read(argv)
     result = environment(COMMAND)  # before measuring: the load average is that of other programs
-    sizes = {name: getattr(arguments, name) for name in ("points", "batch", "width", "depth")}
+    sizes = {name: getattr(arguments, name) for name in ("points", "batch", "depth")}
+    tasks = [
+        FieldTask(**sizes, width=width, layout=layout)
+        for width in arguments.width or WIDTHS
+        for layout in arguments.layout or LAYOUTS
+    ]
     try:
-        layouts = arguments.layout or list(LAYOUTS)
-        result["contests"] = [contest(FieldTask(**sizes, layout=layout), arguments) for layout in layouts]
+        result["contests"] = [contest(task, arguments) for task in tasks]
     except ContestError as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1

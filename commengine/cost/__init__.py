@@ -23,6 +23,7 @@ from .collectives import (
     seconds_at_bus_bandwidth,
 )
 from .fitted import FittedModel, Segment
+from .generation import generation_collectives, key_value_bytes
 from .halo import BlockHalo, block_halo, halo_exchange_cost, least_halo_grid, repartition_cost
 from .hierarchy import Machine, Phase, hierarchical_all_reduce
 from .memory import (
@@ -70,8 +71,10 @@ __all__ = [
     "bus_factor",
     "collective",
     "data_parallel_collectives",
+    "generation_collectives",
     "halo_exchange_cost",
     "hierarchical_all_reduce",
+    "key_value_bytes",
     "layer_activation_bytes",
     "layer_parameters",
     "least_halo_grid",

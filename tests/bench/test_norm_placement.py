@@ -134,6 +134,13 @@ def test_a_config_file_takes_the_place_of_the_small_model(tmp_path):
     assert (config["hidden_size"], config["hidden_dropout"], config["train_iters"]) == (32, 0.1, 1000)
 
 
+def test_a_preset_takes_the_place_of_the_small_model(tmp_path):
+    argv = ["--save", str(tmp_path / "study"), "--preset", "bert-336m", "--mock-data"]
+    config = norm_placement.read(argv, 1)["config"]
+    found = [config[name] for name in ("hidden_size", "num_attention_heads", "seq_length", "lr", "hidden_dropout")]
+    assert found == [1024, 16, 512, 1e-4, 0.1]
+
+
 def test_means_and_table_of_known_numbers():
     assert norm_placement.smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
     runs = [

@@ -102,6 +102,7 @@ def stopped(case: Case, name: str) -> str:
     log = case.folder / "again.log"
     status = runs.finish(start(case, log, words, ["--ranks", "2"]), log)
     assert status == 0, f"the same command ended with status {status}: {runs.tail(log)}"
+    runs.remove_checkpoints_of_stops(folder, wanted)
     assert not (found := runs.differences(folder, wanted)), "; ".join(found)
     return f"{name} to supervise"
 

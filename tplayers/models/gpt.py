@@ -9,6 +9,7 @@ from torch import Tensor
 
 from commengine import Communicator, Stream
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
+from tplayers.key_value_cache import KeyValueCache
 from tplayers.rng import Randomness
 
 from .transformer import Transformer, TransformerConfig
@@ -27,6 +28,7 @@ class GPT(Transformer):
 
     tokens, labels: int64 [b, s], equal on all ranks of ``comm``, s at most ``max_position_embeddings``.
     randomness: needed in a training pass with dropout. Every rank must run forward and backward.
+    cache: the tokens before ``tokens``, which go through the model without them (`Transformer.hidden_states`).
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
 
@@ -48,8 +50,14 @@ class GPT(Transformer):
         super().__init__(config, comm, causal=True, overlap_stream=overlap_stream, dtype=dtype)
         self.config = config
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, randomness: Randomness | None = None) -> Tensor:
-        logits = self.embedding.logits(self.hidden_states(tokens, randomness))  # [s, b, v / p]
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        randomness: Randomness | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        logits = self.embedding.logits(self.hidden_states(tokens, randomness, cache=cache))  # [s, b, v / p]
         if labels is None:
             return logits.transpose(0, 1)
         losses = vocab_parallel_cross_entropy(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.attention import DropoutMask, needed, real_tokens
+from tplayers.attention import DropoutMask, SelfAttention, needed, real_tokens
 from tplayers.block import NormPlacement, TransformerBlock
 from tplayers.checks import require_within
 from tplayers.embedding import VocabParallelEmbedding, looked_up
+from tplayers.key_value_cache import KeyValueCache
 from tplayers.mlp import Gelu
 from tplayers.norm import LayerNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
@@ -104,6 +105,8 @@ class Transformer(nn.Module):
         config.require_parallel(comm.size)
         self.comm = comm
         self._sizes = config
+        self.causal = causal
+        self.sequence_parallel = config.sequence_parallel
         self._num_tokentypes = num_tokentypes
         self._norm_placement = norm_placement
         hidden, eps = config.hidden_size, config.layernorm_epsilon
@@ -140,6 +143,7 @@ class Transformer(nn.Module):
         randomness: Randomness | None = None,
         token_types: Tensor | None = None,
         padding: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """The last layer's output [s, b, h], normalised, for tokens [b, s].
 
@@ -147,18 +151,27 @@ class Transformer(nn.Module):
 
         tokens: int64 [b, s], equal on all ranks, s at most ``max_position_embeddings``.
         token_types: int64 [b, s]; None for type 0 everywhere. padding: as in `SelfAttention`.
+        cache: of `new_cache`, with the tokens before ``tokens``; it then has these, too. The caller says how many of
+        them are real (`KeyValueCache.advance`). Only without sequence parallelism (else ValueError), and as in
+        `SelfAttention`.
         """
         s = tokens.shape[1]
         config = self._sizes
-        if s > config.max_position_embeddings:
+        total = s if cache is None else max(cache.lengths) + s
+        if total > config.max_position_embeddings:
             raise ValueError(
-                f"a sequence of {s} tokens exceeds max_position_embeddings={config.max_position_embeddings}"
+                f"a sequence of {total} tokens exceeds max_position_embeddings={config.max_position_embeddings}"
             )
         first, end = 0, s
-        if config.sequence_parallel:
+        if self.sequence_parallel:
             require_divisible(self.comm.size, sequence_length=s)
+            if cache is not None:
+                raise ValueError("a key-value cache excludes sequence_parallel, because a new token has no shards")
             first, end = self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size
-        x: Tensor = self.embedding(tokens.t()) + self.position_embedding[first:end].unsqueeze(1)
+        positions = slice(first, end) if cache is None else cache.begin(s)
+        of_positions = self.position_embedding[positions]  # [s, h], or [b, s, h] where the rows differ
+        of_positions = of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1)
+        x: Tensor = self.embedding(tokens.t()) + of_positions
         if self._num_tokentypes:
             x = x + self._of_types(tokens, token_types, first, end)
         elif token_types is not None:
@@ -169,12 +182,22 @@ class Transformer(nn.Module):
             x = dropout(x, config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
         if padding is not None:
             padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
-        for layer in self.layers:
-            x = layer(x, randomness, padding)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, randomness, padding, None if cache is None else cache.layers[number])
         if self._norm_placement == "pre":
             normed: Tensor = self.final_norm(x)
             return normed
         return x
+
+    def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
+        """An empty cache for ``batch`` rows of at most ``capacity`` tokens, of this rank's heads. Not collective."""
+        attention = self.layers[0].attention
+        assert isinstance(attention, SelfAttention)
+        weight = self.embedding.weight
+        return KeyValueCache(
+            len(self.layers), batch, attention.num_heads, attention.head_size, capacity, dtype=weight.dtype,
+            device=weight.device,
+        )  # fmt: skip
 
     def _of_types(self, tokens: Tensor, token_types: Tensor | None, first: int, end: int) -> Tensor:
         """The embedding of the token types at positions ``first`` to ``end``: [end - first, b, h]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commengine import Communicator
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, GPTConfig, Randomness
+from tplayers import GPT, GPTConfig, Randomness, Sampling, generate
 from tplayers.host_copy import to_device
 from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, open_corpus
@@ -21,7 +21,6 @@ from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 from trainers.options import between, option
 from trainers.run.evaluation import Mean
-from trainers.run.generation import generate
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
@@ -29,6 +28,9 @@ from .transformer import TransformerTask, TransformerTrainConfig, transformer_tr
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
+
+#: How that text is drawn.
+SAMPLING = Sampling(temperature=0.8, top_k=40)
 
 #: A label that does not count.
 IGNORED = -100
@@ -144,7 +146,7 @@ class GPTTask(TransformerTask):
         assert isinstance(model, GPT)
         source = self._evaluated[0].held_out if self._evaluated else corpus.sources[0].training
         prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
-        sample = generate(model, prompt, config.sample_tokens, seed=config.seed)
+        (sample,) = generate(model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed)
         unigram = None
         if evaluated is not None:
             unigram = on_rank_zero(

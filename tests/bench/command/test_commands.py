@@ -11,17 +11,24 @@ import pytest
 
 import bench
 
-COMMANDS = sorted(path.stem for path in Path(bench.__file__).parent.glob("[!_]*.py"))
+TOP = Path(bench.__file__).parent
+#: the file of each command: a module at the top, or the __main__.py of a folder
+FILES = {path.stem: path for path in TOP.glob("[!_]*.py")} | {
+    path.parent.name: path for path in TOP.glob("*/__main__.py")
+}
+COMMANDS = sorted(FILES)
 #: commands that need several ranks, and an error of each that is found before anything is measured
 ON_RANKS = {
     "all_reduce": ["--rounds", "0"],
     "collectives": ["--warmup", "0"],
     "overhead": ["--rounds", "1"],
     "overlap": ["--rate", "0"],
+    "saving": ["--save", "/no/where"],
     "switch_points": ["--margin", "-1"],
 }
 ALONE = {
     "data_parallel": ["--global-batch-size", "3"],
+    "fields": ["--points", "20"],
     "fit": ["results.json", "--segments", "0"],
     "predict": ["--model", "1.2b", "--gpus", "0"],
     "step_contest": ["--rounds", "0"],
@@ -52,9 +59,13 @@ for command in sys.argv[1:]:
 """
 
 
+def name_of(command):
+    return f"bench.{command}.__main__" if FILES[command].stem == "__main__" else f"bench.{command}"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_module_at_the_top_is_a_command_and_imports_no_other(command):
-    tree = ast.parse(Path(bench.__file__).with_name(f"{command}.py").read_text(encoding="utf-8"))
+def test_every_command_has_a_parser_and_imports_no_other_command(command):
+    tree = ast.parse(FILES[command].read_text(encoding="utf-8"))
     assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
     values = {node.targets[0].id: node.value.value for node in assigned}
     assert values["COMMAND"] == f"bench.{command}"
@@ -84,9 +95,7 @@ def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
 @pytest.mark.parametrize("command", ALONE)
 def test_errors_of_a_command_of_one_process_are_one_line(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"bench.{command}" if command in COMMANDS else f"bench.{command}.__main__").main(
-            ALONE[command]
-        )
+        importlib.import_module(name_of(command)).main(ALONE[command])
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.out == ""
     (line,) = captured.err.splitlines()
@@ -99,8 +108,8 @@ def test_errors_of_a_command_of_several_ranks_are_the_same_on_all(command, mpi_w
     from commengine import Communicator, UsageError
 
     option, value = ON_RANKS[command]
-    with Communicator(mpi_world) as world, pytest.raises(UsageError, match=f"^{option} {value}.*: must be "):
-        importlib.import_module(f"bench.{command}").main(world, ON_RANKS[command])
+    with Communicator(mpi_world) as world, pytest.raises(UsageError, match=f"^{option} {value}.*: (must|there is no) "):
+        importlib.import_module(name_of(command)).main(world, ON_RANKS[command])
 
 
 def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):

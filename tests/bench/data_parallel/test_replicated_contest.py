@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from bench.contests.comparison import measured
 from bench.contests.driver import Contestant, rounds, started
 from bench.contests.residual_net import ImageTask, build, make_step
 from bench.data_parallel import __main__ as data_parallel
-from bench.step_contest import measured
 from tests.support import mpirun
 
 TASK = ImageTask(width=4, blocks=1, pixels=8, global_batch_size=8, lr=0.1)

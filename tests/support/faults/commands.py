@@ -173,6 +173,8 @@ COMMANDS = {
     "bench.data_parallel": Command(
         ["--rounds", "1"], _bench("data_parallel.__main__", "read"), _parser("bench.data_parallel.__main__")
     ),
+    "bench.fields": Command(["--rounds", "1"], _bench("fields.__main__", "read"), _parser("bench.fields.__main__")),
+    "bench.saving": Command(["--save", "."], _bench("saving.__main__", "read"), _parser("bench.saving.__main__")),
     "bench.corpus": Command(["--documents", "10"], _bench("corpus", "read"), _parser("bench.corpus")),
     "bench.this_machine": Command([], _bench("this_machine", "read"), _parser("bench.this_machine")),
     "bench.doctor": Command([], _bench("doctor", "settings"), _parser("bench.doctor")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -108,6 +109,12 @@ def saved(folder: Path) -> int:
     """The iteration of the newest checkpoint, according to the pointer; 0 if there is none."""
     pointer = folder / "latest"
     return int(pointer.read_text().split()[0].removeprefix("iter_")) if pointer.exists() else 0
+
+
+def remove_checkpoints_of_stops(folder: Path, wanted: Path) -> None:
+    """Remove the checkpoints that only a run that was stopped early has."""
+    for extra in {path.name for path in folder.glob("iter_*")} - {path.name for path in wanted.glob("iter_*")}:
+        shutil.rmtree(folder / extra)
 
 
 def differences(folder: Path, wanted: Path) -> list[str]:

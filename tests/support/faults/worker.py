@@ -100,13 +100,18 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _leave_to_the_driver(number: int, frame: object) -> None:
+    """Ctrl-C comes to the driver, too, which then closes this process."""
+    del number, frame
+
+
 def main(name: str, folder: Path, descriptor: int) -> None:
     """Answer until standard input ends."""
     from tests.support.faults.parts import Part
 
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
+    signal.signal(signal.SIGINT, _leave_to_the_driver)  # not SIG_IGN, which the programs of a case would inherit
     shared = folder / "shared"
     shutil.rmtree(shared, ignore_errors=True)
     with os.fdopen(descriptor, "w", buffering=1) as answers:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tplayers.vocab_argmax import vocab_parallel_argmax
+from tplayers.generation.vocab_argmax import vocab_parallel_argmax
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 

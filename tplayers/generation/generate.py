@@ -1,0 +1,238 @@
+"""generate: tokens that continue prompts, with a key-value cache, on the ranks of a tensor group."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from commengine.agreement import compare_words
+from tplayers.host_copy import to_device
+from tplayers.key_value_cache import KeyValueCache
+from tplayers.models.gpt import GPT
+from tplayers.rng import stable_hash
+
+from .choice import TokenChooser
+from .sampling import Sampling
+
+
+def generate(
+    model: GPT,
+    tokens: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    samples: int = 1,
+    numbers: Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (),
+    after_token: Callable[[int, Sequence[int]], bool] | None = None,
+    slide: int = 1,
+) -> list[list[int]]:
+    """The tokens that continue each prompt: ``samples`` rows for the first prompt, then those for the second, ...
+
+    tokens: the prompts, of at least one token each; they may differ in length. max_new_tokens: the most tokens that a
+    row gets. sampling: None for greedy decoding. seed: with a prompt's number, the sample's and the token's, it decides
+    what is drawn. numbers: of the prompts; None for 0, 1, 2 and so on. A prompt of the same number and seed is
+    continued by the same text at every tensor size, and whichever other prompts are there.
+    stop_tokens: a row ends after one of these, which is its last token.
+    after_token: called after each new token with the number of the row and the row's new tokens so far; True ends the
+    row. It must return the same on all ranks, and may show the text on one of them.
+    slide: If a row gets longer than ``max_position_embeddings``, its first tokens are forgotten, so many at a time.
+    Every token that is left then has a new position and goes through the model again: with 1, each new token takes as
+    long as the whole window.
+
+    Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
+    CollectiveMismatch. Raises ValueError for an argument out of its range, and where the model's logits are not
+    finite; on all ranks. The model is in evaluation mode meanwhile, without sequence parallelism, and no gradient is
+    kept.
+    """
+    sampling = Sampling(temperature=0) if sampling is None else sampling
+    prompts = [[int(token) for token in prompt] for prompt in tokens]
+    numbers = list(range(len(prompts))) if numbers is None else [int(number) for number in numbers]
+    stops = frozenset(stop_tokens)
+    if model.comm.size > 1:
+        asked = (prompts, max_new_tokens, sampling, seed, samples, numbers, sorted(stops), slide)
+        digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
+        compare_words(model.comm, f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
+    _require(model, prompts, max_new_tokens, samples, numbers, slide)
+    rows = [
+        _Row(place * samples + sample, numbers[place], sample, prompt)
+        for place, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+    with _evaluating(model), torch.no_grad():
+        for step, chosen in enumerate(_steps(model, rows, max_new_tokens, sampling, seed, slide)):
+            for row, token in chosen:
+                row.new.append(token)
+                ended = token in stops
+                if after_token is not None and after_token(row.place, row.new):
+                    ended = True
+                row.ended = ended or step + 1 == max_new_tokens
+    return [row.new for row in rows]
+
+
+class _Row:
+    """One text: its prompt, the tokens that it got, and the first of its tokens that the model still sees."""
+
+    def __init__(self, place: int, number: int, sample: int, prompt: Sequence[int]) -> None:
+        self.place, self.number, self.sample, self.prompt = place, number, sample, prompt
+        self.new: list[int] = []
+        self.start = 0
+        self.ended = False
+
+    def window(self) -> list[int]:
+        """The tokens that the model sees."""
+        return [*self.prompt, *self.new][self.start :]
+
+    def slid(self, positions: int, slide: int) -> bool:
+        """Forget tokens if there are more than ``positions``, and return whether any were."""
+        length = len(self.prompt) + len(self.new)
+        if length - self.start <= positions:
+            return False
+        forgotten = length - positions if not self.new else length - positions + slide - 1
+        self.start = forgotten
+        return True
+
+
+def _steps(
+    model: GPT, rows: Sequence[_Row], count: int, sampling: Sampling, seed: int, slide: int
+) -> Iterator[list[tuple[_Row, int]]]:
+    """The next token of each row that has not ended, step by step. The caller appends it, and ends rows."""
+    positions, device = model.config.max_position_embeddings, model.embedding.weight.device
+    columns = model.embedding.weight.shape[0]
+    chooser = TokenChooser(model.comm, model.config.vocab_size, columns, sampling, device)
+    seen = _Seen(rows, chooser) if sampling.repetition_penalty != 1 else None
+    active, cache = list(rows), None
+    for step in range(count if rows else 0):
+        slid = [row.slid(positions, slide) for row in active]
+        if cache is None:
+            cache, hidden = _first_pass(model, active, min(positions, _longest(active) + count - 1))
+        elif any(slid):
+            cache.clear()
+            hidden = _whole_windows(model, cache, active)
+        else:
+            last = to_device(torch.tensor([[row.new[-1]] for row in active]), device)
+            hidden = model.hidden_states(last, cache=cache)[0]
+            cache.advance([1] * len(active))
+        logits = model.embedding.logits(hidden)
+        keys = None
+        if sampling.temperature > 0:
+            of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]
+            keys = to_device(torch.tensor(of_rows), device)
+        tokens, scores = chooser.choose(logits, keys, None if seen is None else seen.of)
+        chosen = tokens.tolist()
+        if not bool(scores.isfinite().all()):
+            raise ValueError(
+                f"generate: the logits of token {step} after the prompt are not finite: the model's weights, or sums "
+                "of them in its dtype, are not"
+            )
+        yield list(zip(active, chosen, strict=True))
+        kept = [place for place, row in enumerate(active) if not row.ended]
+        if not kept:
+            return
+        if seen is not None:
+            seen.add(chosen)
+        if len(kept) < len(active):
+            active = [active[place] for place in kept]
+            cache.keep(kept)
+            if seen is not None:
+                seen.keep(kept)
+
+
+def _first_pass(model: GPT, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
+    """A cache of the rows' prompts, and the last token's hidden state of each [b, h]. Samples share one pass."""
+    prompts: dict[int, _Row] = {}
+    for row in rows:
+        prompts.setdefault(id(row.prompt), row)
+    place = {prompt: number for number, prompt in enumerate(prompts)}
+    cache = model.new_cache(len(prompts), capacity)
+    hidden = _whole_windows(model, cache, list(prompts.values()))
+    if len(prompts) < len(rows):
+        of_rows = [place[id(row.prompt)] for row in rows]
+        cache.keep(of_rows)
+        hidden = hidden[to_device(torch.tensor(of_rows), hidden.device)]
+    return cache, hidden
+
+
+def _whole_windows(model: GPT, cache: KeyValueCache, rows: Sequence[_Row]) -> Tensor:
+    """Fill the empty ``cache`` with the windows of the rows; the hidden state of each row's last token [b, h]."""
+    windows = [row.window() for row in rows]
+    lengths = [len(window) for window in windows]
+    longest, device = max(lengths), model.embedding.weight.device
+    # Shorter rows are filled up at the end, which no real token sees.
+    filled = torch.tensor([window + [0] * (longest - len(window)) for window in windows])
+    hidden = model.hidden_states(to_device(filled, device), cache=cache)
+    cache.advance(lengths)
+    last = to_device(torch.tensor(lengths) - 1, device)
+    return hidden[last, torch.arange(len(rows), device=device)]
+
+
+def _longest(rows: Sequence[_Row]) -> int:
+    return max(len(row.prompt) - row.start for row in rows)
+
+
+class _Seen:
+    """Which of this rank's tokens each row holds: bool [b, columns]."""
+
+    def __init__(self, rows: Sequence[_Row], chooser: TokenChooser) -> None:
+        self._first, self._real = chooser.first, chooser.real
+        of = torch.zeros((len(rows), chooser.columns), dtype=torch.bool)
+        for number, row in enumerate(rows):
+            mine = torch.tensor(row.prompt) - self._first
+            of[number, mine[(mine >= 0) & (mine < self._real)]] = True
+        self.of = to_device(of, chooser.device)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add the next token of each row."""
+        for number, token in enumerate(tokens):
+            if 0 <= token - self._first < self._real:
+                self.of[number, token - self._first] = True
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
+        self.of = self.of[list(rows)]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A block with the model in evaluation mode and without sequence parallelism, which changes none of its numbers.
+
+    A new token alone cannot be split over the ranks.
+    """
+    training = model.training
+    split = [module for module in model.modules() if getattr(module, "sequence_parallel", False)]
+    model.eval()
+    for module in split:
+        module.sequence_parallel = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.train(training)
+        for module in split:
+            module.sequence_parallel = True  # type: ignore[assignment]
+
+
+def _require(
+    model: GPT, prompts: Sequence[Sequence[int]], count: int, samples: int, numbers: Sequence[int], slide: int
+) -> None:
+    """Raise ValueError that names the argument at fault."""
+    if not model.causal:
+        raise ValueError(f"generate: {type(model).__name__} is not causal; it needs a GPT")
+    positions, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    if count < 0:
+        raise ValueError(f"generate: max_new_tokens={count} must not be negative")
+    if samples < 1:
+        raise ValueError(f"generate: samples={samples} must be at least 1")
+    if not 1 <= slide <= positions:
+        raise ValueError(f"generate: slide={slide} must be from 1 to max_position_embeddings={positions}")
+    if len(numbers) != len(prompts):
+        raise ValueError(f"generate: {len(numbers)} numbers for {len(prompts)} prompts")
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"generate: prompt {number} has no token; begin an empty one with the end of a document")
+        if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+            raise ValueError(f"generate: prompt {number}: token {outside[0]} lies outside 0 to {vocab_size - 1}")
