@@ -20,14 +20,14 @@ from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 
 from .encoding import EncodedSamples, TaskSample
-from .pairs import NO_LABEL
+from .formats.pairs import NO_LABEL
 
 #: samples are filled up to a multiple of this many tokens
 _MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class TaskMicrobatch:
+class LabelledMicrobatch:
     """A micro-batch of b samples, or of b questions with c choices each; see `TaskSample`.
 
     tokens, token_types: int64 [b, s] or [b, c, s]. padding: int64 [b] or [b, c], the real tokens. labels: int64 [b],
@@ -61,14 +61,14 @@ class TaskMicrobatch:
         """Whether all tokens lie within the vocabulary."""
         return bool(((self.tokens >= 0) & (self.tokens < self.vocab_size)).all())
 
-    def to(self, device: torch.device) -> TaskMicrobatch:
+    def to(self, device: torch.device) -> LabelledMicrobatch:
         """The same microbatch on ``device``."""
         names = ("tokens", "token_types", "padding", "labels")
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
 
-class TaskBatches(GlobalBatches[TaskMicrobatch]):
+class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
     """Global batches of `TaskSample`.
 
     part: the name of the samples. fixed: all samples keep their full length, as spans need, whose loss has a softmax
@@ -86,7 +86,7 @@ class TaskBatches(GlobalBatches[TaskMicrobatch]):
         self._fixed, self._multiple = fixed, math.lcm(multiple, _MULTIPLE)
         self._longest: int | None = None
 
-    def __call__(self, k: int) -> Iterator[TaskMicrobatch]:
+    def __call__(self, k: int) -> Iterator[LabelledMicrobatch]:
         """This rank's microbatches of global batch ``k``, in order."""
         if not self._fixed:
             self._longest = self._longest_of(k)
@@ -99,7 +99,7 @@ class TaskBatches(GlobalBatches[TaskMicrobatch]):
         longest = max(int(self.samples[number].length.max()) for number in numbers)
         return -(-longest // self._multiple) * self._multiple
 
-    def microbatch(self, rows: Sequence[TaskSample], numbers: range, past_end: Sequence[bool]) -> TaskMicrobatch:
+    def microbatch(self, rows: Sequence[TaskSample], numbers: range, past_end: Sequence[bool]) -> LabelledMicrobatch:
         tokens, types, lengths, labels = (
             torch.from_numpy(np.stack(column)) for column in zip(*(tuple(row) for row in rows), strict=True)
         )
@@ -107,7 +107,7 @@ class TaskBatches(GlobalBatches[TaskMicrobatch]):
         if self._longest is not None:
             tokens, types = (x[..., : self._longest].contiguous() for x in (tokens, types))
         indices = tuple(-1 if past else number for past, number in zip(past_end, numbers, strict=True))
-        return TaskMicrobatch(
+        return LabelledMicrobatch(
             tokens, types, lengths, labels, indices, numbers.start, self.part, self.vocab_size
         )  # fmt: skip
 
@@ -123,7 +123,7 @@ class LabelLoss:
     def __init__(self, unit: str, keeper: KeptLogits | None = None) -> None:
         self.unit, self._keeper = unit, keeper
 
-    def __call__(self, model: Any, batch: TaskMicrobatch, randomness: Randomness | None) -> tuple[Tensor]:
+    def __call__(self, model: Any, batch: LabelledMicrobatch, randomness: Randomness | None) -> tuple[Tensor]:
         logits: Tensor = model(batch.tokens, batch.token_types, batch.padding, randomness=randomness)
         if self._keeper is not None:
             self._keeper.keep(batch, logits)
@@ -138,7 +138,7 @@ class KeptLogits:
     def __init__(self, parts: dict[str, EncodedSamples]) -> None:
         self._kept = {name: torch.zeros(len(samples), *samples.shape) for name, samples in parts.items()}
 
-    def keep(self, batch: TaskMicrobatch, logits: Tensor) -> None:
+    def keep(self, batch: LabelledMicrobatch, logits: Tensor) -> None:
         """Keep this rank's logits of a micro-batch."""
         wide, whole = logits.detach().float().cpu(), self._kept[batch.part]
         for row, index in zip(wide, batch.indices, strict=True):

@@ -14,14 +14,14 @@ from tplayers import BERTConfig, BERTMultipleChoice, BERTSequenceClassifier
 
 from .downstream import DownstreamTask, Logits, Part
 from .encoding import ChoiceSamples, PairSamples
-from .pairs import MNLI, NO_LABEL, QQP, Columns, Pair, left_out_text, read_pairs
-from .race import LETTERS, LEVELS, ChoiceQuestion, read_level
+from .formats.pairs import MNLI, NO_LABEL, QQP, Pair, PairColumns, left_out_text, read_pairs
+from .formats.race import LETTERS, LEVELS, ChoiceQuestion, read_level
 
 
 class PairTask(DownstreamTask):
     """MNLI or QQP. splits: for each split the file of each part, and the name of its submission in GLUE."""
 
-    columns: ClassVar[Columns]
+    columns: ClassVar[PairColumns]
     splits: ClassVar[Mapping[str, Mapping[str, tuple[str, str]]]]
 
     def read(self, split: str) -> list[Part]:

@@ -15,7 +15,7 @@ from trainers.options import as_flags, given, require
 
 from . import source
 from .flags import TASKS, FinetuneFlags
-from .squad import version_in
+from .formats.squad import version_in
 
 #: the settings that the model has from its pretraining
 SHAPE = (

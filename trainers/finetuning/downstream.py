@@ -33,7 +33,7 @@ class DownstreamTask(ABC):
 
     kept_by: the measure of which the run keeps the checkpoint with the largest value. unit: of the loss.
     softmax_dim: the dimension of the logits of all samples over which probabilities sum to 1.
-    fixed_length: as in `TaskBatches`.
+    fixed_length: as in `LabelledBatches`.
 
     config: complete but for the schedule (`FinetuneConfig.opened`). tokenizer: the model's.
     """

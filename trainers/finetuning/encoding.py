@@ -16,8 +16,8 @@ from trainers.data.sentence_samples import kept
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import WordPieces
 
-from .pairs import Pair
-from .race import CHOICES, ChoiceQuestion
+from .formats.pairs import Pair
+from .formats.race import CHOICES, ChoiceQuestion
 
 Tokens = npt.NDArray[np.int64]
 #: the special tokens of a sample

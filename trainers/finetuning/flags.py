@@ -26,8 +26,8 @@ from trainers.options import (
     option,
 )
 
-from .race import LEVELS
-from .squad import VERSIONS, version_in
+from .formats.race import LEVELS
+from .formats.squad import VERSIONS, version_in
 
 #: the values of ``--task``
 TASKS = ("mnli", "qqp", "squad", "race")

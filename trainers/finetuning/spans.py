@@ -15,7 +15,7 @@ from trainers.data.tokenizer import Tokenizer
 from .answers import AnswerRules, QuestionAnswers, answer_all
 from .config import FinetuneConfig
 from .downstream import DownstreamTask, Logits, Part
-from .squad import file_of, read_squad
+from .formats.squad import file_of, read_squad
 from .squad_metrics import best_threshold, exact_match, f1, scored, thresholded
 from .windows import WindowRules, WindowSamples
 

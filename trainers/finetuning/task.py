@@ -24,7 +24,7 @@ from trainers.trained import load_trained
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 
-from .batches import KeptLogits, LabelLoss, TaskBatches
+from .batches import KeptLogits, LabelledBatches, LabelLoss
 from .classes import MNLITask, QQPTask, RACETask
 from .config import FinetuneConfig
 from .downstream import DownstreamTask, Part
@@ -83,10 +83,10 @@ def held_out(config: FinetuneConfig, parts: Sequence[Part], task: DownstreamTask
 def task_batches(
     config: FinetuneConfig, samples: Samples | SampleStream, task: DownstreamTask, data: Communicator, name: str,
     size: int,
-) -> TaskBatches:  # fmt: skip
+) -> LabelledBatches:  # fmt: skip
     """The global batches of ``size`` samples. name: of the part."""
     assert config.vocab_size is not None
-    return TaskBatches(
+    return LabelledBatches(
         samples, size=size, micro=config.micro_batch_size, data=data, part=name, vocab_size=config.vocab_size,
         unusable=f"{name}: a token lies outside the vocabulary of {config.vocab_size}: whose is --tokenizer-model?",
         fixed=task.fixed_length or config.compile,

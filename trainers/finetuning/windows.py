@@ -12,8 +12,8 @@ from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import WordPieces
 
 from .encoding import EncodedSamples, TaskSample, framed
-from .pairs import NO_LABEL
-from .squad import SpanQuestion, SpanQuestions
+from .formats.pairs import NO_LABEL
+from .formats.squad import SpanQuestion, SpanQuestions
 
 #: tokens of a window that are no text: [CLS] question [SEP] window [SEP]
 FRAME = 3

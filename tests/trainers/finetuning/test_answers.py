@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from tests.support import toy_tasks
+from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
 from trainers.finetuning.answers import AnswerRules, QuestionAnswers, RankedAnswer, answer_all
-from trainers.finetuning.squad import SpanQuestion, SpanQuestions
+from trainers.finetuning.formats.squad import SpanQuestion, SpanQuestions
 from trainers.finetuning.windows import WindowRules, WindowSamples
 
 

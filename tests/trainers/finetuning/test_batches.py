@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from commengine import UsageError
-from trainers.finetuning.batches import KeptLogits, LabelLoss, TaskBatches
+from trainers.finetuning.batches import KeptLogits, LabelledBatches, LabelLoss
 from trainers.finetuning.encoding import EncodedSamples, TaskSample
 
 S = 24
@@ -36,7 +36,7 @@ class Numbered(EncodedSamples):
 
 def batches(samples, ranks, rank, *, size=12, micro=2, fixed=False, multiple=1):
     data = SimpleNamespace(size=ranks, rank=rank)
-    return TaskBatches(
+    return LabelledBatches(
         samples, size=size, micro=micro, data=data, part="dev", vocab_size=100, unusable="", fixed=fixed,
         multiple=multiple,
     )  # fmt: skip

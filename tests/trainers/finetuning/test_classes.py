@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.support import toy_tasks
+from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
 from trainers.files.reading import InputFileError
 from trainers.finetuning.classes import MNLITask, QQPTask, RACETask

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from tokenizers import BertWordPieceTokenizer
 
-from tests.support import toy_tasks
+from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
 from trainers.finetuning.encoding import ChoiceSamples, PairSamples
-from trainers.finetuning.pairs import Pair
-from trainers.finetuning.race import ChoiceQuestion
+from trainers.finetuning.formats.pairs import Pair
+from trainers.finetuning.formats.race import ChoiceQuestion
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import toy_tasks
+from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
 from trainers.finetuning.config import FinetuneConfig
 from trainers.finetuning.spans import SQuADTask

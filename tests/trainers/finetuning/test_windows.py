@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.support import toy_tasks
 from tests.support.data import DATA, needs
+from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
-from trainers.finetuning.squad import SpanQuestion, SpanQuestions, read_squad
+from trainers.finetuning.formats.squad import SpanQuestion, SpanQuestions, read_squad
 from trainers.finetuning.windows import WindowRules, WindowSamples, most_context, tokens_of, windows
 
 

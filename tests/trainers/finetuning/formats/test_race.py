@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import toy_tasks
+from tests.support.finetuning import toy_tasks
 from trainers.files.reading import InputFileError
-from trainers.finetuning.pairs import NO_LABEL
-from trainers.finetuning.race import read_level
+from trainers.finetuning.formats.pairs import NO_LABEL
+from trainers.finetuning.formats.race import read_level
 
 ARTICLE = {
     "article": "A cat sat.", "questions": ["Who _ ?", "Who sat?"], "answers": ["B", "D"],

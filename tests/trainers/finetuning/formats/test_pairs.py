@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import toy_tasks
 from tests.support.data import DATA, needs
+from tests.support.finetuning import toy_tasks
 from trainers.files.reading import InputFileError
-from trainers.finetuning.pairs import MNLI, NO_LABEL, QQP, left_out_text, read_pairs
+from trainers.finetuning.formats.pairs import MNLI, NO_LABEL, QQP, left_out_text, read_pairs
 
 HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 GOOD = '7\t1\t2\tWhy "not ?\tWhy\u2028not?\t1'

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
     label: int
 
 
-class Columns(NamedTuple):
+class PairColumns(NamedTuple):
     """The names of the columns that are read, as the header has them, in any case. labels: the number of each word."""
 
     first: str
@@ -33,11 +33,11 @@ class Columns(NamedTuple):
     labels: Mapping[str, int]
 
 
-MNLI = Columns("sentence1", "sentence2", "gold_label", {"contradiction": 0, "entailment": 1, "neutral": 2})
-QQP = Columns("question1", "question2", "is_duplicate", {"0": 0, "1": 1})
+MNLI = PairColumns("sentence1", "sentence2", "gold_label", {"contradiction": 0, "entailment": 1, "neutral": 2})
+QQP = PairColumns("question1", "question2", "is_duplicate", {"0": 0, "1": 1})
 
 
-def read_pairs(path: Path, columns: Columns, *, labelled: bool, skip: bool = False) -> tuple[list[Pair], list[int]]:
+def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool = False) -> tuple[list[Pair], list[int]]:
     """The rows of a file with a header, and the numbers of the lines that are left out, from 1.
 
     labelled: each row has a label; otherwise the file needs no column for it, and a label that is there is not read.
@@ -69,7 +69,7 @@ def read_pairs(path: Path, columns: Columns, *, labelled: bool, skip: bool = Fal
     return found, left_out
 
 
-def _problem(cells: list[str], header: list[str], places: list[int], labelled: Columns | None) -> str | None:
+def _problem(cells: list[str], header: list[str], places: list[int], labelled: PairColumns | None) -> str | None:
     if len(cells) != len(header):
         return f"has {len(cells)} columns, the first line has {len(header)}"
     for place in places[:2]:

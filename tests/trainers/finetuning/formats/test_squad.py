@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import toy_tasks
 from tests.support.data import DATA, needs
+from tests.support.finetuning import toy_tasks
 from trainers.files.reading import InputFileError
-from trainers.finetuning.squad import file_of, read_squad, version_in
+from trainers.finetuning.formats.squad import file_of, read_squad, version_in
 
 QUESTION = {"id": "q1", "question": "Who sat?", "answers": [{"text": "cat", "answer_start": 2}]}
 
