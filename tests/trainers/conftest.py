@@ -39,14 +39,22 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run a training command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py)."""
+    """Run a command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py).
+
+    command: of all of them, or a list with the command of each.
+    """
     numbers = itertools.count()
 
-    def pretrain(*runs: tuple[Any, ...], timeout: float = 110, command: str = "pretrain_gpt") -> list[Outcome]:
+    def pretrain(
+        *runs: tuple[Any, ...], timeout: float = 110, command: str | list[str] = "pretrain_gpt"
+    ) -> list[Outcome]:
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
-        (folder / "runs.json").write_text(
-            json.dumps([[n, [str(word) for word in words], command, *(more or [[]])] for n, words, *more in runs])
-        )
+        commands = [command] * len(runs) if isinstance(command, str) else command
+        given = [
+            [n, [str(word) for word in words], name, *(more or [[]])]
+            for (n, words, *more), name in zip(runs, commands, strict=True)
+        ]
+        (folder / "runs.json").write_text(json.dumps(given))
         words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
         done = mpirun.run(max(n for n, *_ in runs), *words, timeout=timeout)
         assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"
