@@ -20,12 +20,12 @@ from pathlib import Path
 from mpi4py import MPI
 
 from commengine import Communicator, UsageError, launch
-from trainers import pretrain_bert, pretrain_gpt
+from trainers import generate, pretrain_bert, pretrain_gpt
 from trainers.checkpoints import run_state
 from trainers.run import loop
 from trainers.training.trainer import Trainer
 
-MAINS = {"pretrain_gpt": pretrain_gpt.main, "pretrain_bert": pretrain_bert.main}
+MAINS = {"pretrain_gpt": pretrain_gpt.main, "pretrain_bert": pretrain_bert.main, "generate": generate.main}
 
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 

@@ -28,10 +28,3 @@ def test_files_are_checked_before_and_written_after(tmp_path, capsys):
     publish("text\n", {"a": 1}, output=files["md"], json_file=files["json"])
     assert capsys.readouterr().out == (tmp_path / "a.md").read_text() == "text\n"
     assert (tmp_path / "a.json").read_text() == '{\n "a": 1\n}'
-    for options, message in (
-        ({"plot": tmp_path / "a.md"}, "--plot .*a.md: the name ends in .png, .svg or .pdf"),
-        ({"output": tmp_path}, "--output .*: is a folder"),
-        ({"time_line": tmp_path / "b" / "c"}, "--time-line .*: there is no folder"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_writable(**options)

@@ -1,0 +1,22 @@
+"""Files that cannot be written are refused before anything else is done."""
+
+import os
+
+import pytest
+
+from trainers.files.writing import check_writable
+
+
+def test_what_cannot_be_written_is_named_with_its_option(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(output=tmp_path / "a.md", json=None, plot=str(tmp_path / "a.png"))
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    for options, message in (
+        ({"plot": tmp_path / "a.md"}, "--plot .*a.md: the name ends in .png, .svg or .pdf"),
+        ({"output": tmp_path}, "--output .*: is a folder"),
+        ({"time_line": tmp_path / "b" / "c"}, "--time-line .*: there is no folder"),
+        ({"json": tmp_path / ("x" * 300)}, "--json .*: File name too long"),
+        ({"json": tmp_path / "pipe"}, "--json .*: is no regular file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_writable(**options)
