@@ -31,10 +31,9 @@ def test_a_command_without_ranks_is_started_as_it_is():
 
 
 def test_a_fine_tuning_is_supervised_as_other_trainings_are(tmp_path):
-    words = [*LAUNCH[:-1], "trainers.finetune", "--task", "qqp", "--data", str(tmp_path), *SAVED]
-    assert LAUNCH[-1] == "trainers.pretrain_gpt"
-    more = ["--pretrained-checkpoint", "runs/bert", "--load", "runs/x"]
-    made = command([*words, *more], ranks=None)
+    start = ["srun", "python", "-m", "trainers.finetune", "--task", "qqp", "--data", str(tmp_path)]
+    words = [*start, "--pretrained-checkpoint", "runs/bert", *SAVED]
+    made = command(words, ranks=None)
     assert made.filled(None, [])[: len(words)] == words and str(made.folder) == "runs/x"
 
 
