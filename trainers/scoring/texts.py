@@ -136,7 +136,8 @@ def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) ->
         except UsageError:
             raise
         except OSError as error:
-            raise UsageError(f"{option}: {error.filename}: {error.strerror}") from error
+            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise UsageError(f"{option}: {said}") from error
         except ValueError as error:
             raise UsageError(f"{option}: {error}") from error
         kept.extend(tokens)

@@ -108,6 +108,7 @@ def test_every_rank_gets_the_texts_of_rank_0_or_its_error(world):
     for error, said in (
         (ValueError("f: has no text"), "--data: f: has no text"),
         (FileNotFoundError(2, "No such file", "f"), "--data: f: No such file"),
+        (FileNotFoundError("f.idx: no such file"), "--data: f.idx: no such file"),
         (UsageError("--load: no tokenizer"), "--load: no tokenizer"),
     ):
 
