@@ -48,7 +48,7 @@ ROOMS = {
         {"options", "presets"},
         {"config"},
         {"data", "weights"},
-        {"cleaning"},  # from texts to a corpus: filters, duplicates, held-out text
+        {"cleaning", "generation"},  # from texts to a corpus: filters, duplicates, held-out text; texts from a model
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},
         {"checks"},  # of a run while it trains
@@ -65,7 +65,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "saving"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -79,6 +79,7 @@ def option(
     fixed: bool = False,
     default_of: str | None = None,
     words: bool = False,
+    short: str | None = None,
     sets: Callable[[Any, str], Mapping[str, Any]] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
@@ -86,13 +87,14 @@ def option(
     text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
     valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
     value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
-    field is then a string or a list of strings. sets: called with the settings' class and the option's word, gives the
-    values of other fields that the word stands for; flags and files win over these.
+    field is then a string or a list of strings. short: another name of the flag, such as "-i". sets: called with the
+    settings' class and the option's word, gives the values of other fields that the word stands for; flags and files
+    win over these.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {
         "help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of, "words": words,
-        "sets": sets,
+        "sets": sets, "short": short,
     }  # fmt: skip
     return field(default=default, metadata=about)
 
@@ -242,14 +244,14 @@ def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | Non
 
 def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
     """Add one field to ``parser`` as a flag."""
-    flag = "--" + item.name.replace("_", "-")
+    names = [*filter(None, [item.metadata["short"]]), "--" + item.name.replace("_", "-")]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
     if kinds == [bool]:
-        parser.add_argument(flag, action=BooleanOptionalAction, default=item.default, help=text)
+        parser.add_argument(*names, action=BooleanOptionalAction, default=item.default, help=text)
     else:
         more = {"choices": item.metadata["choices"], "nargs": "+" if item.metadata["words"] else None}
-        parser.add_argument(flag, type=kinds[0], default=item.default, help=text.replace("%", "%%"), **more)
+        parser.add_argument(*names, type=kinds[0], default=item.default, help=text.replace("%", "%%"), **more)
 
 
 def as_flags(message: str, kind: type[DataclassInstance]) -> str:

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
@@ -23,6 +24,7 @@ from mpi4py import MPI
 from commengine import Communicator, UsageError, launch
 from trainers.checkpoints import run_state
 from trainers.run import loop
+from trainers.run.signals import SignalListener
 from trainers.training.trainer import Trainer
 
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -36,10 +38,20 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
+HEARING_S = 2.0  # for a signal to be heard; one that a run does not listen to is never heard
+
+
 class Signals:
-    """Sends the signals of one run, at the place where each belongs, before the real work is done there."""
+    """Sends the signals of one run, at the place where each belongs, before the real work is done there.
+
+    It waits until the run's listener, a thread, has heard the signal: on a busy machine the work may otherwise be done
+    before.
+    """
 
     def __init__(self) -> None:
+        self.heard = threading.Event()
+        hear = SignalListener._hear
+        SignalListener._hear = lambda listener, number: (hear(listener, number), self.heard.set())
         self.planned: list[tuple[str, int, int, str]] = []
         self.step, self.save, self.evaluate = Trainer.step, run_state.CheckpointSaver.start, loop.evaluate_sources
         self.iteration = 0
@@ -55,7 +67,9 @@ class Signals:
     def send(self, place):
         for planned, iteration, rank, name in self.planned:
             if (planned, iteration, rank) == (place, self.iteration, MPI.COMM_WORLD.rank):
+                self.heard.clear()
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+                self.heard.wait(HEARING_S)
 
 
 def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, object]:

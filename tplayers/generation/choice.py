@@ -20,6 +20,7 @@ from commengine import Communicator
 from tplayers.rng import exponential
 
 from .sampling import Sampling
+from .vocab_argmax import vocab_parallel_max
 
 #: bins of a histogram of one byte, and the bytes of a float32 from the highest on
 _BINS, _SHIFTS = 256, (24, 16, 8, 0)
@@ -51,15 +52,7 @@ class TokenChooser:
         if self.sampling.temperature > 0:
             assert keys is not None
             scores = self._with_noise(scores, keys)
-        best, place = scores.max(dim=-1)
-        mine = torch.stack((best.double(), (place + self.first).double()), dim=-1)  # a double holds every int32
-        if self.comm.size == 1:
-            return place, mine[:, 0]
-        ranks = mine.new_empty((self.comm.size, *mine.shape))
-        self.comm.all_gather(ranks.view(-1), mine.view(-1))
-        winner = ranks[..., 0].argmax(dim=0)[None, :, None]  # the lowest rank of equal ones: the lowest token
-        score, token = ranks.gather(0, winner.expand(1, -1, 2))[0].unbind(-1)
-        return token.long(), score
+        return vocab_parallel_max(scores, self.comm, self.vocab_size)
 
     def filtered(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """The scores after all that `Sampling` says, -inf where a token is not kept: this rank's [b, columns].

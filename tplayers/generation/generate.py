@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import index
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from .sampling import Sampling
 
 def generate(
     model: GPT,
-    tokens: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]] | Tensor,
     max_new_tokens: int,
     *,
     sampling: Sampling | None = None,
@@ -34,10 +35,11 @@ def generate(
 ) -> list[list[int]]:
     """The tokens that continue each prompt: ``samples`` rows for the first prompt, then those for the second, ...
 
-    tokens: the prompts, of at least one token each; they may differ in length. max_new_tokens: the most tokens that a
-    row gets. sampling: None for greedy decoding. seed: with a prompt's number, the sample's and the token's, it decides
-    what is drawn. numbers: of the prompts; None for 0, 1, 2 and so on. A prompt of the same number and seed is
-    continued by the same text at every tensor size, and whichever other prompts are there.
+    tokens: the prompts, of at least one token each; they may differ in length. A tensor is int64 [b, s].
+    max_new_tokens: the most tokens that a row gets. sampling: None for greedy decoding. seed: with a prompt's number,
+    the sample's and the token's, it decides what is drawn. numbers: of the prompts; None for 0, 1, 2 and so on. A
+    prompt of the same number and seed is continued by the same text at every tensor size, and whichever other prompts
+    are there.
     stop_tokens: a row ends after one of these, which is its last token.
     after_token: called after each new token with the number of the row and the row's new tokens so far; True ends the
     row. It must return the same on all ranks, and may show the text on one of them.
@@ -46,13 +48,14 @@ def generate(
     long as the whole window.
 
     Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
-    CollectiveMismatch. Raises ValueError for an argument out of its range, and where the model's logits are not
-    finite; on all ranks. The model is in evaluation mode meanwhile, without sequence parallelism, and no gradient is
-    kept.
+    CollectiveMismatch. Raises TypeError for a token that is no integer, and ValueError for an argument out of its range
+    and where the model's logits are not finite; on all ranks. The model is in evaluation mode meanwhile, without
+    sequence parallelism, and no gradient is kept.
     """
     sampling = Sampling(temperature=0) if sampling is None else sampling
-    prompts = [[int(token) for token in prompt] for prompt in tokens]
-    numbers = list(range(len(prompts))) if numbers is None else [int(number) for number in numbers]
+    rows_of = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    prompts = [[index(token) for token in prompt] for prompt in rows_of]
+    numbers = list(range(len(prompts))) if numbers is None else [index(number) for number in numbers]
     stops = frozenset(stop_tokens)
     if model.comm.size > 1:
         asked = (prompts, max_new_tokens, sampling, seed, samples, numbers, sorted(stops), slide)
@@ -203,7 +206,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
     A new token alone cannot be split over the ranks.
     """
-    training = model.training
+    trained = [(module, module.training) for module in model.modules()]
     split = [module for module in model.modules() if getattr(module, "sequence_parallel", False)]
     model.eval()
     for module in split:
@@ -211,7 +214,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in trained:
+            module.training = training
         for module in split:
             module.sequence_parallel = True  # type: ignore[assignment]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+#: the range of what logits are divided by: far beyond all that is useful, and far from what float32 cannot hold
+LEAST, MOST = 0.001, 1000.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must not be negative, and finite")
+        if self.temperature != 0 and not LEAST <= self.temperature <= MOST:
+            raise ValueError(f"temperature={self.temperature}: must be 0, or from {LEAST} to {MOST:g}")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must not be negative; 0 keeps all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be above 0, and at most 1, which keeps all tokens")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be above 0, and finite")
+        if not LEAST <= self.repetition_penalty <= MOST:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be from {LEAST} to {MOST:g}")

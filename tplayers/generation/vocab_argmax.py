@@ -12,7 +12,17 @@ from commengine import Communicator
 
 
 def vocab_parallel_argmax(logits_shard: Tensor, comm: Communicator, vocab_size: int) -> Tensor:
-    """The token of the largest logit, int64 [...], equal on all ranks of ``comm``; of equal logits, the lower token.
+    """The token of the largest logit, int64 [...], equal on all ranks: see `vocab_parallel_max`.
+
+    No gradient. Every rank must call it.
+    """
+    return vocab_parallel_max(logits_shard, comm, vocab_size)[0]
+
+
+def vocab_parallel_max(logits_shard: Tensor, comm: Communicator, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The token of the largest logit, int64 [...], and this logit, float64 [...], equal on all ranks of ``comm``.
+
+    Of equal logits, the lower token. The logit is NaN if one of the row is.
 
     logits_shard: [..., padded vocabulary / comm.size], this rank's columns; it is not changed. vocab_size: columns from
     this number on are padding, which is never chosen.
@@ -26,8 +36,9 @@ def vocab_parallel_argmax(logits_shard: Tensor, comm: Communicator, vocab_size: 
         values, columns = logits_shard.detach()[..., :real].max(dim=-1)
         best[0], best[1] = values, columns + first  # a float64 holds every token's number
     if comm.size == 1:
-        return best[1].long()
+        return best[1].long(), best[0]
     ranks = best.new_empty((comm.size, *best.shape))
     comm.all_gather(ranks.view(-1), best.view(-1))
     winner = ranks[:, 0].argmax(dim=0, keepdim=True)  # of equal ones the lowest rank
-    return ranks[:, 1].gather(0, winner)[0].long()
+    logit, token = (ranks[:, part].gather(0, winner)[0] for part in (0, 1))
+    return token.long(), logit

@@ -148,6 +148,9 @@ def test_the_seed_and_the_numbers_decide_and_nothing_else_random_is_touched(grou
     ]
     assert torch.equal(state, torch.get_rng_state())
     assert model.training and generate(model.eval(), [[1]], 1) and not model.training
+    model.train().layers[0].eval()
+    assert generate(model, torch.tensor([[1], [2]]), 3) == generate(model, [[1], [2]], 3)
+    assert [model.layers[number].mlp.training for number in (0, 1)] == [False, True]  # each as before
     assert generate(model, [[1], [2]], 0) == [[], []] and generate(model, [], 5) == []
 
 
@@ -183,6 +186,8 @@ def test_errors_are_clear_and_the_same_on_all_ranks(group):
     ]:
         with pytest.raises(ValueError, match=message):
             generate(model, *arguments, **named)
+    with pytest.raises(TypeError, match="float"):
+        generate(model, [[1.7]], 4)
     with pytest.raises(ValueError, match="BERT is not causal"):
         generate(BERT(BERTConfig(1, 32, 4, VOCAB, 8, make_vocab_size_divisible_by=PADDED), group.comm), [[1]], 1)
     assert model.training

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tplayers.generation.vocab_argmax import vocab_parallel_argmax
+from tplayers.generation.vocab_argmax import vocab_parallel_argmax, vocab_parallel_max
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -28,3 +28,7 @@ def test_numbers_that_differ_in_their_last_bits_and_infinities(group):
     whole[1, 11] = -1e300
     mine = group.mine(whole).contiguous()
     assert vocab_parallel_argmax(mine, group.comm, 12)[:2].tolist() == [8, 11]
+    tokens, logits = vocab_parallel_max(mine, group.comm, 12)
+    assert tokens[:2].tolist() == [8, 11] and logits.tolist() == [1.0 + 2**-50, -1e300, -torch.inf]
+    whole[2, 5] = torch.nan
+    assert vocab_parallel_max(group.mine(whole).contiguous(), group.comm, 12)[1].isnan().tolist() == [0, 0, 1]

@@ -1,0 +1,215 @@
+"""The command: the same texts on every layout of ranks, files of prompts, a conversation, and what it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import mpirun
+from trainers.data.indexed_writer import IndexedDatasetWriter
+from trainers.data.tokenizer import Tokenizer
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.weights.hugging_face import to_hugging_face
+
+pytestmark = pytest.mark.slow
+
+LINES = ["the cat sat on the mat", "the owl hid in the old wood", "a dog"]
+PROMPTS = ["the cat", "a", "the owl hid", "in the old wood, the dog"]
+POSITIONS = 16  # of the fixture `tiny`
+LONG = "the owl hid in the old wood " * 4
+
+#: (ranks, arguments) of each run that writes texts; placeholder {dir}: the folder
+DRAWN = ["--load", "{dir}/gpt", "--prompts", "{dir}/prompts.txt", "--max-new-tokens", "6", "--num-samples", "2",
+         "--temperature", "1.5", "--json", "{dir}/drawn.json"]  # fmt: skip
+GREEDY = ["--load", "{dir}/gpt", "--prompts", "{dir}/prompts.jsonl", "--max-new-tokens", "8", "--temperature", "0"]
+WRITING = {
+    "drawn": (1, DRAWN),
+    "drawn, tensor 2": (2, [*DRAWN, "--tensor-model-parallel-size", "2"]),
+    "drawn, data 2": (2, [*DRAWN, "--micro-batch-size", "1"]),
+    "drawn, data 4": (4, [*DRAWN, "--micro-batch-size", "3"]),
+    "drawn, tensor 2 x data 2": (4, [*DRAWN, "--tensor-model-parallel-size", "2"]),
+    "greedy": (2, [*GREEDY, "--tensor-model-parallel-size", "2", "--json", "{dir}/greedy.json"]),
+    "with prompts": (1, [*GREEDY, "--print-prompt"]),
+    "in float64": (1, [*GREEDY, "--dtype", "float64"]),
+    "one": (1, ["--load", "{dir}/gpt", "--prompt", "the cat", "--max-new-tokens", "8", "--temperature", "0"]),
+    "stopped": (
+        2,
+        ["--load", "{dir}/gpt/iter_0000030", "--prompt", "the cat", "--temperature", "0", "--stop", "mat", "wood"],
+    ),
+    "slid": (
+        2,
+        ["--load", "{dir}/gpt", "--prompt", "a", "--max-new-tokens", "40", "--window-slide", "4",
+         "--tensor-model-parallel-size", "2", "--temperature", "1000"],
+    ),
+}  # fmt: skip
+
+#: arguments on two ranks, and what the one line of the error must say, as patterns
+ONE = ["--prompt", "a"]
+REFUSED = {
+    "no prompt": (["--load", "{dir}/gpt"], "--prompt, --prompts, --interactive: want exactly one"),
+    "two prompts": (["--load", "{dir}/gpt", *ONE, "-i"], "--prompt, --prompts, --interactive: want exactly one"),
+    "no run": ([*ONE], "--load DIR: needed"),
+    "no folder": (["--load", "{dir}/none", *ONE], "--load .*none: no such folder"),
+    "no checkpoint": (["--load", "{dir}/nothing", *ONE], "--load .*nothing: holds no checkpoint"),
+    "a BERT": (["--load", "{dir}/bert", *ONE], "--load .*bert.*: holds a BERT, and a GPT is needed"),
+    "no tokenizer": (["--load", "{dir}/ids", *ONE], "the run has no tokenizer.*--tokenizer-model FILE"),
+    "an empty file": (["--load", "{dir}/gpt", "--prompts", "{dir}/empty.txt"], "empty.txt: holds no prompt"),
+    "no file": (["--load", "{dir}/gpt", "--prompts", "{dir}/none.txt"], "none.txt: there is no such file"),
+    "a row without its field": (
+        ["--load", "{dir}/gpt", "--prompts", "{dir}/fields.jsonl"], "fields.jsonl: line 2: no key 'prompt'",
+    ),
+    "a prompt longer than the model": (
+        ["--load", "{dir}/gpt", "--prompts", "{dir}/long.txt"],
+        f"long.txt: line 2: has [0-9]+ tokens; the model knows {POSITIONS} positions",
+    ),
+    "temperature": (["--load", "{dir}/gpt", *ONE, "--temperature", "-1"], "--temperature -1.0: must be 0, or from"),
+    "top-k": (["--load", "{dir}/gpt", *ONE, "--top-k", "-1"], "--top-k -1: must not be negative"),
+    "top-p": (["--load", "{dir}/gpt", *ONE, "--top-p", "0"], "--top-p 0.0: must be above 0, and at most 1"),
+    "penalty": (["--load", "{dir}/gpt", *ONE, "--repetition-penalty", "0"], "--repetition-penalty 0.0: must be at"),
+    "slide": (["--load", "{dir}/gpt", *ONE, "--window-slide", "17"], "--window-slide 17: must be at most the model's"),
+    "json": (["--load", "{dir}/gpt", *ONE, "--json", "{dir}/none/x"], "--json .*: there is no folder"),
+    "a conversation of two": (["--load", "{dir}/gpt", "-i"], "--tensor-model-parallel-size 1: must be all 2 ranks"),
+    "tensor size": (["--load", "{dir}/gpt", *ONE, "--tensor-model-parallel-size", "3"], "does not divide the 2 ranks"),
+    "memory": (
+        ["--load", "{dir}/gpt", *ONE, "--micro-batch-size", "1000000000"],
+        "--micro-batch-size 1000000000, --num-samples 1: the keys and values .* GB a rank",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    tokenizer = Tokenizer.train_bpe(LINES, 290)
+    tokenizer.save(folder / "tokenizer.json")
+    with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
+        for number in range(60):
+            writer.add_document(np.array([*tokenizer.encode(LINES[number % 3]), tokenizer.eod]))
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (folder / "fields.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (folder / "long.txt").write_text(f"a\n{LONG}\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "nothing").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, pretrain, tiny, mock):
+    """How every run of this file ends, by name; all of them, and what they load, in one job."""
+    data = ["--data-path", folder / "tokens", "--tokenizer-model", folder / "tokenizer.json"]
+    learns = ["--train-iters", "30", "--lr", "1e-2", "--min-lr", "1e-2", "--sample-tokens", "5"]
+    at = mock.index("--sample-tokens")
+    of_bert = [*mock[:at], *mock[at + 2 :], "--train-iters", "1"]
+    ids = ["--train-iters", "1", "--tensor-model-parallel-size", "2"]
+    runs = {
+        "gpt": (2, [*tiny, *data, *learns, "--save", folder / "gpt"]),
+        "ids": (2, [*mock, *ids, "--save", folder / "ids"]),
+        "bert": (1, [*of_bert, "--save", folder / "bert"]),
+        **WRITING,
+        **{name: (2, words) for name, (words, _) in REFUSED.items()},
+    }
+    commands = ["pretrain_gpt", "pretrain_gpt", "pretrain_bert", *["generate"] * (len(runs) - 3)]
+    words = [(n, [str(word).format(dir=folder) for word in given]) for n, given in runs.values()]
+    return dict(zip(runs, pretrain(*words, command=commands), strict=True))
+
+
+def texts(outcome):
+    """What rank 0 wrote; the other ranks write nothing."""
+    assert set(outcome.codes) == {0} and not any(outcome.out[1:])
+    return outcome.out[0]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITING if name.startswith("drawn, ")])
+def test_every_layout_writes_the_same_texts(outcomes, name):
+    assert texts(outcomes[name]) == texts(outcomes["drawn"])
+
+
+def test_json_has_what_was_written(outcomes, folder):
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    written = json.loads((folder / "drawn.json").read_text())["texts"]
+    assert texts(outcomes["drawn"]) == "\n".join(text["text"] + "\n" for text in written)
+    assert [(text["prompt"], text["sample"]) for text in written] == [(p, n) for p in PROMPTS for n in (0, 1)]
+    assert len({text["text"] for text in written}) > len(PROMPTS)
+    for text in written:
+        assert 0 < len(text["tokens"]) <= 6 and text["ended_by"] in ("stop", "length")
+        kept = [token for token in text["tokens"] if token != tokenizer.eod]
+        assert tokenizer.decode(kept) == text["text"] and (len(kept) < len(text["tokens"])) == (
+            text["ended_by"] == "stop"
+        )
+
+
+def test_greedy_texts_are_those_of_transformers(outcomes, folder):
+    transformers = pytest.importorskip("transformers", reason="the independent peer is transformers' GPT-2")
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    (state,) = folder.glob("gpt/*/state.json")
+    kept = {key: value for key, value in json.loads(state.read_text())["settings"].items() if key in ("vocab_size",)}
+    shape = GPTTrainConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=POSITIONS, make_vocab_size_divisible_by=128,
+        mock_data=True, **kept,
+    ).model()  # fmt: skip
+    peer = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=shape.vocab_size, n_positions=POSITIONS, n_embd=32, n_layer=2, n_head=4,
+            activation_function="gelu_new", bos_token_id=tokenizer.eod, eos_token_id=tokenizer.eod,
+        )
+    ).eval()  # fmt: skip
+    weights = to_hugging_face(load_file(state.parent / "model.safetensors"), shape)
+    assert not peer.load_state_dict(weights, strict=False).unexpected_keys
+    written = json.loads((folder / "greedy.json").read_text())["texts"]
+    for text, prompt in zip(written, PROMPTS, strict=True):
+        tokens = torch.tensor([tokenizer.encode(prompt)])
+        expected = peer.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eod)
+        assert text["tokens"] == expected[0, tokens.shape[1] :].tolist()
+    assert len({text["text"] for text in written}) > 1
+    assert texts(outcomes["greedy"]) == texts(outcomes["in float64"]) == "\n".join(f"{t['text']}\n" for t in written)
+    assert texts(outcomes["with prompts"]) == "\n".join(f"{t['prompt']}{t['text']}\n" for t in written)
+    assert texts(outcomes["one"]) == f"{written[0]['text']}\n"
+
+
+def test_a_text_ends_before_a_stop_string(outcomes):
+    found = texts(outcomes["stopped"])
+    whole = texts(outcomes["one"])
+    assert re.match(r".*(mat|wood)", whole, re.DOTALL), "the model has not learnt its three lines"
+    assert found == re.split("mat|wood", whole)[0] + "\n"
+
+
+def test_a_window_that_slides_says_so(outcomes):
+    assert (
+        "got longer than the 16 positions of the model: its first tokens were forgotten, 4" in outcomes["slid"].err[0]
+    )
+    assert texts(outcomes["slid"]).strip()
+    assert not any("got longer" in line for line in outcomes["one"].err)
+
+
+def test_the_report_of_a_run_has_a_sample(outcomes, folder):
+    report = json.loads((folder / "gpt" / "report.json").read_text())
+    assert set(outcomes["gpt"].codes) == {0} and report["sample"] and report["sample_prompt"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_one_line_on_rank_zero(outcomes, name):
+    outcome, pattern = outcomes[name], REFUSED[name][1]
+    assert all(code not in (0, None) for code in outcome.codes) and not any(outcome.out)
+    assert re.search(pattern, outcome.err[0]), outcome.err[0]
+    assert outcome.err[0].count("\n") == 1 and not outcome.err[1], outcome.err
+
+
+def test_a_conversation_remembers_until_it_is_told_not_to(outcomes, folder):
+    """After three lines the model's positions are full; after /new the first line gets its first answer again."""
+    assert set(outcomes["gpt"].codes) == {0}
+    options = ["--load", str(folder / "gpt"), "--temperature", "0", "--max-new-tokens", "4"]
+    words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "trainers.generate", "-i", *options]
+    done = subprocess.run(
+        [*words, "--tensor-model-parallel-size", "2"], input="the cat\n" * 3 + "/new\nthe cat\n", text=True,
+        env=mpirun.environment(), cwd=mpirun.ROOT, capture_output=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    assert len(answers) == 4 and answers[0] == answers[3] == outcomes["one"].out[0][: len(answers[0])] != ""
+    assert "/quit" in done.stderr and done.stderr.count("tokens of the conversation are forgotten") == 1

@@ -1,0 +1,256 @@
+"""Text that continues prompts: ``mpiexec -n 2 python -m trainers.generate --load RUN --prompt TEXT ...``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from commengine import Communicator, ProcessGrid, UsageError, cost, launch
+from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
+from tplayers import GPT, Sampling
+from tplayers.generation.sampling import LEAST, MOST
+
+from .checkpoints import disk
+from .files.writing import check_writable
+from .generation.conversation import History, Lines, converse
+from .generation.prompts import Prompt, encoded, read_prompts
+from .generation.texts import generate_texts
+from .options import (
+    BATCH,
+    COUNT,
+    LENGTH,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    SEED,
+    Parser,
+    ValidRange,
+    between,
+    given,
+    option,
+    parser_of,
+    require,
+)
+from .run.startup import job_config
+from .tasks.transformer import machine_memory
+from .trained import LoadConfig, Trained, loaded
+
+COMMAND = "generate"
+
+
+@dataclass(frozen=True)
+class GenerateConfig(LoadConfig):
+    """The settings of `trainers.generate`. A field is the flag of the same name, with dashes."""
+
+    prompt: str | None = option(None, "a text to continue")
+    prompts: str | None = option(
+        None, 'a file of texts to continue, one in each line; of .jsonl the "prompt" of the object in each line',
+        valid=NOT_EMPTY,
+    )  # fmt: skip
+    interactive: bool = option(
+        False, "continue lines of standard input, with all that was said before; text appears as it is written",
+        short="-i",
+    )  # fmt: skip
+    max_new_tokens: int = option(128, "the most tokens of a text", valid=COUNT)
+    temperature: float = option(
+        1.0, "logits are divided by it before a token is drawn; 0: the most likely token, which is greedy decoding",
+        valid=ValidRange(lambda t: t == 0 or LEAST <= t <= MOST, f"must be 0, or from {LEAST} to {MOST:g}"),
+    )  # fmt: skip
+    top_k: int = option(0, "draw from this many of the most likely tokens; 0: from all", valid=NOT_NEGATIVE)
+    top_p: float = option(
+        1.0, "draw from the most likely tokens that have this probability together; 1: from all",
+        valid=ValidRange(lambda p: 0 < p <= 1, "must be above 0, and at most 1"),
+    )  # fmt: skip
+    repetition_penalty: float = option(
+        1.0, "divide the positive logits of tokens that a text holds by it, and multiply the negative ones; 1: do not",
+        valid=between(LEAST, MOST),
+    )  # fmt: skip
+    num_samples: int = option(1, "texts for each prompt", valid=BATCH)
+    stop: str | Sequence[str] | None = option(None, "strings; a text ends before the first of them", words=True)
+    seed: int = option(1234, "seed of what is drawn; a prompt has one text on any number of ranks", valid=SEED)
+    micro_batch_size: int = option(8, "prompts that go through the model together", valid=BATCH)
+    window_slide: int = option(
+        1, "tokens that are forgotten together when a text gets longer than the model's positions; those that are left "
+        "then go through the model again",
+        valid=LENGTH,
+    )  # fmt: skip
+    print_prompt: bool = option(False, "write each prompt before its text")
+    json: str | None = option(None, "file for the prompts and their texts and tokens, as JSON", valid=NOT_EMPTY)
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        asked = [self.prompt is not None, self.prompts is not None, self.interactive]
+        require(sum(asked) == 1, "--prompt, --prompts, --interactive: want exactly one of them")
+        if self.interactive:
+            whole = self.tensor_model_parallel_size == ranks
+            split = given(self, "tensor_model_parallel_size")
+            require(whole, f"{split}: must be all {ranks} ranks with --interactive, which talks to one model")
+            require(self.num_samples == 1, f"{given(self, 'num_samples')}: must be 1 with --interactive")
+            require(self.json is None, "--json: excludes --interactive")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+
+def parser() -> Parser:
+    """The command line, for documents and tests; it checks no ranges."""
+    return parser_of(GenerateConfig, COMMAND)
+
+
+def main(world: Communicator) -> int:
+    """One rank of the command, collective over ``world``: the exit status."""
+    config = job_config(world, GenerateConfig, COMMAND)
+
+    def read() -> list[Prompt]:
+        check_writable(json=config.json)
+        if config.prompts is not None:
+            return read_prompts(config.prompts)
+        return [] if config.prompt is None else [Prompt("--prompt", config.prompt)]
+
+    # Before the model is loaded, which may take minutes.
+    prompts = [Prompt(*prompt) for prompt in on_rank_zero(world, read)]
+    with loaded(config, world, kind="gpt") as (trained, grid):
+        assert isinstance(trained.model, GPT)
+        positions = trained.model.config.max_position_embeddings
+        slide = given(config, "window_slide")
+        require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
+        if config.interactive:
+            _converse(config, world, trained)
+        else:
+            tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
+            _require_memory(config, trained.model, max(map(len, tokens)))
+            _write(config, grid, trained, prompts, tokens)
+    return 0
+
+
+def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
+    """Raise UsageError if the keys and values of one batch exceed all memory of a machine. longest: prompt, tokens."""
+    sizes = model.config
+    shape = cost.TransformerShape(
+        sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads, sizes.max_position_embeddings,
+        sizes.padded_vocab_size,
+    )  # fmt: skip
+    rows = config.micro_batch_size * config.num_samples
+    tokens = min(sizes.max_position_embeddings, longest + config.max_new_tokens)
+    element = model.embedding.weight.element_size()
+    needed = cost.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
+    there = machine_memory(config.device)
+    require(
+        needed <= there,
+        f"{given(config, 'micro_batch_size')}, {given(config, 'num_samples')}: the keys and values of {rows} texts of "
+        f"{tokens} tokens need {needed / 1e9:,.1f} GB a rank; the machine has {there / 1e9:,.1f} GB",
+    )
+
+
+def _write(
+    config: GenerateConfig, grid: ProcessGrid, trained: Trained, prompts: Sequence[Prompt], tokens: list[list[int]]
+) -> None:
+    """Write the texts of all prompts to standard output and ``--json``, in order. Collective over the grid's world.
+
+    In each round each data rank continues one batch of prompts, so that no rank waits longer than for a batch.
+    """
+    world, model, replicas = grid.world, trained.model, grid.data.size
+    assert isinstance(model, GPT)
+    size = min(config.micro_batch_size, -(-len(prompts) // replicas))
+    batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
+    rows: list[dict[str, Any]] = []
+    slid = 0
+    quiet = world.rank > 0 or len(batches) <= replicas
+    bar = tqdm(total=len(prompts), unit="prompt", disable=True if quiet else None, file=sys.stderr, leave=False)
+    for first in range(0, len(batches), replicas):
+        place = first + grid.data.rank
+        mine = batches[place] if place < len(batches) else range(0)
+        done = sum(map(len, batches[first : first + replicas]))
+
+        def generated(mine: range = mine) -> list[dict[str, Any]]:
+            # An error is the same on all ranks of the tensor group, and reaches those of the other groups.
+            texts = generate_texts(
+                model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
+                sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine,
+                stop=config.stops, slide=config.window_slide,
+            )  # fmt: skip
+            return [asdict(text) for text in texts]
+
+        texts = on_every_rank(world, generated)
+        # Rank 0 has all texts of a round, in the order of the prompts.
+        gathered = [text for of_rank in gather_json(world, texts if not grid.tensor.rank else []) for text in of_rank]
+        found = sorted(gathered, key=lambda text: (text["number"], text["sample"]))
+        slid += sum(text["slid"] for text in found)
+
+        def show(found: list[dict[str, Any]] = found, done: int = done) -> None:
+            for text in found:
+                prompt = prompts[text["number"]].text
+                if rows:
+                    print()  # an empty line between two texts
+                print((prompt if config.print_prompt else "") + text["text"], flush=True)
+                rows.append({"prompt": prompt, **text})
+            bar.update(done)
+
+        on_rank_zero(world, show)
+    bar.close()
+    if config.json is not None:
+        path = Path(config.json)
+        content = json.dumps({"texts": rows}, indent=1) + "\n"
+        on_rank_zero(world, lambda: disk.rewrite(path, content.encode()))
+    if world.rank == 0 and slid:
+        print(_slid(slid, config, model), file=sys.stderr, flush=True)
+
+
+def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
+    """The line that says that a window slid."""
+    which = "a text" if count == 1 else f"{count} texts"
+    return (
+        f"{which} got longer than the {model.config.max_position_embeddings} positions of the model: its first tokens "
+        f"were forgotten, {config.window_slide} at a time"
+    )
+
+
+def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> None:
+    """A conversation on standard input and output. Collective over ``world``, which has no timeout."""
+    model, tokenizer = trained.model, trained.tokenizer
+    assert isinstance(model, GPT)
+    problem: list[OSError] = []
+
+    def show(row: int, text: str) -> None:
+        del row
+        if world.rank == 0 and not problem:
+            try:
+                print(text, end="", flush=True)
+            except OSError as error:  # the other ranks are in the middle of a collective
+                problem.append(error)
+
+    def answer(tokens: list[int], turn: int) -> str:
+        (text,) = generate_texts(
+            model, tokenizer, [tokens], config.max_new_tokens, sampling=config.sampling, seed=config.seed,
+            numbers=[turn], stop=config.stops, slide=config.window_slide, show=show,
+        )  # fmt: skip
+        show(0, "\n")
+
+        def told() -> None:
+            if problem:
+                raise UsageError(f"standard output: {problem[0].strerror}")
+            if text.slid:
+                print(_slid(1, config, model), file=sys.stderr, flush=True)
+
+        on_rank_zero(world, told)
+        return text.text
+
+    history = History(tokenizer.encode, model.config.max_position_embeddings, config.max_new_tokens)
+    converse(world, Lines(world), history, answer)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,133 @@
+"""A conversation: lines of text from rank 0's standard input, each continued by the model with all that was before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+from commengine import Communicator, Stream, UsageError
+
+#: lines that do not belong to the text
+FORGET, QUIT = "/new", "/quit"
+HELP = f"Each line is continued by the model. {FORGET} forgets what was said; {QUIT} or the end of the input ends."
+
+
+class Lines:
+    """The lines of rank 0's standard input, on every rank of ``world``. Its methods are collective.
+
+    While rank 0 waits for a line, the other ranks poll and sleep, and use no core. world: a communicator without a
+    timeout, because people take their time.
+    """
+
+    def __init__(self, world: Communicator, source: TextIO | None = None) -> None:
+        self._world = world
+        self._source = sys.stdin if source is None else source
+        self._stream: Stream = world.new_stream(device="cpu")
+
+    def next(self) -> str | None:
+        """The next line, without its end; None after the last. Raises UsageError, on all ranks, if it is no text."""
+        read: dict[str, Any] = {}
+        if self._world.rank == 0:
+            try:
+                read = {"line": _require_text(self._read())}
+            except EOFError:
+                read = {"line": None}
+            except UnicodeDecodeError:
+                read = {"error": "standard input: not UTF-8 text"}
+            except (ValueError, OSError) as error:
+                read = {"error": f"standard input: {error}"}
+        read = self._from_rank_zero(read)
+        if "error" in read:
+            raise UsageError(read["error"])
+        return None if read["line"] is None else str(read["line"])
+
+    def _read(self) -> str | None:
+        asked = self._source is sys.stdin and sys.stdin.isatty()
+        if asked and sys.stdout.isatty():
+            return input("> ")  # with the editing of lines that readline offers
+        if asked:
+            print("> ", end="", file=sys.stderr, flush=True)  # standard output has the texts alone
+        line = self._source.readline()
+        return line.rstrip("\r\n") if line else None
+
+    def _from_rank_zero(self, value: dict[str, Any]) -> dict[str, Any]:
+        encoded = json.dumps(value).encode()
+        size = torch.tensor([len(encoded)])
+        self._world.broadcast(size, stream=self._stream).wait()
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        if self._world.rank == 0:
+            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._world.broadcast(data, stream=self._stream).wait()
+        found: dict[str, Any] = json.loads(bytes(data.numpy()))
+        return found
+
+
+def _require_text(line: str | None) -> str | None:
+    try:
+        (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8 text") from None
+    return line
+
+
+class History:
+    """The tokens of a conversation, of which the model sees the last ones.
+
+    encode: text to tokens. positions: of the model. room: the tokens that the next text may get.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], positions: int, room: int) -> None:
+        self._encode = encode
+        # At least half of the positions are for what was said, whatever the text may get.
+        self._longest = max(positions - room, positions // 2, 1)
+        self.tokens: list[int] = []
+        self.forgotten = 0
+
+    def say(self, line: str) -> None:
+        """Add a line of the user, after a new line if there is something before it."""
+        self._add(self._encode(("\n" if self.tokens else "") + line))
+
+    def answer(self, text: str) -> None:
+        """Add a text of the model, as it was shown."""
+        self._add(self._encode(text))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.tokens, self.forgotten = [], 0
+
+    def _add(self, tokens: list[int]) -> None:
+        whole = [*self.tokens, *tokens]
+        self.tokens = whole[-self._longest :]
+        self.forgotten += len(whole) - len(self.tokens)
+
+
+def converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> None:
+    """Read lines until the last one. ``answer(tokens, turn)`` shows the model's text and returns it.
+
+    Collective over ``world``, as are the calls of ``answer``; the remarks of rank 0 go to standard error.
+    """
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    say(HELP)
+    turn = told = 0
+    while (line := lines.next()) is not None and line.strip() != QUIT:
+        if line.strip() == FORGET:
+            history.clear()
+            told = 0
+            continue
+        if line.strip():
+            history.say(line)
+        if not history.tokens:
+            continue  # after an empty line the model goes on, if there is something to go on from
+        if history.forgotten > told:
+            say(f"(the first {history.forgotten} tokens of the conversation are forgotten)")
+            told = history.forgotten
+        history.answer(answer(history.tokens, turn))
+        turn += 1
