@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 
 import pytest
@@ -71,7 +72,11 @@ def outcomes(root, pretrain, tiny):
         output = ["--output", root / f"predicted {ranks}"]
         commands[f"predict {ranks}"] = (ranks, predict("mnli", root / "early", *output))
     commands["predict squad2"] = (2, predict("squad2", root / "squad2", *TENSOR))
-    commands["predict race test"] = (2, [*predict("race", root / "race"), "--predict", "test"])
+    moved = shutil.copy(root / "vocab.txt", root / "moved.txt")
+    commands["predict race test"] = (
+        2,
+        [*predict("race", root / "race"), "--predict", "test", "--tokenizer-model", moved],
+    )
     seeds = ["--task", "squad", "--train-iters", 12, "--eval-interval", 6, "--seeds", 3, "--save", root / "seeds"]
     new = ["--pretrained-checkpoint" if word == "--load" else word for word in start("squad", *seeds)]
     commands["seeds"] = (2, [*new, "--load", root / "seeds", "--predict", "dev"])
@@ -209,6 +214,7 @@ def test_an_ensemble(outcomes, root):
 # Bad input --------------------------------------------------------------------------------------------------------
 
 VOCAB = ["--tokenizer-model", "{root}/vocab.txt"]
+SHORT = ["--train-iters", "3", "--eval-iters", "0", "--micro-batch-size", "4", "--seq-length", "16"]
 MNLI = ["--task", "mnli", "--data", "{root}/data/mnli"]
 REFUSED = {
     "no task": (["--load", "{root}/bert", "--data", "{root}/data/mnli"], ["--task: needed: one of mnli, qqp"]),
@@ -307,7 +313,17 @@ def refused(outcomes, root, pretrain):
     for version in ("1.1", "2.0"):
         toy_tasks.squad(root / "both", version)
     words = [(2, [word.format(root=root) for word in given]) for given, _ in REFUSED.values()]
-    return dict(zip(REFUSED, pretrain(*words, command="finetune"), strict=True))
+    seeds = [*MNLI, "--load", "{root}/bert", *VOCAB, "--save", "{root}/stopped seeds", "--seeds", "2", *SHORT]
+    asked = (1, [word.format(root=root) for word in seeds], [["step", 3, 0, "TERM"]])
+    return dict(zip([*REFUSED, "stopped seeds"], pretrain(*words, asked, command="finetune"), strict=True))
+
+
+def test_a_stop_in_the_last_step_of_a_seed_begins_no_other_one(refused, root):
+    """The first run ends as usual, with its report; the command tells that something is left."""
+    assert refused["stopped seeds"].codes == [75]
+    assert "came in the last step" in refused["stopped seeds"].err[0]
+    assert [path.name for path in (root / "stopped seeds").iterdir()] == ["seed_1234"]
+    assert report(root, "stopped seeds/seed_1234")["iteration"] == 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
