@@ -77,6 +77,12 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     """Give the arguments of ``python -m`` to that command's own parser."""
     name, arguments = words[1], words[2:]
     module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
+    if name == "trainers.finetune":
+        if "list" not in arguments:
+            ranks, _ = python_words(command.words)
+            there = {"data": str(data.parent)}
+            module.CONFIG(**(parse(module.CONFIG, arguments, name).to_json() | there)).validate(ranks)
+        return
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
         return
@@ -295,6 +301,8 @@ WRITTEN = {
     "PREFIX-tokenizer.json", "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
     ".json", ".png",
     "bert.py", "pretrain_bert.py",
+    "train-v1.1.json", "dev-v1.1.json", "middle/*.txt", "high/*.txt", "measures.json", "predictions.json",
+    "nbest_predictions.json", "null_odds.json", "RACE.json", "seeds.json",
 }  # fmt: skip
 
 

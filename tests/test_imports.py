@@ -55,6 +55,8 @@ ROOMS = {
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"trained"},  # the model of a run, from its checkpoint
+        {"finetuning"},  # the tasks of section 5.3: files, samples, measures, predictions
+        {"scoring"},  # log-likelihoods of text, and what follows from them
         {"supervision"},  # starting a command again; it reads the command's settings and its folder
         {"top"},
     ),

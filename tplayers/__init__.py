@@ -2,7 +2,7 @@
 
 from .attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
 from .fields import (
     FieldAvgPool,
@@ -22,6 +22,7 @@ from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu
 from .models.bert import BERT, BERTConfig
+from .models.bert_tasks import BERTMultipleChoice, BERTSequenceClassifier, BERTSpans
 from .models.fno import FNO
 from .models.gpt import GPT, GPTConfig
 from .models.transformer import Transformer, TransformerConfig
@@ -69,6 +70,9 @@ __all__ = [
     "GPT",
     "MLP",
     "BERTConfig",
+    "BERTMultipleChoice",
+    "BERTSequenceClassifier",
+    "BERTSpans",
     "ColumnParallelLinear",
     "Constant",
     "DropoutMask",
@@ -108,6 +112,7 @@ __all__ = [
     "all_reduce_together",
     "all_to_all",
     "broadcast",
+    "class_cross_entropy",
     "copy_to_tensor_parallel_region",
     "dropout",
     "gather",

@@ -12,6 +12,7 @@ import typing
 from argparse import ArgumentError, ArgumentParser, BooleanOptionalAction, Namespace, _AppendAction, _StoreTrueAction
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -80,16 +81,16 @@ def option(
     default_of: str | None = None,
     words: bool = False,
     short: str | None = None,
-    sets: Callable[[Any, str], Mapping[str, Any]] | None = None,
+    sets: Callable[[Any, str, Callable[[str], Any]], Mapping[str, Any]] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
     text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
     valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
     value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
-    field is then a string or a list of strings. short: another name of the flag, such as "-i". sets: called with the
-    settings' class and the option's word, gives the values of other fields that the word stands for; flags and files
-    win over these.
+    field is then a string or a list of strings. short: another name of the flag, such as "-i". sets: gives the values
+    of other fields that the option's word stands for; flags and files win over these. It is called with the settings'
+    class, the word, and a function that tells the value of another option by its field's name.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {
@@ -217,13 +218,18 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settin
         if item.metadata["sets"] is not None:
             word = value_of(kind, item.name, argv, prog)
             if word is not None:
-                parser.set_defaults(**item.metadata["sets"](kind, word))
+                read = partial(_read_option, kind, argv, prog)
+                parser.set_defaults(**item.metadata["sets"](kind, word, read))
     values = vars(parser.parse_args(argv))
     values.pop("config")
     for item in fields(kind):
         if item.metadata["words"] and values[item.name] is not None and len(values[item.name]) == 1:
             (values[item.name],) = values[item.name]
     return kind(**values)
+
+
+def _read_option(kind: type[DataclassInstance], argv: Sequence[str] | None, prog: str, name: str) -> Any:
+    return value_of(kind, name, argv, prog)
 
 
 def parser_of(kind: type[DataclassInstance], prog: str) -> Parser:

@@ -115,6 +115,76 @@ _TABLE = (
 PRESETS = {preset.name: preset for preset in _TABLE}
 
 
+@dataclass(frozen=True)
+class FinetuningRecipe:
+    """A row of Table 6, and what the paper does not say. task: mnli, qqp, squad-1.1, squad-2.0 or race.
+
+    batch, rate: for the three models of Table 4, in order. weight_decay, warmup (a share of the steps): those of
+    Megatron-LM's scripts for MNLI and RACE; for the others those of RoBERTa, whose procedure the paper follows (Liu et
+    al. 2019).
+    """
+
+    task: str
+    batch: tuple[int, int, int]
+    rate: tuple[float, float, float]
+    epochs: int
+    seq_length: int
+    weight_decay: float
+    warmup: float
+
+
+_MODELS = ("bert-336m", "bert-1.3b", "bert-3.9b")  # Table 6 calls the last one 3.8B
+_TABLE_6 = (
+    FinetuningRecipe("mnli", (128, 128, 128), (1e-5, 1e-5, 1e-5), 10, 512, 0.1, 0.065),
+    FinetuningRecipe("qqp", (128, 128, 256), (5e-5, 3e-5, 4e-5), 12, 512, 0.1, 0.25),
+    FinetuningRecipe("squad-1.1", (64, 48, 48), (3e-5, 3e-5, 1e-5), 2, 384, 0.01, 0.06),
+    FinetuningRecipe("squad-2.0", (48, 64, 48), (3e-5, 3e-5, 1e-5), 2, 384, 0.01, 0.06),
+    FinetuningRecipe("race", (32, 16, 32), (2e-5, 1e-5, 2e-5), 3, 512, 0.1, 0.06),
+)
+#: by task
+FINETUNING = {recipe.task: recipe for recipe in _TABLE_6}
+
+
+def finetuning_settings(name: str, task: str | None) -> dict[str, Any]:
+    """The values of options that ``--preset name`` sets in ``finetune``: the model's shape and the task's recipe.
+
+    task: as in `FinetuningRecipe`; any other sets the shape alone, and the run's own check of ``--task`` speaks.
+    ``list`` prints the table and raises SystemExit. Raises UsageError for a name that is no BERT.
+    """
+    if name == LIST:
+        print("\n".join(finetuning_table()), flush=True)
+        sys.exit(0)
+    preset = find(name, "bert")
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size")
+    found = {one: value for one, value in preset.settings().items() if one in (*shape, *_OF_FINETUNING)}
+    if (recipe := FINETUNING.get(task or "")) is not None:
+        model = _MODELS.index(name)
+        found |= {
+            "global_batch_size": recipe.batch[model], "lr": recipe.rate[model], "epochs": recipe.epochs,
+            "seq_length": recipe.seq_length, "weight_decay": recipe.weight_decay, "lr_warmup_fraction": recipe.warmup,
+        }  # fmt: skip
+    return found
+
+
+#: settings of the pretraining that hold for fine-tuning, too
+_OF_FINETUNING = ("clip_grad", "hidden_dropout", "attention_dropout", "recompute_granularity")
+
+
+def finetuning_table() -> Iterator[str]:
+    """Yield markdown: Table 6 with a row for each task and model."""
+    yield "| task | preset | batch | rate | epochs | sequence | weight decay | warm-up |"
+    yield f"|---|---|{'---:|' * 6}"
+    for recipe in _TABLE_6:
+        for name, batch, rate in zip(_MODELS, recipe.batch, recipe.rate, strict=True):
+            cells = [recipe.task, name, batch, f"{rate:g}", recipe.epochs, recipe.seq_length, recipe.weight_decay]
+            yield f"| {' | '.join(map(str, cells))} | {recipe.warmup:g} of the steps |"
+    yield ""
+    yield (
+        "batch, rate, epochs: Table 6 of the paper; its 3.8B is bert-3.9b. weight decay, warm-up: not in the paper; of "
+        "Megatron-LM's scripts (mnli, race) and of RoBERTa, whose procedure the paper follows."
+    )
+
+
 def find(name: str, task: str | None = None) -> Preset:
     """The preset of this name. Raises UsageError if there is none, or none of ``task`` where that is given."""
     of_task = [one.name for one in _TABLE if task in (None, one.task)]

@@ -86,6 +86,11 @@ class Trained:
     _problem: str = field(repr=False)  # why there is no tokenizer, the same on all ranks
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokenizer` raises no error; the same on all ranks."""
+        return self._tokenizer is not None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises UsageError, on every rank that asks, if there is none or it cannot be read."""
         if self._tokenizer is None:

@@ -1,4 +1,4 @@
-"""Run command lines of training commands one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
+"""Run command lines of trainers' commands one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
@@ -16,18 +16,16 @@ import sys
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 from mpi4py import MPI
 
 from commengine import Communicator, UsageError, launch
-from trainers import generate, pretrain_bert, pretrain_gpt
 from trainers.checkpoints import run_state
 from trainers.run import loop
 from trainers.run.signals import SignalListener
 from trainers.training.trainer import Trainer
-
-MAINS = {"pretrain_gpt": pretrain_gpt.main, "pretrain_bert": pretrain_bert.main, "generate": generate.main}
 
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
@@ -80,7 +78,7 @@ def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, ob
     with redirect_stdout(out), redirect_stderr(err), launch.abort_on_error():
         try:
             with Communicator(comm) as world:
-                code: object = MAINS[command](world)
+                code: object = import_module(f"trainers.{command}").main(world) or 0
         except UsageError as error:
             code = 2
             if comm.rank == 0:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,22 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run a training command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py).
+    """Run a command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py).
 
-    command: of all runs, or that of each.
+    command: of all of them, or a list with the command of each.
     """
     numbers = itertools.count()
 
     def pretrain(
-        *runs: tuple[Any, ...], timeout: float = 110, command: str | Sequence[str] = "pretrain_gpt"
+        *runs: tuple[Any, ...], timeout: float = 110, command: str | list[str] = "pretrain_gpt"
     ) -> list[Outcome]:
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
-        names = [command] * len(runs) if isinstance(command, str) else command
-        listed = [
+        commands = [command] * len(runs) if isinstance(command, str) else command
+        given = [
             [n, [str(word) for word in words], name, *(more or [[]])]
-            for name, (n, words, *more) in zip(names, runs, strict=True)
+            for (n, words, *more), name in zip(runs, commands, strict=True)
         ]
-        (folder / "runs.json").write_text(json.dumps(listed))
+        (folder / "runs.json").write_text(json.dumps(given))
         words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
         done = mpirun.run(max(n for n, *_ in runs), *words, timeout=timeout)
         assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"

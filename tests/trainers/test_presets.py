@@ -10,6 +10,7 @@ import torch
 from commengine import UsageError, cost
 from tplayers import BERT, GPT
 from trainers import presets
+from trainers.finetuning.config import FinetuneConfig
 from trainers.options import OptionError, parse
 from trainers.presets import PRESETS
 from trainers.tasks.bert import BERTTrainConfig
@@ -185,3 +186,66 @@ def test_the_command_prints_the_list_refuses_and_trains(pretrain):
         assert f"| {preset.parameters:,} | {preset.published} | {preset.tensor} |" in rows[name]
     assert set(refused.codes) == {2} and "size 4 does not divide the 2 ranks" in "".join(refused.err)
     assert trained.codes == [0, 0] and "tensor 2" in trained.out[0]
+
+
+# Table 6 ----------------------------------------------------------------------------------------------------------
+
+#: batch and rate of the three models, epochs
+TABLE_6 = {
+    "mnli": ((128, 1e-5), (128, 1e-5), (128, 1e-5), 10),
+    "qqp": ((128, 5e-5), (128, 3e-5), (256, 4e-5), 12),
+    "squad-1.1": ((64, 3e-5), (48, 3e-5), (48, 1e-5), 2),
+    "squad-2.0": ((48, 3e-5), (64, 3e-5), (48, 1e-5), 2),
+    "race": ((32, 2e-5), (16, 1e-5), (32, 2e-5), 3),
+}
+
+
+def finetune(folder, *words):
+    """The settings that finetune reads from its flags."""
+    return parse(FinetuneConfig, ["--data", str(folder), *words], "finetune")
+
+
+@pytest.mark.parametrize("task", TABLE_6)
+@pytest.mark.parametrize("model", range(3))
+def test_a_fine_tuning_is_that_of_table_6(tmp_path, task, model):
+    name, version = task.partition("-")[::2]
+    words = ["--task", name, "--preset", ("bert-336m", "bert-1.3b", "bert-3.9b")[model]]
+    config = finetune(tmp_path, *words, *(["--squad-version", version] if version else []))
+    *sizes, epochs = TABLE_6[task]
+    assert (config.global_batch_size, config.lr, config.epochs) == (*sizes[model], epochs)
+    assert (config.num_layers, config.hidden_size, config.num_attention_heads) == TABLES[config.preset][:3]
+    assert config.seq_length == (384 if name == "squad" else 512)
+    assert config.weight_decay == (0.01 if name == "squad" else 0.1)
+    assert config.lr_warmup_fraction == {"mnli": 0.065, "qqp": 0.25}.get(name, 0.06)
+    assert (config.min_lr, config.lr_decay_style, config.hidden_dropout) == (0.0, "linear", 0.1)
+
+
+def test_the_version_of_squad_is_that_of_the_files_and_flags_win(tmp_path):
+    words = ["--task", "squad", "--preset", "bert-336m"]
+    assert finetune(tmp_path, *words).global_batch_size is None
+    (tmp_path / "train-v2.0.json").touch()
+    assert finetune(tmp_path, *words).global_batch_size == 48
+    assert finetune(tmp_path, *words, "--global-batch-size", "7").global_batch_size == 7
+    (tmp_path / "dev-v1.1.json").touch()
+    assert finetune(tmp_path, *words).global_batch_size is None
+    assert finetune(tmp_path, *words, "--squad-version", "1.1").global_batch_size == 64
+
+
+def test_the_table_of_fine_tuning_is_printed(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        finetune(tmp_path, "--preset", "list")
+    out = capsys.readouterr().out
+    assert "| qqp | bert-3.9b | 256 | 4e-05 | 12 | 512 | 0.1 | 0.25 of the steps |" in out
+    assert sum(line.startswith("| ") for line in out.splitlines()) == 1 + 15
+
+
+def test_a_schedule_of_epochs():
+    """10 samples in batches of 4 are 3 steps; what is given wins."""
+    config = FinetuneConfig(epochs=5, global_batch_size=4, save="x", lr_warmup_fraction=0.2)
+    found = config.scheduled(10, 1)
+    assert (found.train_iters, found.eval_interval, found.save_interval, found.keep_last) == (15, 3, 3, 1)
+    assert found.lr_warmup_iters == 3 and found.global_batch_size == 4
+    given = FinetuneConfig(train_iters=2, eval_interval=7, lr_warmup_iters=1, micro_batch_size=3, keep_last=4)
+    found = given.scheduled(100, 2)
+    assert (found.train_iters, found.eval_interval, found.lr_warmup_iters) == (2, 7, 1)
+    assert (found.global_batch_size, found.keep_last, found.save_interval) == (6, 4, None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 from tplayers.block import NormPlacement
 from tplayers.checks import require_within
-from tplayers.cross_entropy import vocab_parallel_cross_entropy
+from tplayers.cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from tplayers.linear import ReplicatedLinear
 from tplayers.mlp import GELUS, Gelu
 from tplayers.norm import LayerNorm
@@ -43,7 +43,58 @@ class BERTConfig(TransformerConfig):
     binary_head: bool = True
 
 
-class BERT(Transformer):
+class BERTEncoder(Transformer):
+    """BERT's embedding and layers over ``comm``, the tensor group, without a head: what all models of BERT share.
+
+    A subclass adds its heads, and calls `add_pooler` if one of them reads the whole sample (`pooled`).
+    The arguments are those of `BERT`.
+    """
+
+    pooler: ReplicatedLinear
+
+    def __init__(
+        self,
+        config: BERTConfig,
+        comm: Communicator,
+        *,
+        overlap_stream: Stream | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            config, comm, causal=False, gelu=config.gelu, norm_placement=config.norm_placement,
+            num_tokentypes=config.num_tokentypes, overlap_stream=overlap_stream, dtype=dtype,
+        )  # fmt: skip
+        self.config = config
+
+    def add_pooler(self, dtype: torch.dtype | None = None) -> None:
+        """Give the model the layer of `pooled`."""
+        hidden = self.config.hidden_size
+        self.pooler = ReplicatedLinear(hidden, hidden, init=Normal(self.config.init_method_std), dtype=dtype)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """tanh(W h + b) of each sample's first token [b, h], equal on all ranks. hidden: from `hidden_states`."""
+        first = self.rows(hidden, torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device))
+        if self.config.sequence_parallel:
+            first = reduce_own_from_tensor_parallel_region(first, self.comm)
+        return torch.tanh(self.pooler(first[0]))
+
+    def rows(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The rows [K, b, h] of ``hidden`` at ``positions`` [K, b].
+
+        With sequence_parallel ``hidden`` is this rank's shard, and the rows of other ranks' shards are 0.
+        """
+        s, b, h = hidden.shape
+        elsewhere = None
+        if self.config.sequence_parallel:
+            positions = positions - self.comm.rank * s
+            elsewhere = (positions < 0) | (positions >= s)
+            positions = positions.masked_fill(elsewhere, 0)
+        numbers = (positions * b + torch.arange(b, device=hidden.device)).reshape(-1)
+        rows = hidden.reshape(s * b, h).index_select(0, numbers).view(*positions.shape, h)
+        return rows if elsewhere is None else rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+class BERT(BERTEncoder):
     """An encoder over ``comm``, the tensor group. Call `tplayers.initialize(model, seed)`, or load a checkpoint.
 
     forward without labels -> (this rank's logits of masked tokens [b, s, padded vocabulary / comm.size], the logits of
@@ -78,16 +129,11 @@ class BERT(Transformer):
         overlap_stream: Stream | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            config, comm, causal=False, gelu=config.gelu, norm_placement=config.norm_placement,
-            num_tokentypes=config.num_tokentypes, overlap_stream=overlap_stream, dtype=dtype,
-        )  # fmt: skip
-        self.config = config
+        super().__init__(config, comm, overlap_stream=overlap_stream, dtype=dtype)
         self.mlm_head = MaskedTokenHead(config, comm, dtype=dtype)
         if config.binary_head:
-            init = Normal(config.init_method_std)
-            self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, init=init, dtype=dtype)
-            self.order_head = ReplicatedLinear(config.hidden_size, 2, init=init, dtype=dtype)
+            self.add_pooler(dtype)
+            self.order_head = ReplicatedLinear(config.hidden_size, 2, init=Normal(config.init_method_std), dtype=dtype)
 
     def forward(
         self,
@@ -115,36 +161,17 @@ class BERT(Transformer):
         )
         return losses[:asked].t(), None if order is None else _order_losses(order, order_labels)
 
-    def pooled(self, hidden: Tensor) -> Tensor:
-        """tanh(W h + b) of each sample's first token [b, h], equal on all ranks. hidden: from `hidden_states`."""
-        first = self._rows(hidden, torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device))
-        if self.config.sequence_parallel:
-            first = reduce_own_from_tensor_parallel_region(first, self.comm)
-        return torch.tanh(self.pooler(first[0]))
-
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The rows [K, b, h] of ``hidden`` at ``positions`` [b, K].
 
         With sequence_parallel this rank's shard of them, after K is filled up to a multiple of the group.
         """
         if not self.config.sequence_parallel:
-            return self._rows(hidden, positions.t())
+            return self.rows(hidden, positions.t())
         missing = -positions.shape[1] % self.comm.size
         return reduce_scatter_to_sequence_parallel_region(
-            self._rows(hidden, F.pad(positions.t(), (0, 0, 0, missing))), self.comm
+            self.rows(hidden, F.pad(positions.t(), (0, 0, 0, missing))), self.comm
         )
-
-    def _rows(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The rows [K, b, h] at ``positions`` [K, b]; with sequence_parallel 0 for those of other ranks' shards."""
-        s, b, h = hidden.shape
-        elsewhere = None
-        if self.config.sequence_parallel:
-            positions = positions - self.comm.rank * s
-            elsewhere = (positions < 0) | (positions >= s)
-            positions = positions.masked_fill(elsewhere, 0)
-        numbers = (positions * b + torch.arange(b, device=hidden.device)).reshape(-1)
-        rows = hidden.reshape(s * b, h).index_select(0, numbers).view(*positions.shape, h)
-        return rows if elsewhere is None else rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def _require_labels(
         self, tokens: Tensor, labels: Tensor | None, order_labels: Tensor | None, positions: Tensor | None
@@ -193,8 +220,7 @@ class MaskedTokenHead(nn.Module):
 
 
 def _order_losses(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Cross-entropy [b] of logits [b, 2], in float32 (float64 for float64 logits)."""
+    """Cross-entropy [b] of logits [b, 2]."""
     if labels is None:
         labels = torch.full(logits.shape[:1], IGNORED, device=logits.device)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)
+    return class_cross_entropy(logits, labels)

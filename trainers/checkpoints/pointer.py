@@ -1,4 +1,4 @@
-"""``latest``: the name of a folder's newest checkpoint.
+"""``latest``: the name of a folder's newest checkpoint; ``best``: that of the best one, in a run that keeps it.
 
 Also: which checkpoints a folder holds, and which of them it keeps.
 """
@@ -15,6 +15,7 @@ from trainers.files import checksums
 from . import disk
 
 LATEST = "latest"
+BEST = "best"
 
 #: the last file that is written into a checkpoint's folder, before it gets its name
 STATE = "state.json"
@@ -54,13 +55,23 @@ def latest(folder: Path) -> Path | None:
 
     Without a pointer it is the one of the highest iteration: a job was killed before it had written its first pointer.
     """
-    pointer = folder / LATEST
+    return _named(folder, LATEST) or max(complete(folder), key=_iteration, default=None)
+
+
+def best(folder: Path) -> Path | None:
+    """The best checkpoint of ``folder``; None if its run keeps none. Raises UsageError as `latest` does."""
+    return _named(folder, BEST)
+
+
+def _named(folder: Path, file: str) -> Path | None:
+    """The checkpoint that a pointer names; None without this pointer."""
+    pointer = folder / file
     try:
         if pointer.exists() and not pointer.is_file():  # a pipe would wait for a writer
             raise UsageError(f"--load {folder}: {pointer}: not a file")
         raw = pointer.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        return max(complete(folder), key=_iteration, default=None)
+        return None
     except OSError as error:
         raise UsageError(f"--load {folder}: {pointer}: {error.strerror}") from error
     name = _parsed(raw)
@@ -80,10 +91,10 @@ def latest(folder: Path) -> Path | None:
     return found
 
 
-def point_to(folder: Path, name: str) -> None:
-    """Make ``name`` the newest checkpoint of ``folder``. Raises OSError."""
+def point_to(folder: Path, name: str, file: str = LATEST) -> None:
+    """Make ``name`` the newest checkpoint of ``folder``, or with ``file=BEST`` the best one. Raises OSError."""
     line = f"{name}\n".encode()
-    disk.rewrite(folder / LATEST, line + f"{checksums.digest(line)}\n".encode())
+    disk.rewrite(folder / file, line + f"{checksums.digest(line)}\n".encode())
 
 
 def make_room(folder: Path) -> None:
@@ -101,12 +112,12 @@ def make_room(folder: Path) -> None:
 def keep(folder: Path, last: int, every: int | None) -> None:
     """Remove all checkpoints up to the newest one but the ``last`` newest and the multiples of ``every`` steps.
 
-    A checkpoint that cannot be removed stays.
+    The best one stays, too. A checkpoint that cannot be removed stays.
     """
-    newest = latest(folder)
+    newest, spared = latest(folder), best(folder)
     older = [] if newest is None else [path for path in complete(folder) if _iteration(path) <= _iteration(newest)]
     for path in older[: -max(last, 1)]:
-        if every is None or _iteration(path) % every:
+        if path != spared and (every is None or _iteration(path) % every):
             with contextlib.suppress(OSError):
                 discard(path)
 

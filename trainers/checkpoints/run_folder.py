@@ -12,7 +12,8 @@ from . import checkpoint, pointer
 #: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
 #: new run's rows in place of theirs.
 FILES = (
-    "latest", "latest.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
+    "latest", "latest.tmp", "best", "best.tmp",
+    "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
     "loss.png",
 )  # fmt: skip
 #: the folder for batches of steps whose loss was not finite, or jumped

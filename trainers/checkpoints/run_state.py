@@ -77,6 +77,19 @@ class CheckpointSaver:
         if writer is None:
             return
         writer.finish()
+        self._keep()
+
+    def point_to_best(self) -> None:
+        """Make the checkpoint of the trainer's iteration, which is complete, the best one of ``--save``. Collective.
+
+        The best one stays whatever ``--keep-last`` says. Raises UsageError as `start` does.
+        """
+        folder, name = Path(self._trainer.config.save or ""), pointer.name_of(self._trainer.iteration)
+        on_rank_zero(self._trainer.grid.world, lambda: pointer.point_to(folder, name, pointer.BEST))
+        self._keep()
+
+    def _keep(self) -> None:
+        """Remove the checkpoints that ``--keep-last`` does not keep."""
         config = self._trainer.config
         if config.keep_last is not None:
             folder, last, every = Path(config.save or ""), config.keep_last, config.keep_every

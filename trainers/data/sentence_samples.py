@@ -206,11 +206,11 @@ def cut_in_two(
         a, b, order = text.tokens[:cut], text.tokens[cut:], int(swap >> np.uint64(63))
         if order:
             a, b = b, a
-    keep_a, keep_b = _kept(len(a), len(b), text.target)
+    keep_a, keep_b = kept(len(a), len(b), text.target)
     return shortened(a, keep_a, pieces, random), shortened(b, keep_b, pieces, random), order
 
 
-def _kept(a: int, b: int, target: int) -> tuple[int, int]:
+def kept(a: int, b: int, target: int) -> tuple[int, int]:
     """How many tokens each part keeps: as if the longer one, or the second of equals, lost one until both fit."""
     if a + b <= target:
         return a, b

@@ -157,6 +157,10 @@ class Tokenizer:
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """For each text its token ids, and the first character and the end of each token in the text."""
+        return [(one.ids, one.offsets) for one in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each id, as the vocabulary spells it."""
         return [str(self._backend.id_to_token(token)) for token in ids]

@@ -15,6 +15,7 @@ from trainers.training.trainer import Step, Trainer
 from .evaluation import Evaluation, total
 from .metrics import Metrics
 from .report import Report
+from .stopping import TEMPORARY
 from .task import TrainingTask
 
 
@@ -40,6 +41,9 @@ def report(
     trainer.optimizer.wait_for_parameters()
     means = None if evaluated is None else evaluated.means
     remarks = task.remarks(means)
+    measures = dict(remarks.measures)
+    if task.kept_by is not None and (kept := metrics.best(f"validation_{task.kept_by}")) is not None:
+        measures |= {f"kept_{task.kept_by}": kept[0], "kept_iteration": kept[1]}
     train_loss, speed = _from_rows(trainer, metrics)
     if course.step is not None:
         train_loss = course.step.loss
@@ -64,7 +68,7 @@ def report(
         skipped_steps=trainer.skipped,
         sources=_sources(trainer, evaluated),
         token_loss=None if means is None else next(iter(means.values())).loss,
-        measures=remarks.measures,
+        measures=measures,
         completes=remarks.completes,
     )
 
@@ -77,6 +81,16 @@ def report(
             print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
 
     on_rank_zero(trainer.grid.world, publish)
+
+
+def stopped(trainer: Trainer, reason: str, folder: Path | None) -> str:
+    """The line that says that the run stopped early."""
+    config, iteration = trainer.config, trainer.iteration
+    left = "the evaluation and the report are left" if iteration >= config.train_iters else ""
+    at = f"stopped by {reason} after step {iteration} of {config.train_iters}" + (f" ({left})" if left else "")
+    if folder is None:
+        return f"{at}; nothing is saved, because there is no --save (exit status {TEMPORARY})"
+    return f"{at}; the checkpoint is saved, go on with --load {folder} (exit status {TEMPORARY})"
 
 
 def _from_rows(trainer: Trainer, metrics: Metrics) -> tuple[float | None, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
 from trainers.training.trainer import Trainer
 
-from .ending import Course, report
+from .ending import Course, report, stopped
 from .evaluation import Evaluation, evaluate_sources, total
 from .metrics import Metrics
 from .report import communication_rows, is_written
@@ -231,19 +231,47 @@ class _Run:
             return
         trainer.optimizer.wait_for_parameters()
         try:
-            found = evaluate_sources(trainer.model, trainer.objective, self.task.held_out, trainer.grid.data, between)
+            objective = self.task.evaluation_objective()
+            found = evaluate_sources(trainer.model, objective, self.task.held_out, trainer.grid.data, between)
         except _EvaluationLeft:
             return
+        measures = self.task.measures()
+        kept = self._keep_best(measures)
         loss, iteration = total(found.means), trainer.iteration
         terms = {}
         if len(found.means) > 1:
             terms = {f"validation_{name}": mean.loss for name, mean in found.means.items()}
         if len(found.by_source) > 1:
             terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
+        terms |= {f"validation_{name}": value for name, value in measures.items()}
         if not self.metrics.has(iteration, "validation_loss"):
             self.metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
-        self.metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}")
+        self.metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}{kept}")
         self.evaluated = found
+
+    def _keep_best(self, measures: Mapping[str, float]) -> str:
+        """Save and mark the checkpoint if the measure that the task is kept by is the largest so far: words for people.
+
+        Before the row of this evaluation is written, so that a run that is killed in between evaluates again.
+        """
+        name, metrics, iteration = self.task.kept_by, self.metrics, self.trainer.iteration
+        if name is None or name not in measures:
+            return ""
+        value = measures[name]
+
+        def largest() -> bool:
+            before = metrics.best(f"validation_{name}", iteration)
+            return before is None or value > before[0]
+
+        said = f", {name.replace('_', ' ')} {value:.4f}"
+        if not on_rank_zero(self.trainer.grid.world, largest):
+            return said
+        if self.folder is not None:
+            if self.saved != iteration:
+                self._save()
+            self.saver.finish()
+            self.saver.point_to_best()
+        return f"{said} (the best so far)"
 
     def _end(self, communication: list[dict[str, Any]]) -> int:
         """Save, evaluate and report after the last step, or only save if the run stops: the exit status."""
@@ -259,7 +287,7 @@ class _Run:
             self._evaluate()
         self.saver.finish()
         if self.stop:
-            self.metrics.say(_stopped(trainer, stopping.text(self.stop), self.folder))  # a line of its own at the bar
+            self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder))  # a line of its own at the bar
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0
@@ -271,13 +299,3 @@ def _iterations(trainer: Trainer) -> Iterator[int]:
         yield trainer.iteration + 1
         if trainer.config.exit_interval and trainer.iteration % trainer.config.exit_interval == 0:
             return
-
-
-def _stopped(trainer: Trainer, reason: str, folder: Path | None) -> str:
-    """The line that says that the run stopped early."""
-    config, iteration = trainer.config, trainer.iteration
-    left = "the evaluation and the report are left" if iteration >= config.train_iters else ""
-    at = f"stopped by {reason} after step {iteration} of {config.train_iters}" + (f" ({left})" if left else "")
-    if folder is None:
-        return f"{at}; nothing is saved, because there is no --save (exit status {TEMPORARY})"
-    return f"{at}; the checkpoint is saved, go on with --load {folder} (exit status {TEMPORARY})"

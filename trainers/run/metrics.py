@@ -76,6 +76,21 @@ class Metrics:
         """Whether there is a row of this iteration with this value. False on all ranks but 0."""
         return any(row["iteration"] == iteration and name in row for row in self.rows)
 
+    def best(self, name: str, before: int | None = None) -> tuple[float, int] | None:
+        """The largest value of ``name``, and the first iteration that has it. None if no row has a value.
+
+        before: look at rows of earlier iterations only. Always None on all ranks but 0.
+        """
+        found = [
+            (row[name], -row["iteration"])
+            for row in self.rows
+            if row.get(name) is not None and (before is None or row["iteration"] < before)
+        ]
+        if not found:
+            return None
+        value, iteration = max(found)
+        return value, -iteration
+
     def progress(self, loss: float, tokens_per_second: float) -> None:
         """Advance the bar by one step."""
         self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)

@@ -82,7 +82,7 @@ class Report:
         if self.validation_loss is not None:
             items = f"{self.validation_tokens:,} {item}s"
             lines.append(f"held-out loss             {self.validation_loss:8.4f} {of_all} over {items}")
-            lines += [f"{name.replace('_', ' '):<26}{value:8.4f}" for name, value in self.measures.items()]
+            lines += [f"{name.replace('_', ' '):<26}{_number(value):>8}" for name, value in self.measures.items()]
             if self.unigram_entropy is not None and self.token_loss is not None:
                 gain = self.unigram_entropy - self.token_loss
                 said = f"the model is {abs(gain):.4f} {'below' if gain >= 0 else 'above'}"
@@ -139,6 +139,10 @@ class Report:
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
         # Last and at once: if report.json is there, the report is complete.
         disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def is_written(folder: Path, iteration: int) -> bool:

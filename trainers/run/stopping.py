@@ -46,6 +46,8 @@ class StopRequests:
         self._texts = {DURATION: "--exit-duration-in-mins", LIMIT: "--exit-before-limit"}
         self._training = False
         self._listener = signals.SignalListener(self._at_once)
+        #: whether `forget` was called: the run that was under way ended as usual, and no other one should begin
+        self.forgot = False
         #: the end time of the job, found by `configure` on rank 0, for people; None if there is none
         self.limit: str | None = None
 
@@ -94,6 +96,7 @@ class StopRequests:
 
     def forget(self) -> None:
         """Leave out of account everything that asked for a stop so far, and the time."""
+        self.forgot = True
         self._listener.received = 0
         self._stop_at = self._end_at = math.inf
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from trainers.training.interfaces import Objective
 from trainers.training.trainer import Trainer
 
 from .evaluation import HeldOut, Mean
@@ -28,6 +29,22 @@ class TrainingTask(Protocol):
     @property
     def tokens_per_sample(self) -> int:
         """Tokens of a sample, for the throughput."""
+
+    @property
+    def kept_by(self) -> str | None:
+        """The one of `measures` of which the run keeps the checkpoint with the largest value; None to keep none."""
+
+    def evaluation_objective(self) -> Objective[Any]:
+        """What an evaluation averages: the trainer's objective, or one of the same terms that also keeps outputs.
+
+        It is asked for at the begin of each evaluation.
+        """
+
+    def measures(self) -> Mapping[str, float]:
+        """Measures of the evaluation that has just ended, besides its losses, by name. The same on all ranks.
+
+        Collective over the trainer's world.
+        """
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The task's own part of the report, after training. Collective over the trainer's world.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,7 +15,7 @@ from commengine import Communicator, ProcessGrid, Stream, UsageError
 from tplayers import initialize
 from tplayers.attention import DROPOUT_MASKS
 from trainers import presets
-from trainers.config import overlapped
+from trainers.config import TrainConfig, overlapped
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
@@ -56,7 +56,7 @@ class TransformerTrainConfig(TextConfig, ABC):
 
     preset: str | None = option(
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
-        sets=lambda settings, name: presets.settings(name, settings.task),
+        sets=lambda settings, name, _: presets.settings(name, settings.task),
     )  # fmt: skip
     num_layers: int = option(12, "transformer layers", valid=LAYERS, fixed=True)
     hidden_size: int = option(768, "width of the residual stream", valid=WIDTH, fixed=True)
@@ -215,13 +215,16 @@ def transformer_trainer(
     """
     samples = corpus.stream(config.seed)
     grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-    stream = None
-    if overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1:
-        stream = grid.tensor.new_stream()
-    model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), stream)
+    model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
     initialize(model, config.seed)
     unusable = outside_vocabulary(config, "", given(config, "data_path"))
     return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+
+
+def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:
+    """The stream on which column-parallel layers communicate in the backward; None for no overlap. Collective."""
+    asked = config.async_tensor_model_parallel_allreduce
+    return grid.tensor.new_stream() if overlapped(asked, grid.world.device) and grid.tensor.size > 1 else None
 
 
 class TransformerTask:
@@ -248,6 +251,19 @@ class TransformerTask:
             )
             for part in self._evaluated
         ]  # fmt: skip
+
+    @property
+    def kept_by(self) -> str | None:
+        """No measure: the run keeps its newest checkpoints."""
+        return None
+
+    def evaluation_objective(self) -> Objective[Any]:
+        """The trainer's."""
+        return self.trainer.objective
+
+    def measures(self) -> Mapping[str, float]:
+        """None: the losses say all, until the report."""
+        return {}
 
 
 def outside_vocabulary(config: TransformerTrainConfig, kind: str, data_path: str) -> str:

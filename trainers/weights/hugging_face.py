@@ -48,20 +48,33 @@ class HuggingFaceTensor:
     vocabulary: bool = False
 
 
-def hugging_face_tensors(config: TransformerConfig) -> list[HuggingFaceTensor]:
-    """Every tensor of the model with this shape. config: a `GPTConfig` or a `BERTConfig`."""
-    if isinstance(config, BERTConfig):
-        return list(_bert(config))
-    return list(_gpt2(config))
+#: the head of a fine-tuned BERT by our name: Hugging Face's, and whether the model has the pooler
+HEADS = {"classifier": ("classifier", True), "span_head": ("qa_outputs", False)}
 
 
-def from_hugging_face(theirs: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Our global tensors from Hugging Face's; rows of vocabulary padding are 0.
+def hugging_face_tensors(config: TransformerConfig, head: str | None = None) -> list[HuggingFaceTensor]:
+    """Every tensor of the model with this shape.
+
+    config: a `GPTConfig` or a `BERTConfig`. head: of a fine-tuned BERT, one of `HEADS`; None for the heads of
+    pretraining.
+    """
+    if not isinstance(config, BERTConfig):
+        return list(_gpt2(config))
+    if head is None:
+        return [*_encoder(config), *_pretraining_heads(config)]
+    theirs, pooler = HEADS[head]
+    return [*_encoder(config), *(_both("pooler", "bert.pooler.dense") if pooler else ()), *_both(head, theirs)]
+
+
+def from_hugging_face(
+    theirs: Mapping[str, Tensor], config: TransformerConfig, head: str | None = None
+) -> dict[str, Tensor]:
+    """Our global tensors from Hugging Face's; rows of vocabulary padding are 0. head: as in `hugging_face_tensors`.
 
     Buffers and the second names of tied parameters are ignored. Raises ValueError, with the names, if tensors are
     missing, if the model has no place for others, or if the vocabulary has another size.
     """
-    tensors = hugging_face_tensors(config)
+    tensors = hugging_face_tensors(config, head)
     known = {name for tensor in tensors for name in tensor.theirs}
     unknown = [name for name in theirs if name not in known and not name.endswith(_IGNORED)]
     if unknown:
@@ -81,12 +94,14 @@ def from_hugging_face(theirs: Mapping[str, Tensor], config: TransformerConfig) -
     return found
 
 
-def to_hugging_face(ours: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
+def to_hugging_face(
+    ours: Mapping[str, Tensor], config: TransformerConfig, head: str | None = None
+) -> dict[str, Tensor]:
     """Hugging Face's tensors from our global tensors, without vocabulary padding, contiguous, each tied one once.
 
-    Raises ValueError, with the names, if tensors are missing.
+    head: as in `hugging_face_tensors`. Raises ValueError, with the names, if tensors are missing.
     """
-    tensors = hugging_face_tensors(config)
+    tensors = hugging_face_tensors(config, head)
     missing = [tensor.ours for tensor in tensors if tensor.ours not in ours]
     if missing:
         raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")
@@ -122,7 +137,7 @@ def _gpt2(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
     yield from _both("final_norm", "transformer.ln_f")
 
 
-def _bert(config: BERTConfig) -> Iterator[HuggingFaceTensor]:
+def _encoder(config: BERTConfig) -> Iterator[HuggingFaceTensor]:
     pre = config.norm_placement == "pre"
     embeddings = "bert.embeddings"
     yield HuggingFaceTensor("embedding.weight", (f"{embeddings}.word_embeddings.weight",), vocabulary=True)
@@ -142,6 +157,9 @@ def _bert(config: BERTConfig) -> Iterator[HuggingFaceTensor]:
         yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
     if pre:
         yield from _both("final_norm", "bert.encoder.ln")
+
+
+def _pretraining_heads(config: BERTConfig) -> Iterator[HuggingFaceTensor]:
     yield from _both("mlm_head.dense", "cls.predictions.transform.dense")
     yield from _both("mlm_head.norm", "cls.predictions.transform.LayerNorm")
     yield HuggingFaceTensor("mlm_head.bias", ("cls.predictions.bias",), vocabulary=True)

@@ -90,3 +90,17 @@ def test_a_longer_pointer_that_a_killed_run_left_beside_is_replaced(tmp_path):
     (tmp_path / "latest.tmp").write_text("iter_10000000\n0123456789abcdef\n")
     pointer.point_to(tmp_path, "iter_0000002")
     assert pointer.latest(tmp_path) == tmp_path / "iter_0000002"
+
+
+def test_the_best_checkpoint_is_named_apart_and_stays(folder):
+    assert pointer.best(folder) is None
+    pointer.point_to(folder, "iter_0000002", pointer.BEST)
+    assert pointer.best(folder).name == "iter_0000002" and pointer.latest(folder).name == "iter_0000006"
+    pointer.keep(folder, 1, None)
+    assert [path.name for path in pointer.complete(folder)] == ["iter_0000002", "iter_0000006", "iter_0000008"]
+    pointer.point_to(folder, "iter_0000006", pointer.BEST)
+    pointer.keep(folder, 1, None)
+    assert [path.name for path in pointer.complete(folder)] == ["iter_0000006", "iter_0000008"]
+    (folder / "best").write_text("iter_0000002\n")
+    with pytest.raises(UsageError, match="best names iter_0000002, which is not a complete checkpoint"):
+        pointer.best(folder)

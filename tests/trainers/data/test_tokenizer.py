@@ -134,3 +134,16 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
         Tokenizer.from_file(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"a\.bpe"):
         Tokenizer.from_gpt2(tmp_path / "a.json", tmp_path / "a.bpe")
+
+
+def test_offsets_name_the_characters_of_each_token(tmp_path: Path) -> None:
+    """Also where the tokenizer changes the text: capitals, accents, white space."""
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "naive", "##s", "cat"])
+    )
+    tokenizer = Tokenizer.from_vocab(tmp_path / "vocab.txt")
+    texts = ["  Naïves\tCAT", "", "cat漢"]
+    found = tokenizer.encode_with_offsets(texts)
+    spelt = [[text[a:b] for a, b in offsets] for text, (_, offsets) in zip(texts, found, strict=True)]
+    assert spelt == [["Naïve", "s", "CAT"], [], ["cat", "漢"]]
+    assert [ids for ids, _ in found] == tokenizer.encode_batch(texts)

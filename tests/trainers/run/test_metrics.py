@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -124,3 +125,14 @@ def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path, capsys, monkeypatch
     if rows > 1:
         said = capsys.readouterr().err
         assert said.count("TensorBoard's files cannot be written; the run goes on without them") == 1
+
+
+def test_the_first_of_the_largest_values_is_the_best(tmp_path):
+    metrics = Metrics(None, 0, 50, tensorboard=None, active=True)
+    assert metrics.best("validation_accuracy") is None
+    for iteration, value in ((10, 0.5), (20, math.nan), (30, 0.8), (40, 0.8), (50, 0.9)):
+        metrics.log({"iteration": iteration, "validation_accuracy": value})
+    assert metrics.best("validation_accuracy") == (0.9, 50)
+    assert metrics.best("validation_accuracy", before=50) == (0.8, 30)
+    assert metrics.best("validation_accuracy", before=10) is None and metrics.best("loss") is None
+    metrics.close()

@@ -1,0 +1,318 @@
+"""finetune: what it learns of each task, at every layout, after a restart; predictions, seeds, ensembles, refusals."""
+
+import json
+import re
+import statistics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.finetuning import toy_tasks
+
+pytestmark = pytest.mark.slow
+
+#: a batch of 8 with which each toy is learnt in some dozens of steps
+TOY = [
+    "--micro-batch-size", 4, "--global-batch-size", 8, "--lr", "2e-3", "--seq-length", 32, "--max-query-length", 8,
+    "--doc-stride", 8, "--hidden-dropout", 0, "--attention-dropout", 0, "--log-interval", 1,
+]  # fmt: skip
+TENSOR = ["--tensor-model-parallel-size", 2]
+#: of each toy: ranks, and flags besides TOY
+TOYS = {
+    "mnli": (1, ["--task", "mnli", "--epochs", 3]),
+    "qqp": (2, ["--task", "qqp", "--epochs", 1, "--bf16", "--use-distributed-optimizer"]),
+    "race": (2, ["--task", "race", "--epochs", 1, *TENSOR, "--sequence-parallel", "--recompute-granularity", "full"]),
+    "squad": (2, ["--task", "squad", "--epochs", 2]),
+    "squad2": (1, ["--task", "squad", "--epochs", 2, "--fp16", "--initial-loss-scale", 1024]),
+}
+#: with dropout, and few steps
+DROPPED = ["--task", "race", "--hidden-dropout", 0.2, "--attention-dropout", 0.2, "--train-iters", 5, "--eval-iters", 0]
+LAYOUTS = {"1-1": (1, []), "2-1": (2, TENSOR), "1-2": (2, [])}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    found = tmp_path_factory.mktemp("finetune")
+    toy_tasks.vocabulary(found / "vocab.txt")
+    (found / "data").mkdir()
+    for name, make in toy_tasks.MAKERS.items():
+        make(found / "data" / name)
+    toy_tasks.squad(found / "data" / "squad2", "2.0")
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(root, pretrain, tiny):
+    """How each command ended, by its name. A run is in the folder of its name in ``root``."""
+    vocab = ["--tokenizer-model", root / "vocab.txt"]
+
+    def start(name, *more):
+        return ["--load", root / "bert", "--data", root / "data" / name, *vocab, *TOY, *more]
+
+    def predict(name, run, *more):
+        return ["--load", run, "--data", root / "data" / name, "--predict", "dev", "--micro-batch-size", 4, *more]
+
+    gpt = [*tiny, "--mock-data", "--vocab-size", 100, "--train-iters", 1]
+    commands = {
+        "bert": (1, toy_tasks.pretraining(root / "vocab.txt", root / "bert"), "pretrain_bert"),
+        "gpt": (1, [*gpt, "--save", root / "gpt"], "pretrain_gpt"),
+    }
+    for name, (ranks, flags) in TOYS.items():
+        commands[name] = (ranks, start(name, *flags, "--save", root / name))
+    stopped = start("race", *TOYS["race"][1], "--save", root / "stopped")
+    commands["stopped"] = (2, [*stopped, "--exit-interval", 10])
+    again = [root / "stopped" if word == root / "bert" else word for word in stopped]
+    commands["resumed"] = (2, again)
+    for name, (ranks, flags) in LAYOUTS.items():
+        commands[name] = (ranks, start("race", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
+    commands["early"] = (1, start("mnli", "--task", "mnli", "--train-iters", 5, "--save", root / "early"))
+    for ranks in (1, 2, 3, 4):
+        output = ["--output", root / f"predicted {ranks}"]
+        commands[f"predict {ranks}"] = (ranks, predict("mnli", root / "early", *output))
+    commands["predict squad2"] = (2, predict("squad2", root / "squad2", *TENSOR))
+    commands["predict race test"] = (2, [*predict("race", root / "race"), "--predict", "test"])
+    seeds = ["--task", "squad", "--train-iters", 12, "--eval-interval", 6, "--seeds", 3, "--save", root / "seeds"]
+    new = ["--pretrained-checkpoint" if word == "--load" else word for word in start("squad", *seeds)]
+    commands["seeds"] = (2, [*new, "--load", root / "seeds", "--predict", "dev"])
+    commands["seeds again"] = commands["seeds"]
+    members = sorted(root / "seeds" / f"seed_{1234 + n}" for n in range(3))
+    together = ["--ensemble", *members, "--data", root / "data" / "squad", "--predict", "dev"]
+    commands["ensemble"] = (2, [*together, "--output", root / "together", *TENSOR])
+    listed = [(ranks, words) for ranks, words, *_ in commands.values()]
+    kinds = [kind[0] if kind else "finetune" for *_, kind in ((*one[:2], one[2:]) for one in commands.values())]
+    found = dict(zip(commands, pretrain(*listed, command=kinds), strict=True))
+    for name, outcome in found.items():
+        assert not any(outcome.codes), (name, outcome.err)
+    return found
+
+
+def report(root, name):
+    return json.loads((root / name / "report.json").read_text())
+
+
+# What it learns ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_toy_of_each_task_is_learnt(outcomes, root, rows, name):
+    found = report(root, name)
+    measure, whole = ("f1", 100) if "squad" in name else ("accuracy", 1)
+    assert found[f"kept_{measure}"] >= 0.95 * whole
+    evaluations = rows(root / name, f"validation_{measure}")
+    assert evaluations and evaluations[-1][f"validation_{measure}"] == found[measure]
+    kept = max(evaluations, key=lambda row: (row[f"validation_{measure}"], -row["iteration"]))
+    assert (found[f"kept_{measure}"], found["kept_iteration"]) == (kept[f"validation_{measure}"], kept["iteration"])
+    best, _ = (root / name / "best").read_text().splitlines()
+    assert best == f"iter_{kept['iteration']:07d}" and (root / name / best / "model.safetensors").is_file()
+    first = rows(root / name, "label_loss")[0]["label_loss"]
+    assert found["validation_loss"] < first / 2
+    assert f"kept {measure}" in (root / name / "report.txt").read_text()
+
+
+def test_measures_of_parts(outcomes, root, rows):
+    (mnli, *_), (race, *_) = (rows(root / name, "validation_accuracy") for name in ("mnli", "race"))
+    assert {"validation_accuracy/matched", "validation_loss/mismatched"} <= set(mnli)
+    assert {"validation_accuracy/middle", "validation_accuracy/high"} <= set(race)
+    (squad, *_) = rows(root / "squad2", "validation_f1")
+    assert {"validation_threshold", "validation_best_exact", "validation_no_answer_f1"} <= set(squad)
+
+
+def test_the_encoder_begins_with_the_pretrained_values(outcomes, root):
+    """After one step of rate 0 (warm-up) nothing but the head is new, at any precision."""
+    before, after = (load_file(next((root / name).glob("iter_*")) / "model.safetensors") for name in ("bert", "1-1"))
+    shared = [name for name in after if name in before]
+    assert {"embedding.weight", "layers.1.mlp.up.weight", "pooler.weight"} <= set(shared)
+    assert {name.split(".")[0] for name in set(after) - set(shared)} == {"classifier"}
+    assert all((after[name] - before[name]).abs().max() < 0.01 for name in shared)  # 5 steps of at most 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "1-1"])
+def test_losses_are_those_of_one_rank(outcomes, root, rows, name):
+    for key in ("label_loss", "grad_norm"):
+        one, other = ([row[key] for row in rows(root / folder, key)] for folder in ("1-1", name))
+        assert len(one) == 5 and one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(outcomes, root, rows):
+    """It was stopped within an epoch, where it evaluated once more."""
+    for key in ("label_loss", "grad_norm", "learning_rate", "validation_accuracy"):
+        one, other = ({row["iteration"]: row[key] for row in rows(root / run, key)} for run in ("race", "stopped"))
+        assert max(one) == 23 and one == {step: value for step, value in other.items() if step in one}
+        assert set(other) - set(one) == ({10} if key == "validation_accuracy" else set())
+    race, stopped = (load_file(root / run / "iter_0000023" / "model.safetensors") for run in ("race", "stopped"))
+    assert race.keys() == stopped.keys() and all(torch.equal(race[name], stopped[name]) for name in race)
+
+
+# Predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_over_51_samples_is_the_same_at_every_number_of_data_ranks(outcomes, root):
+    """The model is neither right nor wrong everywhere, and no sample is left out or counted twice."""
+    found = [json.loads((root / f"predicted {ranks}" / "measures.json").read_text()) for ranks in (1, 2, 3, 4)]
+    assert all(one == found[0] for one in found)
+    assert 0.2 < found[0]["accuracy/matched"] < 0.95
+    right = round(found[0]["accuracy/matched"] * 51)
+    assert found[0]["accuracy/matched"] == right / 51
+    texts = [(root / f"predicted {ranks}" / "MNLI-m.tsv").read_text() for ranks in (1, 2, 3, 4)]
+    assert len(set(texts)) == 1
+    predicted = [line.split("\t")[1] for line in texts[0].splitlines()[1:]]
+    gold = [line.split("\t")[-1] for line in (root / "data/mnli/dev_matched.tsv").read_text().splitlines()[1:]]
+    assert len(predicted) == 51 and sum(a == b for a, b in zip(predicted, gold, strict=True)) == right
+
+
+def test_predictions_of_squad(outcomes, root):
+    """At another layout than the training's, with the threshold of the best checkpoint."""
+    folder = root / "squad2" / "predictions_dev"
+    texts = json.loads((folder / "predictions.json").read_text())
+    file = json.loads((root / "data/squad2/dev-v2.0.json").read_text())
+    questions = [one for part in file["data"][0]["paragraphs"] for one in part["qas"]]
+    right = [texts[one["id"]] == (one["answers"][0]["text"] if one["answers"] else "") for one in questions]
+    assert sum(right) >= 0.95 * len(right) and len(texts) == len(questions) == 40
+    assert json.loads((folder / "measures.json").read_text())["exact_match"] == 100 * sum(right) / 40
+
+
+def test_predictions_of_a_test_split(outcomes, root):
+    answers = json.loads((root / "race" / "predictions_test" / "RACE.json").read_text())
+    gold = {
+        f"{level}/{path.name}": json.loads(path.read_text())["answers"]
+        for level in ("middle", "high")
+        for path in (root / "data" / "race" / "test" / level).glob("*.txt")
+    }
+    assert answers.keys() == gold.keys()
+    pairs = [(a, b) for name in gold for a, b in zip(answers[name], gold[name], strict=True)]
+    assert sum(a == b for a, b in pairs) >= 0.95 * len(pairs)
+
+
+def test_seeds(outcomes, root):
+    """Three runs, their median, its predictions; the same command again trains nothing and says the same."""
+    found = json.loads((root / "seeds" / "seeds.json").read_text())
+    assert list(found["runs"]) == ["seed_1234", "seed_1235", "seed_1236"]
+    values = [run["f1"] for run in found["runs"].values()]
+    assert found["median"] == statistics.median(values) == found["runs"][found["median_run"]]["f1"]
+    assert len({run["loss"] for run in found["runs"].values()}) == 3
+    assert (root / "seeds" / found["median_run"] / "predictions_dev" / "predictions.json").is_file()
+    first, again = outcomes["seeds"].out[0], outcomes["seeds again"].out[0]
+    assert first.count("parameters, tensor 1 x data 2") == 3 and "parameters" not in again
+    assert again.count("nothing to train") == 3 and f"({found['median_run']})" in again
+    assert outcomes["seeds"].out[1] == ""
+
+
+def test_an_ensemble(outcomes, root):
+    measures = json.loads((root / "together" / "measures.json").read_text())
+    found = json.loads((root / "seeds" / "seeds.json").read_text())
+    assert measures["f1"] >= min(run["f1"] for run in found["runs"].values())
+    assert "an ensemble of 3 runs" in outcomes["ensemble"].out[0]
+    assert len(json.loads((root / "together" / "predictions.json").read_text())) == 40
+
+
+# Bad input --------------------------------------------------------------------------------------------------------
+
+VOCAB = ["--tokenizer-model", "{root}/vocab.txt"]
+MNLI = ["--task", "mnli", "--data", "{root}/data/mnli"]
+REFUSED = {
+    "no task": (["--load", "{root}/bert", "--data", "{root}/data/mnli"], ["--task: needed: one of mnli, qqp"]),
+    "no data": (["--task", "mnli", "--load", "{root}/bert"], ["--data: needed"]),
+    "no folder of data": (["--task", "mnli", "--load", "{root}/bert", "--data", "{root}/no"], ["--data .*/no: there"]),
+    "no model": (MNLI, ["--load: needed: a run of pretrain_bert"]),
+    "an empty folder": ([*MNLI, "--load", "{root}/data"], ["--load .*/data: holds no checkpoint"]),
+    "a GPT": ([*MNLI, "--load", "{root}/gpt", *VOCAB], ["--load .*/gpt: holds a GPT, and a BERT is needed"]),
+    "a new run without a model": (
+        [*MNLI, "--load", "{root}/none", "--save", "{root}/none"], ["--pretrained-checkpoint: needed"],
+    ),
+    "two models": (
+        [*MNLI, "--load", "{root}/bert", "--pretrained-checkpoint", "{root}/bert"], ["both name a model"],
+    ),
+    "no tokenizer": ([*MNLI, "--load", "{root}/bert"], ["--tokenizer-model: needed"]),
+    "a larger vocabulary": (
+        [*MNLI, "--load", "{root}/bert", "--tokenizer-model", "{root}/large.txt"],
+        ["has 53 tokens, and the model only 51"],
+    ),
+    "a vocabulary without [CLS]": (
+        [*MNLI, "--load", "{root}/bert", "--tokenizer-model", "{root}/bare.txt"], [r"no \[PAD\].*BERT needs"],
+    ),
+    "longer than the model": (
+        [*MNLI, "--load", "{root}/bert", *VOCAB, "--seq-length", "64"], ["--seq-length 64: must not exceed the 48"],
+    ),
+    "another shape": (
+        [*MNLI, "--load", "{root}/bert", *VOCAB, "--hidden-size", "32"],
+        ["--hidden-size 32: the model of --load .* has 64"],
+    ),
+    "a preset of another model": (
+        [*MNLI, "--load", "{root}/bert", *VOCAB, "--preset", "bert-336m"], [r"--num-layers 24.* has 2 \(--preset"],
+    ),
+    "a preset of a GPT": ([*MNLI, "--load", "{root}/bert", "--preset", "gpt-355m"], ["is a model of pretrain_gpt"]),
+    "an empty file": (
+        ["--task", "mnli", "--data", "{root}/empty", "--load", "{root}/bert", *VOCAB], ["train.tsv: .* no column"],
+    ),
+    "a row without a field": (
+        ["--task", "qqp", "--data", "{root}/short", "--load", "{root}/bert", *VOCAB], ["line 242: has 3 columns"],
+    ),
+    "an article without a field": (
+        ["--task", "race", "--data", "{root}/lacking", "--load", "{root}/bert", *VOCAB], ["0.txt: has no options"],
+    ),
+    "two versions": (
+        ["--task", "squad", "--data", "{root}/both", "--load", "{root}/bert", *VOCAB, "--max-query-length", "8"],
+        ["versions 1.1 and 2.0; say which with --squad-version"],
+    ),
+    "no room for a text": (
+        ["--task", "squad", "--data", "{root}/data/squad", "--load", "{root}/bert", *VOCAB], ["must leave room"],
+    ),
+    "files of another task": (
+        ["--task", "squad", "--data", "{root}/data/qqp", "--load", "{root}/bert", *VOCAB], ["has no train-v1.1.json"],
+    ),
+    "predictions of a pretrained model": (
+        [*MNLI, "--load", "{root}/bert", "--predict", "dev"], ["is no run of finetune, so it has learnt no task"],
+    ),
+    "predictions of another task": (
+        [*MNLI, "--load", "{root}/race", "--predict", "dev"], ["--task mnli: the run of --load .* has race"],
+    ),
+    "an ensemble of one": (["--data", "{root}/data/race", "--ensemble", "{root}/race"], ["needs at least two runs"]),
+    "an ensemble of two tasks": (
+        ["--data", "{root}/data/race", "--ensemble", "{root}/race", "{root}/mnli"],
+        ["--ensemble .*/mnli: has --task mnli, another one --task race"],
+    ),
+    "an ensemble without a place for its predictions": (
+        ["--data", "{root}/data/race", "--ensemble", "{root}/race", "{root}/race", "--predict", "dev"],
+        ["needs --output"],
+    ),
+    "seeds without a folder": (
+        [*MNLI, "--load", "{root}/bert", *VOCAB, "--seeds", "5"], ["--seeds: needs --save DIR"],
+    ),
+    "a folder that holds a run": (
+        [*MNLI, "--load", "{root}/bert", *VOCAB, "--save", "{root}/race"], ["holds a run already"],
+    ),
+    "a run of another task": (
+        ["--task", "qqp", "--data", "{root}/data/qqp", "--load", "{root}/race", "--save", "{root}/race"],
+        ["--task qqp: the run of --load .* has race"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refused(outcomes, root, pretrain):
+    """How each of the commands that must be refused ends, on two ranks."""
+    lines = (root / "vocab.txt").read_text()
+    (root / "large.txt").write_text(lines + "more\nwords\n")
+    (root / "bare.txt").write_text("\n".join(toy_tasks.WORDS) + "\n")
+    (root / "empty").mkdir()
+    (root / "empty" / "train.tsv").write_text("")
+    short = toy_tasks.qqp(root / "short") / "train.tsv"
+    short.write_text(short.read_text() + "1\t2\tWho?\n")
+    path = toy_tasks.race(root / "lacking", 4) / "train" / "high" / "0.txt"
+    path.write_text(json.dumps({"article": "A.", "questions": ["Who?"], "answers": ["A"]}))
+    for version in ("1.1", "2.0"):
+        toy_tasks.squad(root / "both", version)
+    words = [(2, [word.format(root=root) for word in given]) for given, _ in REFUSED.values()]
+    return dict(zip(REFUSED, pretrain(*words, command="finetune"), strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_one_line_on_rank_zero(refused, name):
+    outcome, patterns = refused[name], REFUSED[name][1]
+    assert outcome.codes == [2, 2]
+    assert outcome.err[1] == "" and outcome.out == ["", ""]
+    line = outcome.err[0]
+    assert line.startswith("error: ") and line.count("\n") == 1, line
+    for pattern in patterns:
+        assert re.search(pattern, line), (pattern, line)

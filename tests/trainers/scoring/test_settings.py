@@ -1,0 +1,52 @@
+"""Settings that do not fit each other, and the windows that follow from them."""
+
+import pytest
+
+from commengine import UsageError
+from trainers.scoring.settings import EvaluateConfig
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "text").write_text("a text")
+    return lambda **given: EvaluateConfig(
+        **({"load": "run", "task": "wikitext", "data": str(tmp_path / "text")} | given)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"load": None}, "--load DIR: needed"),
+        ({"task": None}, "--task: needed; valid: wikitext, lambada, perplexity, jsonl, held-out"),
+        ({"data": None}, "--data FILE: needed with --task wikitext"),
+        ({"data": "nowhere"}, "--data nowhere: no such file"),
+        ({"task": "held-out"}, "--data .*: --task held-out reads the run's own data"),
+        ({"task": "lambada", "stride": 8}, "--stride 8: --task lambada has no windows"),
+        ({"task": "lambada", "plot": "a.png"}, "--plot a.png: --task lambada has no windows"),
+        ({"predictions": "a.jsonl"}, "--predictions a.jsonl: needs --task lambada"),
+        ({"stride": 9, "seq_length": 8}, "--stride 9: must not exceed --seq-length 8"),
+        ({"stride": 0}, "--stride 0: must be at least 1"),
+        ({"micro_batch_size": 0}, "--micro-batch-size 0: must be at least 1"),
+        ({"plot": "a.txt"}, "--plot a.txt: the name ends in .png"),
+        ({"json": "nowhere/a.json"}, "--json nowhere/a.json: there is no folder nowhere"),
+        (
+            {"tensor_model_parallel_size": 3},
+            r"-size 3: does not divide the 4 ranks; \[1, 2, 4\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(settings, given, said):
+    with pytest.raises(UsageError, match=said):
+        settings(**given).validate(4)
+
+
+def test_the_defaults_of_the_windows_are_the_papers_for_wikitext(settings):
+    settings().validate(4)
+    assert settings().window(1024) == (1024, 32) and settings().window(16) == (16, 16)
+    assert settings(task="perplexity").window(1024) == (1024, 1024)
+    assert settings(seq_length=512, stride=1).window(1024) == (512, 1)
+    with pytest.raises(UsageError, match="--seq-length 2048: the model knows 1024 positions"):
+        settings(seq_length=2048).window(1024)
+    with pytest.raises(UsageError, match="--stride 64: must not exceed the 32 tokens"):
+        settings(stride=64).window(32)

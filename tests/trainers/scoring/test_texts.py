@@ -1,0 +1,119 @@
+"""Texts are encoded whole, counted before they are detokenized, and are the same on all ranks; bad files are named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from commengine import UsageError
+from trainers.data.indexed import IndexedDataset
+from trainers.data.indexed_writer import IndexedDatasetWriter
+from trainers.data.tokenizer import Tokenizer
+from trainers.scoring import texts, words
+from trainers.tasks.gpt import GPTTrainConfig
+
+FIXTURE = Path(__file__).with_name("articles.raw")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train_bpe([FIXTURE.read_text(encoding="utf-8")], 400)
+
+
+def test_a_long_text_has_the_tokens_that_it_has_as_one(tokenizer):
+    """It is cut for the tokenizer's threads where no token is."""
+    text = FIXTURE.read_text(encoding="utf-8") * 40
+    assert len(text) > 70_000 and tokenizer.can_cut_text
+    found = texts.encoded(tokenizer, text)
+    assert found.dtype == np.int32 and found.tolist() == tokenizer.encode(text)
+
+
+def test_wikitext_is_counted_before_and_encoded_after(tokenizer):
+    raw = FIXTURE.read_bytes().decode()
+    (tokens,), counts = texts.read_wikitext(str(FIXTURE), tokenizer)
+    assert tokens.tolist() == tokenizer.encode(words.detokenized_wikitext(raw))
+    assert counts == texts.TextCounts(1, 456, 434, len(tokens))
+    (tokens,), counts = texts.read_plain(str(FIXTURE), tokenizer)
+    assert tokens.tolist() == tokenizer.encode(raw) and counts == texts.TextCounts(1, 456, 432, len(tokens))
+
+
+def test_lines_of_json_are_texts_of_their_own(tmp_path, tokenizer):
+    rows = [{"body": "The mole"}, {"body": ""}, {"body": "a clock \n", "id": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    tokens, counts = texts.read_json_lines(str(tmp_path / "a.jsonl"), "body", tokenizer)
+    assert [one.tolist() for one in tokens] == [tokenizer.encode(row["body"]) for row in rows]
+    assert counts == texts.TextCounts(3, 2 + 1 + 2, 2 + 1 + 3, sum(map(len, tokens)))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "a.jsonl: has no text"),
+        (b'{"text": "a"}\n{"words": "b"}\n', "a.jsonl: line 2: no key 'text'; the keys are 'words'"),
+        (b'{"text": "a"\n', "a.jsonl: line 1: not JSON"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, tokenizer, content, said):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        texts.read_json_lines(str(tmp_path / "a.jsonl"), "text", tokenizer)
+
+
+@pytest.mark.parametrize(("content", "said"), [(b" \n\n", "a: has no text"), (b"a\xff", "a: not UTF-8 text")])
+def test_a_bad_file_is_named(tmp_path, tokenizer, content, said):
+    (tmp_path / "a").write_bytes(content)
+    for read in (texts.read_plain, texts.read_wikitext):
+        with pytest.raises(ValueError, match=said):
+            read(str(tmp_path / "a"), tokenizer)
+
+
+def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, tokenizer):
+    documents = [[*tokenizer.encode(f"The mole of {year}"), tokenizer.eod] for year in range(1871, 1891)]
+    for name in "ab":
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in documents:
+                writer.add_document(np.array(document))
+    settings = GPTTrainConfig(
+        data_path=["1", str(tmp_path / "a"), "0", str(tmp_path / "b")], split="8,2", vocab_size=tokenizer.vocab_size
+    )
+    (tokens,), counts = texts.read_held_out(settings, tokenizer)
+    assert (
+        tokens.tolist() == [token for document in documents[16:] for token in document]
+        and len(IndexedDataset(tmp_path / "a")) == 20
+    )
+    assert counts == texts.TextCounts(1, 16, 16, len(tokens))
+    assert texts.read_held_out(settings, None).counts == texts.TextCounts(1, 0, 0, len(tokens))
+    for changed, said in (
+        ({"data_path": None, "mock_data": True}, "trained on --mock-data"),
+        ({"split": "1"}, "--split 1 of the run leaves no validation documents"),
+        ({"vocab_size": 5}, "outside the run's vocabulary of 5"),
+    ):
+        with pytest.raises(UsageError, match=f"--task held-out: .*{said}"):
+            texts.read_held_out(GPTTrainConfig(**(settings.to_json() | changed)), tokenizer)
+
+
+@pytest.mark.mpi
+def test_every_rank_gets_the_texts_of_rank_0_or_its_error(world):
+    def read():
+        assert world.rank == 0
+        tokens = [np.arange(3, dtype=np.int32), np.arange(0, dtype=np.int32), np.array([70_000], dtype=np.int32)]
+        return texts.Texts(tokens, texts.TextCounts(3, 1, 2, 4))
+
+    tokens, counts = texts.on_all_ranks(world, "--data", read)
+    assert [one.tolist() for one in tokens] == [[0, 1, 2], [], [70_000]]
+    assert counts == texts.TextCounts(3, 1, 2, 4)
+    assert texts.broadcast_tokens(world, []) == []
+    assert [one.tolist() for one in texts.broadcast_tokens(world, [np.arange(0)])] == [[]]
+    for error, said in (
+        (ValueError("f: has no text"), "--data: f: has no text"),
+        (FileNotFoundError(2, "No such file", "f"), "--data: f: No such file"),
+        (UsageError("--load: no tokenizer"), "--load: no tokenizer"),
+    ):
+
+        def fail(error=error):
+            raise error
+
+        with pytest.raises(UsageError) as raised:
+            texts.on_all_ranks(world, "--data", fail)
+        assert str(raised.value) == said

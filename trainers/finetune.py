@@ -1,0 +1,75 @@
+"""Fine-tune a BERT: ``mpiexec -n 2 python -m trainers.finetune --task mnli --load RUN --data DIR --save RUN2``.
+
+The tasks are those of the paper's section 5.3: mnli, qqp, squad and race. ``--predict`` writes predictions, ``--seeds``
+trains several times, ``--ensemble`` averages what several runs predict.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .run import signals
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    signals.end_on_signals(sys.argv[1:])
+
+from pathlib import Path
+
+from commengine import Communicator, launch
+from commengine.rank_zero import on_rank_zero
+
+from .finetuning import seeds
+from .finetuning.config import FinetuneConfig
+from .finetuning.predict import predict
+from .finetuning.task import FinetuneTask, read_files
+from .options import make_writable
+from .run.loop import train
+from .run.startup import job_config, watched
+from .run.stopping import TEMPORARY, StopRequests
+
+#: the settings of a run; each field is a flag
+CONFIG = FinetuneConfig
+
+
+def main(world: Communicator) -> int:
+    """One rank of the command, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
+    with StopRequests(world) as stopping:
+        config = job_config(world, CONFIG, "finetune")
+        stopping.configure(config)
+        with watched(config, world) as comm:
+            if not config.trains:
+                predict(config, comm)
+                return 0
+            status, folder = _train(config, comm, stopping)
+            if status == 0 and config.predict is not None:
+                predict(config, comm, folder)
+            return status
+
+
+def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) -> tuple[int, str | None]:
+    """Train with one seed or several. Returns the exit status, and the folder of the run, or of the median one."""
+    files = read_files(config, world)
+    if world.rank == 0:
+        for line in files.task.remarks:
+            print(line, file=sys.stderr, flush=True)
+    config = config.scheduled(len(files.train.samples), world.size // config.tensor_model_parallel_size)
+    if config.seeds == 1:
+        return train(config, world, lambda one, comm: FinetuneTask(one, comm, files), stopping), config.save
+    folder = Path(config.save or "")
+    on_rank_zero(world, lambda: make_writable("--save", folder))
+    runs = [config.of_seed(number) for number in range(config.seeds)]
+    for one in runs:
+        status = train(one, world, lambda one, comm: FinetuneTask(one, comm, files), stopping)
+        if status or (stopping.forgot and one is not runs[-1]):
+            return status or TEMPORARY, None
+
+    def report() -> str:
+        summary = seeds.summarize(folder, [Path(one.save or "") for one in runs], files.task.kept_by)
+        print("\n" + seeds.text(summary), flush=True)
+        return str(folder / summary["median_run"])
+
+    return 0, on_rank_zero(world, report)
+
+
+if __name__ == "__main__":
+    launch.run(main)

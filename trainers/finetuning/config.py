@@ -1,0 +1,216 @@
+"""FinetuneConfig: the settings of `trainers.finetune`, from its options, the model's run, and the task's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from commengine import UsageError
+from tplayers import BERTConfig
+from trainers import presets
+from trainers.checkpoints import run_folder
+from trainers.options import as_flags, given, require
+
+from . import source
+from .flags import TASKS, FinetuneFlags
+from .formats.squad import version_in
+
+#: the settings that the model has from its pretraining
+SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
+    "make_vocab_size_divisible_by", "norm_placement", "gelu",
+)  # fmt: skip
+#: tokens of a sample by default
+_LENGTHS = {"mnli": 512, "qqp": 512, "squad": 384, "race": 512}
+#: settings of a run that another use of its model does not have to repeat
+_OF_THE_RUN = ("seed", "global_batch_size")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(FinetuneFlags):
+    """The settings of `trainers.finetune`. A field is the flag of the same name, with dashes."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the command trains, and does not only use what other runs have trained."""
+        return self.save is not None or (self.predict is None and self.ensemble is None)
+
+    @property
+    def members(self) -> list[str]:
+        """The runs of ``--ensemble``."""
+        return [self.ensemble] if isinstance(self.ensemble, str) else list(self.ensemble or [])
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
+        if self.preset is not None:
+            presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
+        super().validate(ranks)
+        require(self.data is not None, "--data: needed: the folder with the files of the task")
+        folder = Path(self.data or "")
+        require(folder.is_dir(), f"--data {folder}: there is no such folder")
+        members = self.members
+        if members:
+            require(len(members) > 1, f"{given(self, 'ensemble')}: needs at least two runs")
+            for name in ("load", "save", "pretrained_checkpoint"):
+                require(getattr(self, name) is None, f"--ensemble: excludes --{name.replace('_', '-')}; leave it out")
+            require(
+                self.predict is None or self.output is not None, "--ensemble: needs --output DIR for its predictions"
+            )
+        elif self.load is None and self.pretrained_checkpoint is None:
+            raise UsageError("--load: needed: a run of pretrain_bert to start from, or a run of finetune to go on with")
+        else:
+            require(self.task is not None or not self.trains, f"--task: needed: one of {', '.join(TASKS)}")
+        require(self.output is None or self.predict is not None, "--output: needs --predict dev or --predict test")
+        several = "--seeds: needs --save DIR, for a folder of each run"
+        require(self.seeds == 1 or self.save is not None, several)
+        limits = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
+        require(limits, "--attention-dropout-mask fused: excludes --compile, as in pretrain_bert")
+
+    def completed(self, ranks: int) -> Self:
+        """These settings with those of the model, the length of samples and the version of files. It reads files.
+
+        A run of ``--load`` that pretrain_bert has made becomes ``--pretrained-checkpoint``. Raises UsageError, naming
+        the option.
+        """
+        verify = self.verify_checkpoints
+        if self.members:
+            config = self.of_run(*source.fine_tuned(self.members[0], "--ensemble", verify=verify))
+        elif not self.trains:
+            config = self.of_run(*source.fine_tuned(self.load or "", "--load", verify=verify))
+        elif (found := run_folder.checkpoint_to_load(self)) is None:
+            config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
+        elif source.is_fine_tuned(saved := source.settings_of(found, verify=verify)):
+            require(self.seeds == 1, f"{given(self, 'load')}: is one run; with --seeds, give a run of pretrain_bert")
+            config = self.of_run(saved, f"--load {self.load}")
+        else:
+            both = "--load and --pretrained-checkpoint: both name a model of pretrain_bert; leave one of them out"
+            require(self.pretrained_checkpoint is None, both)
+            config = self.of_model(*source.pretrained(self.load, verify=verify))
+            config = replace(config, load=None, pretrained_checkpoint=self.load)
+        config = config.opened()
+        config.shape(ranks)
+        return config
+
+    def of_seed(self, number: int) -> Self:
+        """The settings of run ``number``, from 0, of several: the next seed, and a folder of its own in ``--save``."""
+        assert self.save is not None
+        name = f"seed_{self.seed + number}"
+        folder = str(Path(self.save) / name)
+        board = None if self.tensorboard_dir is None else str(Path(self.tensorboard_dir) / name)
+        same = self.load is not None and Path(self.load).resolve() == Path(self.save).resolve()
+        return replace(
+            self, seed=self.seed + number, seeds=1, save=folder, load=folder if same else self.load,
+            tensorboard_dir=board,
+        )  # fmt: skip
+
+    def of_model(self, saved: Mapping[str, Any], source: str) -> Self:
+        """These settings with the shape, the tokenizer and the positions of a model.
+
+        saved: the settings of the run that the model is from. source: the option that names it, for errors. Raises
+        UsageError where an option says something else.
+        """
+        found: dict[str, Any] = {}
+        for name in SHAPE:
+            mine, theirs = getattr(self, name), _default_of(name, saved)
+            if mine is not None and mine != theirs:
+                own = given(self, name)
+                said = f"{own}: the model of {source} has {theirs}"
+                raise UsageError(f"{said}{presets.origin(self.preset, f'{own}:')}")
+            found[name] = theirs
+        if self.tokenizer_model is None:
+            found["tokenizer_model"] = saved.get("tokenizer_model")
+        return replace(self, **found)
+
+    def of_run(self, saved: Mapping[str, Any], source: str) -> Self:
+        """These settings for a model that ``finetune`` has trained: all that the run has fixed, and its precision.
+
+        saved, source: as in `of_model`. Raises UsageError where an option without a default says something else.
+        """
+        config = self.of_model(saved, source)
+        found: dict[str, Any] = {}
+        for item in fields(self):
+            name, mine = item.name, getattr(self, item.name)
+            if item.metadata["fixed"] and name not in SHAPE and name in saved:
+                if item.default is None and name not in _OF_THE_RUN and mine not in (None, saved[name]):
+                    raise UsageError(f"{given(self, name)}: the run of {source} has {saved[name]}")
+                found[name] = saved[name]
+        if not self.trains and not (self.bf16 or self.fp16):
+            found |= {name: bool(saved.get(name)) for name in ("bf16", "fp16")}
+        return replace(config, **found)
+
+    def opened(self) -> Self:
+        """These settings, of which the model is known, with the length of samples and the version of files.
+
+        Raises UsageError where they do not fit the model or the folder.
+        """
+        assert self.task is not None and self.max_position_embeddings is not None
+        require(self.tokenizer_model is not None, "--tokenizer-model: needed, as the pretrained run has no tokenizer")
+        positions = self.max_position_embeddings
+        length = self.seq_length or min(_LENGTHS[self.task], positions)
+        require(length <= positions, f"--seq-length {length}: must not exceed the {positions} positions of the model")
+        tensor = self.tensor_model_parallel_size
+        if self.sequence_parallel:
+            fits = f"--seq-length {length}: with --sequence-parallel it must be a multiple of"
+            require(length % tensor == 0, f"{fits} {given(self, 'tensor_model_parallel_size')}")
+        version = self.squad_version
+        if self.task == "squad":
+            there = version_in(Path(self.data or ""))
+            require(bool(there), f"--data {self.data}: has no train-v1.1.json, dev-v1.1.json, or one of version 2.0")
+            require(
+                version is not None or len(there) == 1,
+                f"--data {self.data}: has files of versions {' and '.join(there)}; say which with --squad-version",
+            )
+            version = version or there[0]
+            least = self.max_query_length + 4
+            words = "must leave room for a text beside [CLS], two [SEP] and"
+            require(length >= least, f"--seq-length {length}: {words} {given(self, 'max_query_length')}")
+        else:
+            require(length >= 5, f"--seq-length {length}: must be at least 5: [CLS], two texts and a [SEP] after each")
+        return replace(self, seq_length=length, squad_version=version)
+
+    def scheduled(self, samples: int, replicas: int) -> Self:
+        """These settings with the steps that ``samples`` training samples give. An epoch is rounded up to whole steps.
+
+        Raises UsageError as `validate` does.
+        """
+        batch = self.global_batch_size or self.micro_batch_size * replicas
+        epoch = -(-samples // batch)
+        steps = self.train_iters or self.epochs * epoch
+        interval = self.eval_interval or min(epoch, steps)
+        warmup = self.lr_warmup_iters or int(self.lr_warmup_fraction * steps)
+        saved: dict[str, Any] = {}
+        if self.save is not None:
+            saved = {"save_interval": self.save_interval or interval, "keep_last": self.keep_last or 1}
+        return replace(
+            self, train_iters=steps, eval_interval=interval, lr_warmup_iters=warmup, global_batch_size=batch, **saved
+        )
+
+    def shape(self, ranks: int) -> BERTConfig:
+        """The model's shape, all of whose fields are known. Raises UsageError if it does not split over the ranks."""
+        assert self.num_layers and self.hidden_size and self.num_attention_heads and self.vocab_size
+        assert self.max_position_embeddings and self.make_vocab_size_divisible_by
+        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
+        found = BERTConfig(
+            self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size,
+            self.max_position_embeddings, ffn_hidden_size=self.ffn_hidden_size, hidden_dropout=self.hidden_dropout,
+            attention_dropout=self.attention_dropout, init_method_std=self.init_method_std,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, sequence_parallel=self.sequence_parallel,
+            recompute=recompute, attention_dropout_mask=self.attention_dropout_mask,  # type: ignore[arg-type]
+            norm_placement=self.norm_placement, gelu=self.gelu,  # type: ignore[arg-type]
+        )  # fmt: skip
+        try:
+            found.require_parallel(self.tensor_model_parallel_size, ranks=ranks)
+        except ValueError as error:
+            words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
+            words = words.replace("padded_vocab_size=", "the padded vocabulary: ").replace("ranks=", "ranks: ")
+            raise UsageError(as_flags(words, type(self))) from error
+        return found
+
+
+def _default_of(name: str, saved: Mapping[str, Any]) -> Any:
+    """The value of a setting of the model; a run leaves out what follows from another setting."""
+    if name == "max_position_embeddings":
+        return saved.get(name) or saved.get("seq_length")
+    return saved.get(name)

@@ -1,0 +1,156 @@
+"""What fine-tuned models say about a split of a task: measures and predictions, of one model or of an ensemble."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from commengine import Communicator, ProcessGrid, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from trainers.checkpoints import checkpoint, disk, pointer
+from trainers.options import given, make_writable
+from trainers.run import metrics
+from trainers.run.evaluation import evaluate_sources
+from trainers.training.precision import parameter_dtype
+
+from . import source
+from .batches import KeptLogits, LabelLoss
+from .config import SHAPE, FinetuneConfig
+from .downstream import DownstreamTask, Part
+from .task import held_out, open_task
+
+#: settings on which the samples depend: the members of an ensemble must have the same
+_OF_SAMPLES = (
+    "task", "seq_length", "race_level", "max_qa_length", "squad_version", "max_query_length", "doc_stride",
+)  # fmt: skip
+
+
+def predict(config: FinetuneConfig, world: Communicator, folder: str | None = None) -> None:
+    """Measure the models, and with ``--predict`` write their predictions. Collective over ``world``.
+
+    config: complete. folder: of the run to use; None for that of ``--load``, or those of ``--ensemble``.
+
+    Raises UsageError, on all ranks, where a file does not fit or cannot be written.
+    """
+    split = config.predict or "dev"
+    task = on_every_rank(world, lambda: open_task(config))
+    parts = on_every_rank(world, lambda: task.read(split))
+    runs = config.members or [folder or config.load or ""]
+    option = "--ensemble" if config.members else "--load"
+    output = _output(config, split, runs[0])
+    if output is not None:
+        on_rank_zero(world, lambda: make_writable("--output", output))
+    checkpoints = [_checkpoint(config, world, run, option) for run in runs]  # all are looked at before one computes
+    with ProcessGrid(world, tensor=config.tensor_model_parallel_size) as grid:
+        every = [_logits(one, grid, task, parts, found) for one, found in checkpoints]
+    logits = task.averaged(every) if config.members else every[0]
+
+    def finish() -> None:
+        measures = task.measures(parts, logits)
+        threshold = config.null_score_diff_threshold
+        if threshold is None:
+            threshold = measures.get("threshold", _threshold_of(runs[0], option) if not config.members else None)
+        print("\n".join([f"{_title(config, runs, split)}", *_lines(measures)]), flush=True)
+        if output is not None:
+            files = task.predictions(parts, logits, threshold)
+            files["measures.json"] = json.dumps(measures, indent=1) + "\n"
+            for name, text in files.items():
+                disk.rewrite(output / name, text.encode())
+            print(f"written to {output}: {', '.join(files)}", flush=True)
+
+    on_rank_zero(world, finish)
+
+
+def _output(config: FinetuneConfig, split: str, run: str) -> Path | None:
+    if config.predict is None:
+        return None
+    if config.output is not None:
+        return Path(config.output)
+    folder = Path(run)
+    parent = folder.parent if (folder / pointer.STATE).is_file() else folder
+    return parent / f"predictions_{split}"
+
+
+def _checkpoint(config: FinetuneConfig, world: Communicator, run: str, option: str) -> tuple[FinetuneConfig, Path]:
+    """The settings with the model of ``run``, and its checkpoint. Collective."""
+
+    def find() -> list[Any]:
+        found = source.best_checkpoint(run, option)
+        saved = source.settings_of(found, verify=config.verify_checkpoints)
+        one = _member(config, saved, f"{option} {run}")
+        one.shape(world.size)
+        return [str(found), one.to_json()]
+
+    found, settings = on_rank_zero(world, find)
+    return FinetuneConfig(**settings), Path(found)
+
+
+def _logits(
+    config: FinetuneConfig, grid: ProcessGrid, first: DownstreamTask, parts: list[Part], found: Path
+) -> dict[str, Tensor]:
+    """The logits of one model by part. first: the task that has encoded ``parts``. Collective over the grid's world."""
+
+    def opened() -> DownstreamTask:
+        task = open_task(config)
+        if task.tokenizer.vocabulary() != first.tokenizer.vocabulary():
+            raise UsageError(f"--ensemble: {found} was trained with another tokenizer than the first run")
+        return task
+
+    task = on_every_rank(grid.world, opened)
+    dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+    model = task.model(config.shape(grid.world.size), grid.tensor, dtype)
+    checkpoint.load_model(found, model, grid.world, verify=config.verify_checkpoints)
+    model.to(grid.world.device)
+    kept = KeptLogits({part.name: part.samples for part in parts})
+    sources = held_out(config, parts, task, grid.data)
+    with tqdm(
+        total=sum(part.iterations for part in sources), desc=found.parent.name, unit="batch", ncols=100,
+        file=sys.stderr, disable=grid.world.rank > 0, mininterval=1 if sys.stderr.isatty() else 15,
+    ) as bar:  # fmt: skip
+        evaluate_sources(model, LabelLoss(task.unit, kept), sources, grid.data, bar.update)
+    return kept.gathered(grid.data)
+
+
+def _member(config: FinetuneConfig, saved: Mapping[str, Any], run: str) -> FinetuneConfig:
+    """The settings with the model of ``run``. Raises UsageError unless its samples are those of ``config``."""
+    if not source.is_fine_tuned(saved):
+        raise UsageError(f"{run}: is no run of finetune, so it has learnt no task")
+    for name in _OF_SAMPLES:
+        if getattr(config, name) != saved.get(name):
+            raise UsageError(
+                f"{run}: has --{name.replace('_', '-')} {saved.get(name)}, another one {given(config, name)}"
+            )
+    blank = dict.fromkeys(("tokenizer_model", *SHAPE))
+    return replace(config, **blank).of_model(saved, run)  # type: ignore[arg-type]
+
+
+def _threshold_of(run: str, option: str) -> float | None:
+    """The threshold of SQuAD 2.0 that was the best one on the dev data when the checkpoint was saved."""
+    found = source.best_checkpoint(run, option)
+    iteration = int(found.stem.removeprefix("iter_"))
+    try:
+        rows, _ = metrics.read_rows(found.parent / "metrics.jsonl")
+    except OSError:
+        return None
+    values = [
+        row["validation_threshold"] for row in rows if row["iteration"] == iteration and "validation_threshold" in row
+    ]
+    return float(values[-1]) if values and values[-1] is not None else None
+
+
+def _title(config: FinetuneConfig, runs: list[str], split: str) -> str:
+    of = f"an ensemble of {len(runs)} runs" if len(runs) > 1 else runs[0]
+    return f"{config.task}, {split} data: {of}"
+
+
+def _lines(measures: Mapping[str, float]) -> list[str]:
+    if not measures:
+        return ["  no measures: the data has no labels"]
+    return [f"  {name.replace('_', ' '):<28}{value:10.4f}" for name, value in measures.items()]

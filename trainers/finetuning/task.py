@@ -1,0 +1,161 @@
+"""FinetuneTask: fine-tuning as `trainers.run.loop.train` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from commengine import Communicator, ProcessGrid, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from tplayers import initialize
+from trainers.checkpoints import run_folder
+from trainers.data.samples import Samples
+from trainers.data.stream import SampleStream, Source
+from trainers.data.tokenizer import Tokenizer
+from trainers.run.evaluation import HeldOut, Mean
+from trainers.run.report import Remarks
+from trainers.tasks.transformer import overlap_stream
+from trainers.trained import load_trained
+from trainers.training.precision import parameter_dtype
+from trainers.training.trainer import Trainer
+
+from .batches import KeptLogits, LabelledBatches, LabelLoss
+from .classes import MNLITask, QQPTask, RACETask
+from .config import FinetuneConfig
+from .downstream import DownstreamTask, Part
+from .spans import SQuADTask
+
+_TASKS: dict[str, type[DownstreamTask]] = {"mnli": MNLITask, "qqp": QQPTask, "squad": SQuADTask, "race": RACETask}
+
+
+class TaskFiles(NamedTuple):
+    """What the files of a task hold: its training samples, and the parts of its dev data."""
+
+    task: DownstreamTask
+    train: Part
+    dev: list[Part]
+
+
+def open_task(config: FinetuneConfig) -> DownstreamTask:
+    """The task, with the model's tokenizer. config: `FinetuneConfig.opened`. It reads files; not collective.
+
+    Raises UsageError if the tokenizer is not the model's.
+    """
+    path = config.tokenizer_model
+    assert config.task is not None and path is not None and config.vocab_size is not None
+    try:
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.wordpieces()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokenizer-model: {error}" if path in str(error) else f"{path}: {error}") from error
+    size = tokenizer.vocab_size
+    if size > config.vocab_size:
+        raise UsageError(f"--tokenizer-model {path}: has {size} tokens, and the model only {config.vocab_size}")
+    return _TASKS[config.task](config, tokenizer)
+
+
+def read_files(config: FinetuneConfig, world: Communicator) -> TaskFiles:
+    """The training and dev data, on every rank. Collective. Raises UsageError, on all ranks, for a damaged file."""
+
+    def read() -> TaskFiles:
+        task = open_task(config)
+        (train,) = task.read("train")
+        return TaskFiles(task, train, task.read("dev") if config.eval_iters else [])
+
+    return on_every_rank(world, read)
+
+
+def held_out(config: FinetuneConfig, parts: Sequence[Part], task: DownstreamTask, data: Communicator) -> list[HeldOut]:
+    """The sources of an evaluation of ``parts``: every sample of each, once."""
+    total = sum(len(part.samples) for part in parts)
+    found = []
+    for part in parts:
+        batches = task_batches(config, part.samples, task, data, part.name, config.micro_batch_size * data.size)
+        found.append(HeldOut(part.name, len(part.samples) / total, batches, len(batches)))
+    return found
+
+
+def task_batches(
+    config: FinetuneConfig, samples: Samples | SampleStream, task: DownstreamTask, data: Communicator, name: str,
+    size: int,
+) -> LabelledBatches:  # fmt: skip
+    """The global batches of ``size`` samples. name: of the part."""
+    assert config.vocab_size is not None
+    return LabelledBatches(
+        samples, size=size, micro=config.micro_batch_size, data=data, part=name, vocab_size=config.vocab_size,
+        unusable=f"{name}: a token lies outside the vocabulary of {config.vocab_size}: whose is --tokenizer-model?",
+        fixed=task.fixed_length or config.compile,
+        multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+    )  # fmt: skip
+
+
+class FinetuneTask:
+    """A `trainers.run.task.TrainingTask`. Collective over ``world``, as are its methods.
+
+    The encoder of a new run begins with the parameters of ``--pretrained-checkpoint``, and its head with random ones.
+
+    config: complete, with its schedule (`FinetuneConfig.scheduled`). files: of the task.
+    """
+
+    def __init__(self, config: FinetuneConfig, world: Communicator, files: TaskFiles) -> None:
+        task, train = files.task, files.train
+        self.config, self.task, self.dev = config, task, files.dev
+        grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+        model = task.model(config.shape(world.size), grid.tensor, dtype, overlap_stream(config, grid))
+        initialize(model, config.seed)
+        if not on_rank_zero(world, lambda: run_folder.checkpoint_to_load(config) is not None):
+            assert config.pretrained_checkpoint is not None
+            copy_pretrained(config.pretrained_checkpoint, model, grid, verify=config.verify_checkpoints)
+        name = str(Path(config.data or "") / train.name)
+        stream = SampleStream([Source(name, train.samples.identity(), Fraction(1), train.samples)], config.seed)
+        assert config.global_batch_size is not None
+        batches = task_batches(config, stream, task, grid.data, train.name, config.global_batch_size)
+        self.trainer = Trainer(config, grid, model, LabelLoss(task.unit), batches)
+        self.held_out = held_out(config, self.dev, task, grid.data)
+        self.tokens_per_sample = train.samples[0].tokens.size
+        self._kept: KeptLogits | None = None
+        self._measured: dict[str, float] = {}
+
+    @property
+    def kept_by(self) -> str | None:
+        """The task's measure."""
+        return self.task.kept_by
+
+    def evaluation_objective(self) -> LabelLoss:
+        """The training's loss, which also keeps the logits."""
+        self._kept = KeptLogits({part.name: part.samples for part in self.dev})
+        return LabelLoss(self.task.unit, self._kept)
+
+    def measures(self) -> Mapping[str, float]:
+        """The task's measures of the dev data."""
+        assert self._kept is not None
+        logits = self._kept.gathered(self.trainer.grid.data)
+        self._measured = on_rank_zero(self.trainer.grid.world, lambda: self.task.measures(self.dev, logits))
+        return self._measured
+
+    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
+        """The measures of the last evaluation."""
+        return Remarks(measures={} if evaluated is None else self._measured)
+
+
+def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify: bool) -> list[str]:
+    """Give ``model`` the parameters of the BERT in ``folder`` that have the same names: the others, which keep theirs.
+
+    Collective over the grid's world. Raises UsageError, on all ranks, if there is no BERT of this shape.
+    """
+    trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify)
+    theirs = dict(trained.model.named_parameters())
+    own = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in theirs:
+                parameter.copy_(theirs[name])
+            else:
+                own.append(name)
+    return own

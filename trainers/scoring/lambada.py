@@ -1,0 +1,114 @@
+"""LAMBADA: the last word of a passage, which only its whole context tells (paper, section 5.1, appendix E.2).
+
+Two accuracies go by this name. *Strict*: the context without its last word, white space at its end removed, and then
+a space and the word are encoded apart; all tokens of the word must be the model's most likely ones. *Last token*: the
+whole text is encoded, and its last token alone must be. The published figures differ because of this, and because of
+the text, which is OpenAI's JSON lines or the data set's own plain lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.checkpoints import disk
+from trainers.data import text_files
+from trainers.data.tokenizer import Tokenizer
+from trainers.files.reading import require_regular
+
+from .passages import Passage, Tokens
+
+#: ends of the names of files of JSON lines; any other file has a text in each line
+JSON_LINES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """One example: the same text encoded in both ways, of which the last tokens are targets.
+
+    strict: the passage of the last word. last: the passage of the last token. cut: whether one of them lost tokens at
+    its beginning.
+    """
+
+    strict: Passage
+    last: Passage
+    cut: bool
+
+
+def texts_of(path: str, key: str) -> Iterator[tuple[str, str]]:
+    """(Where it stands, text) for each example of a file. Blank lines are skipped.
+
+    A file whose name ends in .jsonl or .json has a JSON object with the text under ``key`` in each line, any other file
+    the text itself. Raises ValueError that names the line, and OSError.
+    """
+    for number, raw in enumerate(require_regular(path).read_bytes().split(b"\n"), start=1):
+        where = f"{path}: line {number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 text: {error.reason}") from error
+        if line.strip():
+            yield where, (text_files.json_row(where, line, key)[key] if path.lower().endswith(JSON_LINES) else line)
+
+
+def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tuple[Tokens, Tokens, Tokens]]:
+    """(Context, last word, whole text) of each example as tokens, int32.
+
+    texts: as `texts_of` gives them. White space at the end of a text does not count. Raises ValueError, which names the
+    place, for a text without a word before the last one.
+    """
+    contexts, words, wholes = [], [], []
+    for where, text in texts:
+        whole = text.rstrip()
+        word = whole.split()[-1]  # a line that is not blank has one
+        context = whole[: -len(word)]
+        if not context.strip():
+            raise ValueError(f"{where}: want a text and its last word, got {text.strip()[:40]!r}")
+        contexts.append(context.strip())
+        words.append(f" {word}")
+        wholes.append(whole)
+    ids = iter(tokenizer.encode_batch([*contexts, *words, *wholes]))
+    columns = [[np.array(next(ids), dtype=np.int32) for _ in texts] for _ in range(3)]
+    return list(zip(*columns, strict=True))
+
+
+def examples(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int) -> list[LastWord]:
+    """The examples with as much of their context as a model of ``length`` positions reads.
+
+    Raises ValueError, with the example's number, for a last word that leaves no room for a token before it.
+    """
+    found = []
+    for number, (context, word, whole) in enumerate(rows, start=1):
+        if len(word) > length:
+            raise ValueError(f"example {number}: its last word has {len(word)} tokens, and the model reads {length}")
+        joined = np.concatenate([context, word])
+        cut = max(len(joined), len(whole)) > length + 1
+        found.append(LastWord(Passage(joined[-length - 1 :], len(word)), Passage(whole[-length - 1 :], 1), cut))
+    return found
+
+
+def distinct(found: Sequence[LastWord]) -> tuple[list[Passage], list[tuple[int, int]]]:
+    """The passages to score, each once, and for each example the numbers of its strict and its last-token passage.
+
+    Mostly both are one: the last token of the word's passage is then that of the text.
+    """
+    passages: list[Passage] = []
+    numbers = []
+    for example in found:
+        passages.append(example.strict)
+        strict = last = len(passages) - 1
+        if not np.array_equal(example.strict.tokens, example.last.tokens):
+            passages.append(example.last)
+            last += 1
+        numbers.append((strict, last))
+    return passages, numbers
+
+
+def save_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a JSON object a line. Raises OSError."""
+    disk.rewrite(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

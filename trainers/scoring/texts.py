@@ -1,0 +1,164 @@
+"""The texts that are scored: read and encoded on rank 0, and sent as tokens to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from commengine import Communicator, UsageError
+from commengine.rank_zero import on_rank_zero
+from trainers.data import text_files
+from trainers.data.indexed import IndexedDataset
+from trainers.data.samples import split_documents
+from trainers.data.text_files import TextPiece
+from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from trainers.files.reading import require_regular
+from trainers.tasks.transformer import TransformerTrainConfig
+
+from .passages import Tokens
+from .words import detokenized_wikitext, harness_words, paper_words, wikitext_documents
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """What the texts of a task hold.
+
+    texts: how many there are. words: as the paper counts them (`paper_words`). harness_words: as lm-evaluation-harness
+    counts them. Both are of the text before it is detokenized, and 0 where the text is not known. tokens: after.
+    """
+
+    texts: int
+    words: int
+    harness_words: int
+    tokens: int
+
+
+class Texts(NamedTuple):
+    """The tokens of each text, int32, on every rank, and what the texts hold."""
+
+    tokens: list[Tokens]
+    counts: TextCounts
+
+
+def read_plain(path: str, tokenizer: Tokenizer) -> Texts:
+    """A file as one text. Raises ValueError that names the file, and OSError."""
+    text = _text_of(path)
+    tokens = encoded(tokenizer, text)
+    return Texts([tokens], TextCounts(1, paper_words(text), harness_words(text), len(tokens)))
+
+
+def read_wikitext(path: str, tokenizer: Tokenizer) -> Texts:
+    """A file of WikiText's raw text as one text, detokenized. Raises ValueError that names the file, and OSError."""
+    text = _text_of(path)
+    tokens = encoded(tokenizer, detokenized_wikitext(text))
+    harness = sum(harness_words(document) for document in wikitext_documents(text))
+    return Texts([tokens], TextCounts(1, paper_words(text), harness, len(tokens)))
+
+
+def read_json_lines(path: str, key: str, tokenizer: Tokenizer) -> Texts:
+    """A file with a text in each line, under ``key`` of a JSON object. Raises ValueError that names the line."""
+    texts = [piece.text for piece in text_files.read_json_lines(require_regular(path), key)]
+    if not texts:
+        raise ValueError(f"{path}: has no text")
+    tokens: list[Tokens] = [np.array(ids, dtype=np.int32) for ids in tokenizer.iter_encode_batch(texts)]
+    counts = TextCounts(
+        len(texts), sum(map(paper_words, texts)), sum(map(harness_words, texts)), sum(len(ids) for ids in tokens)
+    )
+    return Texts(tokens, counts)
+
+
+def read_held_out(settings: TransformerTrainConfig, tokenizer: Tokenizer | None) -> Texts:
+    """The validation documents of a run, those of each data set one after the other as one text, as it trained on them.
+
+    tokenizer: for the number of words; None for none. Raises UsageError if there are none.
+    """
+    blend = settings.blend()
+    if not blend:
+        raise UsageError("--task held-out: the run was trained on --mock-data; valid tasks have a --data FILE")
+    tokens: list[Tokens] = []
+    words = harness = 0
+    for weight, prefix in blend:
+        if not weight:
+            continue
+        dataset = IndexedDataset(prefix)
+        documents = split_documents(len(dataset), settings.split)[1]
+        parts = [dataset.document(number) for number in documents]
+        if parts:
+            tokens.append(np.concatenate(parts).astype(np.int32))
+        if tokenizer is not None:
+            decoded = [tokenizer.decode([int(token) for token in part]) for part in parts]
+            plain = [text.removesuffix(END_OF_DOCUMENT) for text in decoded]
+            words += sum(map(paper_words, plain))
+            harness += sum(map(harness_words, plain))
+    assert settings.vocab_size is not None
+    if not sum(map(len, tokens)):
+        raise UsageError(f"--task held-out: --split {settings.split} of the run leaves no validation documents")
+    if max(int(one.max(initial=0)) for one in tokens) >= settings.vocab_size:
+        raise UsageError(
+            f"--task held-out: a token of --data-path lies outside the run's vocabulary of {settings.vocab_size}: was "
+            "the data set replaced since?"
+        )
+    return Texts(tokens, TextCounts(len(tokens), words, harness, sum(map(len, tokens))))
+
+
+def _text_of(path: str) -> str:
+    """The text of a file. Raises ValueError that names the file if it has none or is not UTF-8."""
+    text = "".join(piece.text for piece in text_files.read_text(require_regular(path)))
+    if not text.strip():
+        raise ValueError(f"{path}: has no text")
+    return text
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> Tokens:
+    """The tokens of a text, int32, encoded whole and without special tokens; on several threads where that can be."""
+    pieces: Iterable[str] = [text]
+    if tokenizer.can_cut_text:
+        pieces = [piece.text for piece in text_files.cut([TextPiece(text, True, 0)])]
+    parts = [np.array(ids, dtype=np.int32) for ids in tokenizer.iter_encode_batch(list(pieces))]
+    return np.concatenate(parts)
+
+
+def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) -> Texts:
+    """The texts that ``read`` gives on rank 0, on every rank. Collective over ``world``.
+
+    option: begins the message about an error in a file. Raises UsageError, on all ranks, if ``read`` raises UsageError,
+    ValueError or OSError.
+    """
+    kept: list[Tokens] = []
+
+    def work() -> dict[str, Any]:
+        try:
+            tokens, counts = read()
+        except UsageError:
+            raise
+        except OSError as error:
+            raise UsageError(f"{option}: {error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            raise UsageError(f"{option}: {error}") from error
+        kept.extend(tokens)
+        return asdict(counts)
+
+    counts = on_rank_zero(world, work)
+    return Texts(broadcast_tokens(world, kept), TextCounts(**counts))
+
+
+def broadcast_tokens(world: Communicator, tokens: Sequence[Tokens]) -> list[Tokens]:
+    """Rank 0's arrays of tokens, int32, on every rank. Collective over ``world``; the other ranks' are not read."""
+    sizes = torch.tensor([len(tokens)])
+    world.broadcast(sizes)
+    lengths = torch.zeros(int(sizes), dtype=torch.int64)
+    if world.rank == 0:
+        lengths = torch.tensor([len(one) for one in tokens], dtype=torch.int64)
+    if not len(lengths):
+        return []
+    world.broadcast(lengths)
+    flat = torch.zeros(int(lengths.sum()), dtype=torch.int32)
+    if world.rank == 0 and len(flat):
+        flat = torch.from_numpy(np.concatenate([one.astype(np.int32) for one in tokens]))
+    if len(flat):
+        world.broadcast(flat)
+    return list(np.split(flat.numpy(), np.cumsum(lengths.numpy())[:-1]))
