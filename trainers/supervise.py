@@ -1,6 +1,6 @@
 """Bring a run to its end over crashes: ``python -m trainers.supervise --ranks 4,2 -- mpirun -n {ranks} python -m ...``.
 
-The command after ``--`` is a launcher with trainers.pretrain_gpt or trainers.pretrain_bert, which has ``--save DIR
+The command after ``--`` is a launcher with trainers.pretrain_gpt, pretrain_bert or finetune, which has ``--save DIR
 --load DIR --save-interval N``. It is started again from its newest checkpoint whenever it crashes, with a limit and
 growing waits, and on fewer ranks if hosts are gone. Signals are passed on to the launcher. The status is 0 if the run
 has ended, 75 if it was stopped and would go on, 130 after Ctrl-C, 2 for wrong options, and 1 if supervise gave up.

@@ -124,17 +124,21 @@ class FinetuneConfig(FinetuneFlags):
         return replace(self, **found)
 
     def of_run(self, saved: Mapping[str, Any], source: str) -> Self:
-        """These settings for a model that ``finetune`` has trained: all that the run has fixed, and its precision.
+        """These settings for a model that ``finetune`` has trained, with those that the run has fixed.
 
-        saved, source: as in `of_model`. Raises UsageError where an option without a default says something else.
+        To train on, an option with a default must be given again, as for every training command; to use the model, none
+        must, and it has the run's precision. saved, source: as in `of_model`. Raises UsageError where an option that is
+        given says something else.
         """
         config = self.of_model(saved, source)
         found: dict[str, Any] = {}
         for item in fields(self):
             name, mine = item.name, getattr(self, item.name)
-            if item.metadata["fixed"] and name not in SHAPE and name in saved:
-                if item.default is None and name not in _OF_THE_RUN and mine not in (None, saved[name]):
-                    raise UsageError(f"{given(self, name)}: the run of {source} has {saved[name]}")
+            if not item.metadata["fixed"] or name in (*SHAPE, *_OF_THE_RUN) or name not in saved:
+                continue
+            if mine not in (item.default, saved[name]):
+                raise UsageError(f"{given(self, name)}: the run of {source} has {saved[name]}")
+            if not self.trains or item.default is None:
                 found[name] = saved[name]
         if not self.trains and not (self.bf16 or self.fp16):
             found |= {name: bool(saved.get(name)) for name in ("bf16", "fp16")}

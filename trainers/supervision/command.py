@@ -18,7 +18,7 @@ from trainers.options import OptionError, require
 from .settings import Host, Size, SuperviseConfig
 
 #: the commands that can be supervised; each module has the type of its settings as CONFIG
-COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert")
+COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune")
 PLACES = ("ranks", "tensor", "hosts")
 #: the file in the folder of --save into which the run writes its step
 STEP_FILE = "supervised-step"

@@ -30,10 +30,17 @@ def test_a_command_without_ranks_is_started_as_it_is():
     assert command(words, ranks=None).filled(None, [])[: len(words)] == words
 
 
+def test_a_fine_tuning_is_supervised_as_other_trainings_are(tmp_path):
+    start = ["srun", "python", "-m", "trainers.finetune", "--task", "qqp", "--data", str(tmp_path)]
+    words = [*start, "--pretrained-checkpoint", "runs/bert", *SAVED]
+    made = command(words, ranks=None)
+    assert made.filled(None, [])[: len(words)] == words and str(made.folder) == "runs/x"
+
+
 @pytest.mark.parametrize(
     "words, given, says",
     [
-        (["true"], {"ranks": None}, "must start python -m trainers.pretrain_gpt or -m trainers.pretrain_bert"),
+        (["true"], {"ranks": None}, "must start python -m trainers.pretrain_gpt or -m trainers.pretrain_bert or -m"),
         ([*LAUNCH], {}, "needs --save DIR"),
         ([*LAUNCH, "--save", "a", "--load", "b", "--save-interval", "5"], {}, "needs --load a"),
         ([*LAUNCH, "--save", "a", "--save-interval", "5"], {}, "needs --load a"),
