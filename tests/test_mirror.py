@@ -57,7 +57,6 @@ TESTED_BY = {
     "trainers/finetuning/downstream.py": ["trainers/finetuning/test_classes.py", "trainers/finetuning/test_spans.py"],
     "trainers/finetuning/flags.py": ["trainers/finetuning/test_command.py", "trainers/test_presets.py"],
     "trainers/finetuning/predict.py": ["trainers/finetuning/test_command.py"],
-    "trainers/finetuning/source.py": ["trainers/finetuning/test_command.py", "trainers/finetuning/test_seeds.py"],
     "trainers/finetuning/task.py": ["trainers/finetuning/test_command.py"],
     "trainers/evaluate.py": ["trainers/scoring/test_evaluate_command.py"],
     "trainers/lm_eval.py": ["trainers/scoring/test_harness.py"],

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from commengine import CollectiveError, Communicator, ProcessGrid
 from trainers.checkpoints.module_checkpoint import load, save
-from trainers.checks.replicas import begin_equal, require_same_structure
+from trainers.checks.replicas import begin_equal, require_equal_gradients, require_same_structure
 from trainers.config import bucket_size as default_bucket_size
 from trainers.config import overlapped
 from trainers.training.backwards import Backwards
@@ -63,7 +63,8 @@ class DataParallel:
     others would wait: call `no_samples` there.
 
     Raises CollectiveError on every rank if the module differs between ranks in structure, or with
-    ``make_equal=False`` in values. A backward raises RuntimeError on every rank if a gradient is missing.
+    ``make_equal=False`` in values. A backward raises RuntimeError on every rank if a gradient is missing; the first one
+    also if the ranks of a tensor group have different gradients of a parameter that each of them holds.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class DataParallel:
             raise
         self.buffers = ModuleBuffers(module, self.grid.data)
         self._parameters = ParameterSet(module)
+        self._gradients_compared = self.grid.tensor.size == 1
         self._block: contextlib.AbstractContextManager[None] | None = None
         self._backwards = Backwards(
             self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False),
@@ -204,6 +206,9 @@ class DataParallel:
                 f"no gradient in the backward for: {', '.join(names)}; allow_unused=True takes it for zero, and "
                 "parameters that never get one can have requires_grad=False"
             )
+        if not self._gradients_compared:
+            self._gradients_compared = True
+            require_equal_gradients(self.grid, self.module)
 
     def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int], list[int]]:
         """Tell the ranks what is missing and what has changed here.

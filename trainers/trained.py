@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.transformer import TransformerTrainConfig
 from .training.precision import parameter_dtype
+
+Settings = TypeVar("Settings", bound=JobConfig)
 
 _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
 #: the first parts of the names of a GPT's parameters; one that every BERT has besides
@@ -197,24 +199,36 @@ def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
     return kind
 
 
-def _settings(found: Path, kind: str, saved: dict[str, Any]) -> TransformerTrainConfig:
-    """The settings that ``state.json`` holds; one that its version did not have has its default. Raises UsageError."""
+def read_settings(found: Path, kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
+    """The settings of type ``kind`` that a checkpoint's ``state.json`` holds; not collective.
+
+    saved: as it stands there. A setting that its version did not have has its default. Raises UsageError, naming the
+    file and the setting, for a value that no option takes.
+    """
     from pydantic import TypeAdapter, ValidationError  # it takes as long to import as a small checkpoint to load
 
-    config = _CONFIGS[kind]
-    known = {item.name for item in fields(config)}
+    known = {item.name for item in fields(kind)}
     try:
-        settings: TransformerTrainConfig = TypeAdapter(config).validate_python(
+        settings: Settings = TypeAdapter(kind).validate_python(
             {name: value for name, value in saved.items() if name in known}
         )
         require_ranges(settings)
-        if settings.vocab_size is None:
-            raise ValueError("vocab_size is missing")
-        settings.model()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings.{wrong}")) from None
+    except ValueError as error:
+        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
+    return settings
+
+
+def _settings(found: Path, kind: str, saved: dict[str, Any]) -> TransformerTrainConfig:
+    """The settings of a model of this kind. Raises UsageError, also if they are those of no model."""
+    settings = read_settings(found, _CONFIGS[kind], saved)
+    try:
+        if settings.vocab_size is None:
+            raise ValueError("vocab_size is missing")
+        settings.model()
     except ValueError as error:
         raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
     return settings

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from commengine import CartesianGrid, ProcessGrid
-from tplayers import UNet, initialize
+from tplayers import FieldConv, UNet, initialize
 from trainers.data_parallel import DataParallel
 
 pytestmark = pytest.mark.mpi  # on 2 ranks; space and data at once need 4, on which make test-long runs it
@@ -49,3 +49,33 @@ def test_space_and_data_together_equal_one_rank(world, alone):
             first = parameter.clone()
             world.broadcast(first)
             assert first.equal(parameter), f"{name}: not the same bits on all ranks"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_of_torch_on_the_blocks_of_a_field_is_an_error_on_every_rank(world):
+    """Its gradients are those of one block: without the error each rank would train weights of its own."""
+    with ProcessGrid(world, world.size) as grid:
+        ranks = CartesianGrid(grid.tensor, (world.size, 1))
+        blocks = ranks.decompose((2 * world.size, 6))
+        x = torch.randn(1, 1, *blocks.local_shape(ranks.coords)) + ranks.rank
+        for last in (nn.Conv2d(2, 1, 1), FieldConv(2, 1, 1, ranks, blocks)):
+            net = nn.Sequential(FieldConv(1, 2, 3, ranks, blocks, padding=1), last)
+            initialize(net, 3)
+            with DataParallel(net, grid) as replicas:
+                if isinstance(last, FieldConv):
+                    for _ in range(2):
+                        net(x).square().sum().backward()
+                    assert replicas.clip(0) > 0
+                    continue
+                with pytest.raises(
+                    RuntimeError, match=r"different gradients .*: 1.weight \(norms .*1.bias .*FieldConv"
+                ):
+                    net(x).square().sum().backward()
+                net(x).square().sum().backward()  # it is compared once
+
+
+def test_a_layer_that_every_rank_computes_in_full_is_none(world):
+    """A tensor group that holds a module more than once has its gradient on each rank."""
+    with ProcessGrid(world, world.size) as grid, DataParallel(net := nn.Linear(3, 2), grid):
+        net(torch.arange(3.0)).sum().backward()
+        assert net.weight.grad.equal(torch.arange(3.0).expand(2, 3))

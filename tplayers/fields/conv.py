@@ -76,12 +76,19 @@ class FieldConv(FieldLayer):
         numbers = zip(kernel, self.stride, self.dilation, pads, strict=True)
         rules = [Sliding(k, s, d, before, after) for k, s, d, (before, after) in numbers]
         modes = per_axis(padding_mode, self.axes, "padding_mode")
+        self.padding_mode = modes
         self.local = LocalInput(grid, input, rules, modes, output=output, layer="FieldConv")
         self.output = self.local.output
         self._apart = HaloConvolution(
             rules, self.output.slices(grid.coords), input.slices(grid.coords), self.local, grid.comm, groups
         )
         add_filter(self, (out_channels, in_channels // groups, *kernel), out_channels, bias, dtype)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The parameters'."""
+        dtype: torch.dtype = self.weight.dtype  # type: ignore[assignment]
+        return dtype
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
@@ -137,6 +144,12 @@ class FieldConvTranspose(FieldLayer):
         self._wanted = [(skip, stop - start) for (skip, _), (start, stop) in zip(crops, ends, strict=True)]
         self._missing = tuple(missing for _, missing in crops)
         add_filter(self, (in_channels, out_channels // groups, *kernel), out_channels, bias, dtype)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The parameters'."""
+        dtype: torch.dtype = self.weight.dtype  # type: ignore[assignment]
+        return dtype
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from commengine.agreement import compare_words
-from tplayers.movement.compared import wants_gradient
 from tplayers.movement.plan import PADDINGS, halo_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import sum_together
 
 from .geometry import Rule, Sliding, Span, output_bounds, read_spans
+from .same_layer import require_same_layer
 
 
 def per_axis(value: Any, axes: int, name: str) -> tuple[Any, ...]:
@@ -79,27 +78,39 @@ class FieldLayer(nn.Module):
         return len(self.grid.shape)
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError unless ``x`` is this rank's block of a field that the layer takes: real, of its shape.
+        """Raise an error unless ``x`` is this rank's block of a field that the layer takes: real, of its shape.
 
-        In the layer's first forward, and in each one if the communicator is ``checked``, the ranks compare: all of them
-        raise the error of one of them, and CollectiveMismatch if batch sizes, dtypes or ``requires_grad`` differ. Later
-        a rank looks at its own block only.
+        In the layer's first forward, and in each one if the communicator is ``checked``, the ranks compare the layer,
+        its parameters and their blocks, and an error of one rank is one of all (`require_same_layer`). Later a rank
+        looks at its own block only, and raises ValueError.
         """
-        fits = x.dim() == 2 + self.axes and tuple(x.shape[2:]) == self._local_shape
-        fits = fits and self.channels in (None, x.shape[1])
-        problem = ""
-        if not fits:
-            needed = ["batch", self.channels or "channels", *self._local_shape]
-            problem = f"{type(self).__name__} on rank {self.grid.rank} needs a block {needed}, not {list(x.shape)}"
-        elif not x.is_floating_point():
-            problem = f"{type(self).__name__} on rank {self.grid.rank} needs a real field, not {x.dtype}"
+        problem = self._problem(x)
         comm = self.grid.comm
         if comm.size > 1 and (comm.checked or not self._compared):
             self._compared = True
-            same = f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}"
-            compare_words(comm, problem or same)
-        if problem:
-            raise ValueError(problem)
+            require_same_layer(self, x, problem, comm)
+        if problem is not None:
+            raise ValueError(problem if comm.size == 1 else f"rank {self.grid.rank}: {problem}")
+
+    def _problem(self, x: Any) -> str | None:
+        layer = type(self).__name__
+        if not isinstance(x, Tensor):
+            return f"{layer} needs a torch.Tensor, not {type(x).__name__}: torch.from_numpy(array) shares its memory"
+        fits = x.dim() == 2 + self.axes and tuple(x.shape[2:]) == self._local_shape
+        if not (fits and self.channels in (None, x.shape[1])):
+            needed = ["batch", str(self.channels or "channels"), *map(str, self._local_shape)]
+            return f"{layer} needs a block [{', '.join(needed)}], not {list(x.shape)}"
+        if not x.is_floating_point():
+            return f"{layer} needs a real field, not {x.dtype}"
+        own = self.own_dtype
+        if own is not None and own != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            return f"{layer} has parameters of {own}, and the field is {x.dtype}: convert one of them, as x.to({own})"
+        return None
+
+    @property
+    def own_dtype(self) -> torch.dtype | None:
+        """The dtype that a field must have outside of autocast; None for any."""
+        return None
 
     def extra_repr(self) -> str:
         return f"{list(self.input.shape)} -> {list(self.output.shape)} on {list(self.grid.shape)} ranks"

@@ -7,31 +7,21 @@ different results. Nothing in a step compares them again.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from commengine import Communicator, ProcessGrid
+from commengine import CollectiveError, Communicator, ProcessGrid
 from commengine.agreement import raise_together
+from commengine.copies import checksum, difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
 from trainers.training.module_buffers import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
-#: bytes of a device's tensor that are copied to the host at once
-BLOCK = 1 << 26
-
-
-def checksum(tensor: Tensor) -> int:
-    """XXH3 of 64 bits of the tensor's values, as a signed integer. It waits for a device."""
-    hashed = xxhash.xxh3_64()
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), BLOCK):
-        hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
-    return int.from_bytes(hashed.digest(), "big", signed=True)
+#: relative difference of gradients that ranks may have, because they round differently
+_TOLERANCE = 1e-3
 
 
 def difference(trainer: Trainer) -> str | None:
@@ -58,7 +48,10 @@ def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> st
     hashed = [(name, checksum(tensor), sharded) for name, tensor, sharded in held]
     every = [(name, value) for name, value, _ in hashed]
     whole = [(name, value) for name, value, sharded in hashed if not sharded]
-    told = [_compare(grid.data, every), _compare(grid.tensor, whole)]  # every rank takes part in both
+    told = [
+        difference_between(grid.data, every),
+        difference_between(grid.tensor, whole),
+    ]  # every rank takes part in both
     return told[0] or told[1]
 
 
@@ -97,6 +90,47 @@ def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
     raise_together(grid.world.mpi, problem and f"make_equal=False, and the replicas differ: {problem}")
 
 
+def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
+    """Raise RuntimeError on every rank unless a tensor group has one gradient for what its ranks all hold.
+
+    Such a parameter is not split: each rank holds all of it, and must compute all of its gradient. A layer that is not
+    of tplayers, in a network on split fields, computes the term of this rank's block only. Sums and norms are compared
+    with a tolerance of 0.1%, because ranks may round differently. Collective over the grid's world.
+    """
+    placed = placements(module)
+    whole = [(name, p) for name, p in module.named_parameters() if p.requires_grad and not placed[name].sharded]
+    mine = torch.zeros((1, 2 * len(whole)), dtype=torch.float64)
+    for number, (_, parameter) in enumerate(whole):
+        if parameter.grad is not None:
+            values = parameter.grad.detach().double()
+            mine[0, 2 * number] = values.sum().real if values.is_complex() else values.sum()
+            mine[0, 2 * number + 1] = torch.linalg.vector_norm(values)
+    every = mine.new_empty((grid.tensor.size, 2 * len(whole)))
+    grid.tensor.all_gather(every, mine)
+    sums, norms = every[:, ::2], every[:, 1::2]
+    # Equal vectors of n elements but for a relative error r have sums that differ by sqrt(n) r of their norm at most.
+    roots = mine.new_tensor([parameter.numel() for _, parameter in whole]).sqrt()
+    apart = norms.amax(0) - norms.amin(0) > _TOLERANCE * norms.amax(0)
+    apart |= sums.amax(0) - sums.amin(0) > _TOLERANCE * roots * norms.amax(0)
+    apart &= every.isfinite().all(0).view(-1, 2).all(1)  # what is not finite may be a loss scale that is too large
+    found = [
+        f"{name} (norms {', '.join(f'{norm:.4g}' for norm in norms[:, number].tolist())})"
+        for number, (name, _) in enumerate(whole)
+        if apart[number]
+    ]
+    problem = None
+    if found:
+        problem = (
+            f"the ranks of a tensor group have different gradients of parameters that each of them holds: "
+            f"{', '.join(found)}. In a network on split fields each layer with parameters must be one of tplayers, "
+            "such as FieldConv with kernel_size=1, because another layer's gradient is that of this rank's block only"
+        )
+    try:
+        raise_together(grid.world.mpi, problem)
+    except CollectiveError as error:
+        raise RuntimeError(str(error)) from None
+
+
 def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
     placed = placements(module)
     for name, parameter in module.named_parameters():
@@ -108,34 +142,3 @@ def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
-
-
-def _compare(comm: Communicator, items: Sequence[tuple[str, int]]) -> str | None:
-    """The first item that is not equal on all ranks of ``comm``, or None. Collective over ``comm``."""
-    if comm.size == 1:
-        return None
-    mine = torch.tensor([value for _, value in items], dtype=torch.int64)
-    of_all = checksum(mine) >> 1  # a bit less, so that it can be negated
-    ends = torch.tensor([of_all, -of_all])
-    comm.all_reduce(ends, "max")
-    if int(ends[0]) == -int(ends[1]):
-        return None
-    every = mine.new_empty(comm.size, len(items))
-    comm.all_gather(every, mine.unsqueeze(0))
-    unequal = [n for n in range(len(items)) if len(set(every[:, n].tolist())) > 1]
-    name, values = items[unequal[0]][0], every[:, unequal[0]].tolist()
-    more = f" (and {len(unequal) - 1} more)" if len(unequal) > 1 else ""
-    return f"{name}{more} {_parties(values, comm.world_ranks())}"
-
-
-def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Who has which value: "on rank 3 is not that of ranks 0, 1, 2", or all parties if no majority is there."""
-    counted = Counter(values).most_common()
-    parties = [[rank for rank, value in zip(ranks, values, strict=True) if value == one] for one, _ in counted]
-    if len(parties) == 2 and len(parties[0]) > len(parties[1]):
-        return f"on {_named(parties[1])} is not that of {_named(parties[0])}"
-    return f"differs between {' and '.join(map(_named, parties))}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -14,14 +14,9 @@ from trainers.checkpoints import run_folder
 from trainers.options import as_flags, given, require
 
 from . import source
-from .flags import TASKS, FinetuneFlags
+from .flags import SHAPE, TASKS, FinetuneFlags
 from .formats.squad import version_in
 
-#: the settings that the model has from its pretraining
-SHAPE = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
-    "make_vocab_size_divisible_by", "norm_placement", "gelu",
-)  # fmt: skip
 #: tokens of a sample by default
 _LENGTHS = {"mnli": 512, "qqp": 512, "squad": 384, "race": 512}
 #: settings of a run that another use of its model does not have to repeat
@@ -62,6 +57,8 @@ class FinetuneConfig(FinetuneFlags):
             raise UsageError("--load: needed: a run of pretrain_bert to start from, or a run of finetune to go on with")
         else:
             require(self.task is not None or not self.trains, f"--task: needed: one of {', '.join(TASKS)}")
+        used = self.trains or bool(members) or self.load is not None
+        require(used, "--predict: needs --load RUN, a run of finetune, or --save DIR to train one")
         require(self.output is None or self.predict is not None, "--output: needs --predict dev or --predict test")
         several = "--seeds: needs --save DIR, for a folder of each run"
         require(self.seeds == 1 or self.save is not None, several)
@@ -75,15 +72,16 @@ class FinetuneConfig(FinetuneFlags):
         the option.
         """
         verify = self.verify_checkpoints
-        if self.members:
-            config = self.of_run(*source.fine_tuned(self.members[0], "--ensemble", verify=verify))
-        elif not self.trains:
-            config = self.of_run(*source.fine_tuned(self.load or "", "--load", verify=verify))
+        if not self.trains:
+            option, run = ("--ensemble", self.members[0]) if self.members else ("--load", self.load or "")
+            best, words = source.best_checkpoint(run, option), f"{option} {run}"
+            config = self.of_run(source.fine_tuned(best, words, verify=verify), words)
         elif (found := run_folder.checkpoint_to_load(self)) is None:
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
-        elif source.is_fine_tuned(saved := source.settings_of(found, verify=verify)):
-            require(self.seeds == 1, f"{given(self, 'load')}: is one run; with --seeds, give a run of pretrain_bert")
-            config = self.of_run(saved, f"--load {self.load}")
+        elif source.is_fine_tuned(source.settings_of(found, verify=verify)):
+            words = given(self, "load")
+            require(self.seeds == 1, f"{words}: is one run; with --seeds, give a run of pretrain_bert")
+            config = self.of_run(source.fine_tuned(found, words, verify=verify), words)
         else:
             both = "--load and --pretrained-checkpoint: both name a model of pretrain_bert; leave one of them out"
             require(self.pretrained_checkpoint is None, both)

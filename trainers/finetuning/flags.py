@@ -31,6 +31,11 @@ from .formats.squad import VERSIONS, version_in
 
 #: the values of ``--task``
 TASKS = ("mnli", "qqp", "squad", "race")
+#: the settings that the model has from its pretraining
+SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
+    "make_vocab_size_divisible_by", "norm_placement", "gelu",
+)  # fmt: skip
 #: tokens of an answer, of a question and the like
 _COUNT = between(1, 10**5)
 

@@ -22,8 +22,9 @@ from trainers.training.precision import parameter_dtype
 
 from . import source
 from .batches import KeptLogits, LabelLoss
-from .config import SHAPE, FinetuneConfig
+from .config import FinetuneConfig
 from .downstream import DownstreamTask, Part
+from .flags import SHAPE
 from .task import held_out, open_task
 
 #: settings on which the samples depend: the members of an ensemble must have the same
@@ -82,9 +83,8 @@ def _checkpoint(config: FinetuneConfig, world: Communicator, run: str, option: s
     """The settings with the model of ``run``, and its checkpoint. Collective."""
 
     def find() -> list[Any]:
-        found = source.best_checkpoint(run, option)
-        saved = source.settings_of(found, verify=config.verify_checkpoints)
-        one = _member(config, saved, f"{option} {run}")
+        found, words = source.best_checkpoint(run, option), f"{option} {run}"
+        one = _member(config, source.fine_tuned(found, words, verify=config.verify_checkpoints), words)
         one.shape(world.size)
         return [str(found), one.to_json()]
 
@@ -120,8 +120,6 @@ def _logits(
 
 def _member(config: FinetuneConfig, saved: Mapping[str, Any], run: str) -> FinetuneConfig:
     """The settings with the model of ``run``. Raises UsageError unless its samples are those of ``config``."""
-    if not source.is_fine_tuned(saved):
-        raise UsageError(f"{run}: is no run of finetune, so it has learnt no task")
     for name in _OF_SAMPLES:
         if getattr(config, name) != saved.get(name):
             raise UsageError(

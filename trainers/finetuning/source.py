@@ -9,13 +9,20 @@ from typing import Any
 
 from commengine import UsageError
 from trainers.checkpoints import checkpoint, pointer
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.trained import read_settings
+
+from .flags import SHAPE, FinetuneFlags
 
 #: in the folder of several runs: how good each is, and which is the median (`trainers.finetuning.seeds`)
 SEEDS = "seeds.json"
 
 
 def settings_of(found: Path, *, verify: bool) -> Mapping[str, Any]:
-    """The settings of the run that wrote a checkpoint. verify: compare them with their checksum. Raises UsageError."""
+    """The settings of the run that wrote a checkpoint, as it saved them. Raises UsageError if they cannot be read.
+
+    verify: compare them with their checksum.
+    """
     return checkpoint.saved_state(found, verify=verify).settings
 
 
@@ -42,20 +49,22 @@ def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], 
         raise UsageError(
             f"--load {folder}: holds {kind}, and a BERT is needed; give the --save folder of trainers.pretrain_bert"
         )
-    return saved, f"--load {folder}"
+    return read_settings(found, BERTTrainConfig, saved).to_json(), f"--load {folder}"
 
 
-def fine_tuned(folder: str, option: str, *, verify: bool) -> tuple[Mapping[str, Any], str]:
-    """(The settings of the run of ``finetune`` in ``folder``, the words for it). Raises UsageError for any other.
+def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
+    """The settings of the run of ``finetune`` that wrote a checkpoint. Raises UsageError for any other run.
 
-    option: that names the folder.
+    words: the option that names the run, and its folder.
     """
-    saved = settings_of(best_checkpoint(folder, option), verify=verify)
+    saved = settings_of(found, verify=verify)
     if not is_fine_tuned(saved):
-        raise UsageError(
-            f"{option} {folder}: is no run of finetune, so it has learnt no task; to train it, give --save DIR"
-        )
-    return saved, f"{option} {folder}"
+        raise UsageError(f"{words}: is no run of finetune, so it has learnt no task; to train it, give --save DIR")
+    settings = read_settings(found, FinetuneFlags, saved)
+    needed = ("task", "seq_length", *SHAPE)
+    if lacking := [name for name in needed if name != "ffn_hidden_size" and not getattr(settings, name)]:
+        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {lacking[0]} is missing"))
+    return settings.to_json()
 
 
 def best_checkpoint(folder: str, option: str) -> Path:

@@ -5,7 +5,7 @@ import torch
 
 import commengine
 import tplayers
-from commengine import CartesianGrid, CollectiveMismatch, Communicator, Decomposition
+from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Communicator, Decomposition
 from tests.support.fields.comparison import close, cut, draw, same_bits
 
 pytestmark = pytest.mark.mpi
@@ -90,8 +90,66 @@ def test_a_block_of_another_shape_on_one_rank_raises_on_all(grid):
     layer = tplayers.FieldConv(2, 2, 3, grid, field, padding=1)
     tplayers.initialize(layer, 1)
     block = torch.zeros(1, 2, 8, 7 if grid.rank == 0 else 8)
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 needs a block \[.batch., 2, 8, 8\], not \[1, 2, 8, 7\]"):
+    with pytest.raises(
+        CollectiveError, match=r"rank 0: FieldConv needs a block \[batch, 2, 8, 8\], not \[1, 2, 8, 7\]"
+    ):
         layer(block)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: x[0], r"needs a block \[batch, 2, 8, 8\], not \[2, 8, 8\]"),
+        (lambda x: x.long(), "needs a real field, not torch.int64"),
+        (lambda x: x.double(), "has parameters of torch.float32, and the field is torch.float64: convert one of them"),
+        (lambda x: x.numpy(), r"needs a torch.Tensor, not ndarray: torch.from_numpy"),
+    ],
+)
+def test_the_same_mistake_on_all_ranks_is_one_sentence(grid, wrong, message):
+    layer = tplayers.FieldConv(2, 2, 3, grid, grid.decompose((8, 8 * grid.size)), padding=1)
+    tplayers.initialize(layer, 1)
+    kind = CollectiveError if grid.size > 1 else ValueError
+    with pytest.raises(kind, match=f"^FieldConv {message}"):
+        layer(wrong(torch.zeros(1, 2, 8, 8)))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda rank: {"out_channels": 2 + rank}, r"weight float32 \[2, 2, 3, 3\].*weight .*\[3, 2, 3, 3\]"),
+        (lambda rank: {"kernel_size": 3 + 2 * rank, "padding": 1 + rank}, r"\[2, 2, 3, 3\].*\[2, 2, 5, 5\]"),
+        (lambda rank: {"dilation": 1 + rank, "padding": 1 + rank}, r"dilation=\(1, 1\).*dilation=\(2, 2\)"),
+        (lambda rank: {"padding_mode": ("zeros", "circular")[rank > 0]}, "'zeros'.*'circular'"),
+    ],
+)
+def test_a_layer_with_other_arguments_on_one_rank_raises_on_all(grid, arguments, message):
+    given = {"out_channels": 2, "kernel_size": 3, "padding": 1} | arguments(min(grid.rank, 1))
+    layer = tplayers.FieldConv(2, grid=grid, input=grid.decompose((8, 8 * grid.size)), **given)
+    tplayers.initialize(layer, 1)
+    with pytest.raises(CollectiveMismatch, match=f"the ranks disagree: .*{message}"):
+        layer(torch.zeros(1, 2, 8, 8))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["seed", "value", "mode", "running mean"])
+def test_other_parameters_or_buffers_on_one_rank_raise_on_all(grid, kind):
+    field = grid.decompose((8, 8 * grid.size))
+    conv, norm = tplayers.FieldConv(2, 2, 3, grid, field, padding=1), tplayers.FieldBatchNorm(2, grid, field)
+    net, last = torch.nn.Sequential(conv, norm), grid.size - 1
+    tplayers.initialize(net, grid.rank if kind == "seed" else 1)
+    message = "FieldConv: (weight|bias) .* with one seed on all ranks, or load the same state dict"
+    with torch.no_grad():
+        if kind == "value" and grid.rank == last:
+            conv.bias[1] += 1e-7
+        if kind == "running mean":
+            norm.running_mean[0] = float(grid.rank == last)
+            message = "FieldBatchNorm: running_mean "
+    if kind == "mode":
+        norm.train(grid.rank != last)
+        message = "training=True.*training=False"
+    with pytest.raises(CollectiveMismatch, match=message):
+        net(torch.zeros(1, 2, 8, 8))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -130,7 +188,7 @@ def test_a_checked_transfer_compares_whether_gradients_are_wanted(mpi_world):
 def test_a_field_that_is_not_real_is_refused_on_every_rank(grid, dtype):
     field = grid.decompose((8, 8 * grid.size))
     for layer in (tplayers.FieldConv(2, 2, 3, grid, field), tplayers.FieldMaxPool(2, grid, field)):
-        with pytest.raises((ValueError, CollectiveMismatch), match=f"needs a real field, not {dtype}"):
+        with pytest.raises((ValueError, CollectiveError), match=f"needs a real field, not {dtype}"):
             layer(torch.zeros(1, 2, 8, 8, dtype=dtype))
 
 
@@ -159,7 +217,7 @@ def test_later_a_rank_looks_at_its_own_block_only(grid):
     layer(torch.zeros(1, 2, 8, 8))
     with commengine.trace(grid.comm) as log:
         layer(torch.zeros(1, 2, 8, 8))
-        with pytest.raises(ValueError, match=rf"rank {grid.rank} needs a block"):
+        with pytest.raises(ValueError, match=rf"rank {grid.rank}: FieldMaxPool needs a block"):
             layer(torch.zeros(1, 2, 8))
     assert not log.events
 

@@ -264,6 +264,9 @@ REFUSED = {
     "predictions of a pretrained model": (
         [*MNLI, "--load", "{root}/bert", "--predict", "dev"], ["is no run of finetune, so it has learnt no task"],
     ),
+    "predictions of nothing": (
+        [*MNLI, "--pretrained-checkpoint", "{root}/bert", "--predict", "dev"], ["--predict: needs --load RUN"],
+    ),
     "predictions of another task": (
         [*MNLI, "--load", "{root}/race", "--predict", "dev"], ["--task mnli: the run of --load .* has race"],
     ),

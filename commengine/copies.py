@@ -1,0 +1,60 @@
+"""Whether the copies of tensors on several ranks are equal, by checksums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .communicator import Communicator
+
+#: bytes of a device's tensor that are copied to the host at once
+BLOCK = 1 << 26
+
+
+def checksum(tensor: Tensor) -> int:
+    """XXH3 of 64 bits of the tensor's values, as a signed integer. It waits for a device."""
+    hashed = xxhash.xxh3_64()
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), BLOCK):
+        hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
+    return int.from_bytes(hashed.digest(), "big", signed=True)
+
+
+def difference_between(comm: Communicator, items: Sequence[tuple[str, int]]) -> str | None:
+    """The first item whose value is not equal on all ranks of ``comm``, and where it differs; None if all are equal.
+
+    items: (name, value); the values are integers of 64 bits, such as a `checksum`. The ranks are those of the world.
+    Collective over ``comm``, with the same names on every rank: an all-reduce of 16 bytes, and an all-gather of all
+    values where they differ.
+    """
+    if comm.size == 1:
+        return None
+    mine = torch.tensor([value for _, value in items], dtype=torch.int64)
+    of_all = checksum(mine) >> 1  # a bit less, so that it can be negated
+    ends = torch.tensor([of_all, -of_all])
+    comm.all_reduce(ends, "max")
+    if int(ends[0]) == -int(ends[1]):
+        return None
+    every = mine.new_empty(comm.size, len(items))
+    comm.all_gather(every, mine.unsqueeze(0))
+    unequal = [n for n in range(len(items)) if len(set(every[:, n].tolist())) > 1]
+    name, values = items[unequal[0]][0], every[:, unequal[0]].tolist()
+    more = f" (and {len(unequal) - 1} more)" if len(unequal) > 1 else ""
+    return f"{name}{more} {_parties(values, comm.world_ranks())}"
+
+
+def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
+    """Who has which value: "on rank 3 is not that of ranks 0, 1, 2", or all parties if no majority is there."""
+    counted = Counter(values).most_common()
+    parties = [[rank for rank, value in zip(ranks, values, strict=True) if value == one] for one, _ in counted]
+    if len(parties) == 2 and len(parties[0]) > len(parties[1]):
+        return f"on {_named(parties[1])} is not that of {_named(parties[0])}"
+    return f"differs between {' and '.join(map(_named, parties))}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
