@@ -67,10 +67,11 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     path = str(config.data)
 
     def read() -> texts.Texts:
-        rows = lambada.encoded(list(lambada.texts_of(path, config.json_key)), trained.tokenizer)
-        if not rows:
+        lines = list(lambada.texts_of(path, config.json_key))
+        if not lines:
             raise ValueError(f"{path}: has no text")
-        lambada.examples(rows, length)  # its errors belong to the file
+        rows = lambada.encoded(lines, trained.tokenizer)
+        lambada.require_fits(rows, length, [where for where, _ in lines])
         flat = [tokens for row in rows for tokens in row]
         return texts.Texts(flat, texts.TextCounts(len(rows), 0, 0, sum(map(len, flat))))
 

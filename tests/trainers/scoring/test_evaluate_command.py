@@ -48,7 +48,7 @@ REFUSED = {
     ),
     "a long last word": (
         "--load {}/run --task lambada --data {}/long",
-        "--data: example 1: its last word has 41 tokens, and the model reads 32",
+        "--data: {}/long: line 1: its last word has 41 tokens, and the model reads 32",
     ),
     "windows longer than the model": (
         "--load {}/run --task wikitext --data {}/text --seq-length 64", "--seq-length 64: the model knows 32 positions",

@@ -14,18 +14,18 @@ from trainers.weights.hugging_face import to_hugging_face
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
 pytest.importorskip("accelerate", reason="lm-evaluation-harness's HFLM needs accelerate")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]  # most of its time is the library's start
 
 TEXT = Path(__file__).with_name("articles.raw").read_text(encoding="utf-8")
 LENGTH, ROWS = 32, 100
 MODEL = [
-    "--num-layers", "1", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", LENGTH, "--lr", "1e-2",
-    "--make-vocab-size-divisible-by", "4", "--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "8",
-    "--eval-iters", "0", "--sample-tokens", "0",
+    "--num-layers", "1", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", LENGTH,
+    "--make-vocab-size-divisible-by", "4", "--micro-batch-size", "4", "--global-batch-size", "8", "--lr", "5e-3",
+    "--train-iters", "300", "--eval-iters", "0", "--sample-tokens", "0",
 ]  # fmt: skip
 TASKS = {
     "choices": "output_type: multiple_choice\ndoc_to_text: '{{context}}'\ndoc_to_target: 0\n"
-    "doc_to_choice: '{{[first, second]}}'\nmetric_list:\n  - metric: acc\n",
+    "doc_to_choice: '{{[first, second]}}'\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n",
     "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{context}}'\n"
     "metric_list:\n  - metric: word_perplexity\n",
     "written": "output_type: generate_until\ndoc_to_text: '{{context}}'\ndoc_to_target: '{{first}}'\n"
@@ -56,13 +56,14 @@ def folder(tmp_path_factory, tokenizer) -> Path:
             writer.add_document(np.array([*tokenizer.encode(line), tokenizer.eod]))
     tokenizer.save(root / "tokens-tokenizer.json")
     words, generator, rows = TEXT.split(), np.random.default_rng(0), []
-    for number in range(ROWS):
+    for number in range(ROWS):  # half of the first choices are what follows in the text that the model was trained on
         start, size = int(generator.integers(0, len(words) - 60)), int(generator.integers(1, 40))
         context = " ".join(["so", *words[start : start + size]]) if number % 10 else ""
-        first, second = (" " + " ".join(words[at : at + 1 + number % 3]) for at in generator.integers(0, 400, 2))
-        rows.append(
-            {"context": context + (" " if number % 7 == 0 and context else ""), "first": first, "second": second}
-        )
+        first, second = (" ".join(words[at : at + 1 + number % 3]) for at in generator.integers(0, 400, 2))
+        if number % 2:
+            first = " ".join(words[start + size : start + size + 1 + number % 3])
+        context += " " if number % 7 == 0 and context else ""  # the continuation then begins with it
+        rows.append({"context": context, "first": f" {first}", "second": f" {second}"})
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "tasks").mkdir()
     for name, text in [*TASKS.items(), ("lost", TASKS["choices"])]:
@@ -123,7 +124,7 @@ def hflm(outcomes, folder, tokenizer):
         GPT2Config(vocab_size=config.vocab_size, n_positions=LENGTH, n_embd=48, n_layer=1, n_head=4,
                    bos_token_id=tokenizer.eod, eos_token_id=tokenizer.eod)
     )  # fmt: skip
-    ours = load_file(folder / "run" / "iter_0000008" / "model.safetensors")
+    ours = load_file(folder / "run" / "iter_0000300" / "model.safetensors")
     model.load_state_dict(to_hugging_face(ours, config), strict=False)
     theirs = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokens-tokenizer.json"), eos_token="<|endoftext|>", bos_token="<|endoftext|>"
@@ -144,7 +145,7 @@ def test_log_likelihoods_and_greedy_choices_are_hflms(samples, hflm):
     for (_, (found, greedy)), (log_likelihood, is_greedy) in zip(requests, expected, strict=True):
         assert float(found) == pytest.approx(log_likelihood, abs=1e-4)
         assert str(greedy) == str(is_greedy)
-    assert len({str(greedy) for _, (_, greedy) in requests}) == 2
+    assert 0 < sum(str(greedy) == "True" for _, (_, greedy) in requests) < ROWS
 
 
 def test_rolling_log_likelihoods_are_hflms(samples, hflm):
