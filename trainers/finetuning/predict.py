@@ -125,8 +125,11 @@ def _member(config: FinetuneConfig, saved: Mapping[str, Any], run: str) -> Finet
             raise UsageError(
                 f"{run}: has --{name.replace('_', '-')} {saved.get(name)}, another one {given(config, name)}"
             )
-    blank = dict.fromkeys(("tokenizer_model", *SHAPE))
-    return replace(config, **blank).of_model(saved, run)  # type: ignore[arg-type]
+    tokenizer = config.tokenizer_model
+    if config.members and Path(str(saved.get("tokenizer_model"))).is_file():
+        tokenizer = saved["tokenizer_model"]  # its own, which is then compared with that of the first run
+    blank: dict[str, Any] = dict.fromkeys(SHAPE)
+    return replace(config, tokenizer_model=tokenizer, **blank).of_model(saved, run)
 
 
 def _threshold_of(run: str, option: str) -> float | None:

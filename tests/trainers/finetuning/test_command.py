@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 
 import pytest
@@ -27,7 +28,7 @@ TOYS = {
     "squad2": (1, ["--task", "squad", "--epochs", 2, "--fp16", "--initial-loss-scale", 1024]),
 }
 #: with dropout, and few steps
-DROPPED = ["--task", "race", "--hidden-dropout", 0.2, "--attention-dropout", 0.2, "--train-iters", 5, "--eval-iters", 0]
+DROPPED = ["--task", "mnli", "--hidden-dropout", 0.2, "--attention-dropout", 0.2, "--train-iters", 5, "--eval-iters", 0]
 LAYOUTS = {"1-1": (1, []), "2-1": (2, TENSOR), "1-2": (2, [])}
 
 
@@ -58,6 +59,10 @@ def outcomes(root, pretrain, tiny):
         "bert": (1, toy_tasks.pretraining(root / "vocab.txt", root / "bert"), "pretrain_bert"),
         "gpt": (1, [*gpt, "--save", root / "gpt"], "pretrain_gpt"),
     }
+    bare = toy_tasks.pretraining(root / "vocab.txt", root / "no pooler")
+    commands["no pooler"] = (1, [*bare, "--bert-no-binary-head", "--norm-placement", "post"], "pretrain_bert")
+    begun = [root / "no pooler" if word == root / "bert" else word for word in start("qqp", "--task", "qqp")]
+    commands["new pooler"] = (2, [*begun, *TENSOR, "--train-iters", 2, "--eval-iters", 0, "--save", root / "pooled"])
     for name, (ranks, flags) in TOYS.items():
         commands[name] = (ranks, start(name, *flags, "--save", root / name))
     stopped = start("race", *TOYS["race"][1], "--save", root / "stopped")
@@ -65,13 +70,17 @@ def outcomes(root, pretrain, tiny):
     again = [root / "stopped" if word == root / "bert" else word for word in stopped]
     commands["resumed"] = (2, again)
     for name, (ranks, flags) in LAYOUTS.items():
-        commands[name] = (ranks, start("race", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
+        commands[name] = (ranks, start("mnli", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
     commands["early"] = (1, start("mnli", "--task", "mnli", "--train-iters", 5, "--save", root / "early"))
     for ranks in (1, 2, 3, 4):
         output = ["--output", root / f"predicted {ranks}"]
         commands[f"predict {ranks}"] = (ranks, predict("mnli", root / "early", *output))
     commands["predict squad2"] = (2, predict("squad2", root / "squad2", *TENSOR))
-    commands["predict race test"] = (2, [*predict("race", root / "race"), "--predict", "test"])
+    moved = shutil.copy(root / "vocab.txt", root / "moved.txt")
+    commands["predict race test"] = (
+        2,
+        [*predict("race", root / "race"), "--predict", "test", "--tokenizer-model", moved],
+    )
     seeds = ["--task", "squad", "--train-iters", 12, "--eval-interval", 6, "--seeds", 3, "--save", root / "seeds"]
     new = ["--pretrained-checkpoint" if word == "--load" else word for word in start("squad", *seeds)]
     commands["seeds"] = (2, [*new, "--load", root / "seeds", "--predict", "dev"])
@@ -79,11 +88,17 @@ def outcomes(root, pretrain, tiny):
     members = sorted(root / "seeds" / f"seed_{1234 + n}" for n in range(3))
     together = ["--ensemble", *members, "--data", root / "data" / "squad", "--predict", "dev"]
     commands["ensemble"] = (2, [*together, "--output", root / "together", *TENSOR])
-    listed = [(ranks, words) for ranks, words, *_ in commands.values()]
-    kinds = [kind[0] if kind else "finetune" for *_, kind in ((*one[:2], one[2:]) for one in commands.values())]
+    for name, (given, _) in REFUSED.items():
+        commands[f"refused: {name}"] = (2, [word.format(root=root) for word in given])
+    left = [*MNLI, "--load", "{root}/bert", *VOCAB, "--save", "{root}/stopped seeds", "--seeds", "2", *SHORT]
+    commands["stopped seeds"] = (1, [word.format(root=root) for word in left], "finetune", [["step", 3, 0, "TERM"]])
+    damaged(root)
+    listed = [(ranks, words, *more[1:]) for ranks, words, *more in commands.values()]
+    kinds = [more[0] if more else "finetune" for _, _, *more in commands.values()]
     found = dict(zip(commands, pretrain(*listed, command=kinds), strict=True))
     for name, outcome in found.items():
-        assert not any(outcome.codes), (name, outcome.err)
+        if not name.startswith("refused: ") and name != "stopped seeds":
+            assert not any(outcome.codes), (name, outcome.err)
     return found
 
 
@@ -125,6 +140,13 @@ def test_the_encoder_begins_with_the_pretrained_values(outcomes, root):
     assert {"embedding.weight", "layers.1.mlp.up.weight", "pooler.weight"} <= set(shared)
     assert {name.split(".")[0] for name in set(after) - set(shared)} == {"classifier"}
     assert all((after[name] - before[name]).abs().max() < 0.01 for name in shared)  # 5 steps of at most 1e-3
+
+
+def test_a_pooler_that_the_pretrained_model_lacks_is_new_and_said(outcomes, root):
+    said = outcomes["new pooler"].err
+    assert "no pooler: has no pooler (--bert-no-binary-head), so the one" in said[0] and said[1] == ""
+    found = load_file(root / "pooled" / "iter_0000002" / "model.safetensors")
+    assert found["pooler.weight"].std() > 0.01 and "embedding_norm.weight" in found
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "1-1"])
@@ -209,6 +231,7 @@ def test_an_ensemble(outcomes, root):
 # Bad input --------------------------------------------------------------------------------------------------------
 
 VOCAB = ["--tokenizer-model", "{root}/vocab.txt"]
+SHORT = ["--train-iters", "3", "--eval-iters", "0", "--micro-batch-size", "4", "--seq-length", "16"]
 MNLI = ["--task", "mnli", "--data", "{root}/data/mnli"]
 REFUSED = {
     "no task": (["--load", "{root}/bert", "--data", "{root}/data/mnli"], ["--task: needed: one of mnli, qqp"]),
@@ -292,11 +315,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def refused(outcomes, root, pretrain):
-    """How each of the commands that must be refused ends, on two ranks."""
-    lines = (root / "vocab.txt").read_text()
-    (root / "large.txt").write_text(lines + "more\nwords\n")
+def damaged(root):
+    """Make the files of the commands that must be refused."""
+    (root / "large.txt").write_text((root / "vocab.txt").read_text() + "more\nwords\n")
     (root / "bare.txt").write_text("\n".join(toy_tasks.WORDS) + "\n")
     (root / "empty").mkdir()
     (root / "empty" / "train.tsv").write_text("")
@@ -306,13 +327,20 @@ def refused(outcomes, root, pretrain):
     path.write_text(json.dumps({"article": "A.", "questions": ["Who?"], "answers": ["A"]}))
     for version in ("1.1", "2.0"):
         toy_tasks.squad(root / "both", version)
-    words = [(2, [word.format(root=root) for word in given]) for given, _ in REFUSED.values()]
-    return dict(zip(REFUSED, pretrain(*words, command="finetune"), strict=True))
+
+
+def test_a_stop_in_the_last_step_of_a_seed_begins_no_other_one(outcomes, root):
+    """The first run ends as usual, with its report; the command tells that something is left."""
+    assert outcomes["stopped seeds"].codes == [75]
+    assert "came in the last step" in outcomes["stopped seeds"].err[0]
+    assert [path.name for path in (root / "stopped seeds").iterdir()] == ["seed_1234"]
+    assert report(root, "stopped seeds/seed_1234")["iteration"] == 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_one_line_on_rank_zero(refused, name):
-    outcome, patterns = refused[name], REFUSED[name][1]
+def test_refused_with_one_line_on_rank_zero(outcomes, name):
+    """All of them run on two ranks."""
+    outcome, patterns = outcomes[f"refused: {name}"], REFUSED[name][1]
     assert outcome.codes == [2, 2]
     assert outcome.err[1] == "" and outcome.out == ["", ""]
     line = outcome.err[0]
