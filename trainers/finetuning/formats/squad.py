@@ -47,7 +47,8 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
     """The paragraphs and questions of a file.
 
     labelled: each question needs its answers; in version 2.0, ``is_impossible`` may stand in their place. located: the
-    first answer must stand in the context where it says. Raises InputFileError that names the file, the question and
+    first answer must stand in the context where it says; otherwise, as predictions need, each question must have an
+    identity of its own. Raises InputFileError that names the file, the question and
     what is wrong.
     """
     contexts: list[str] = []
@@ -60,7 +61,7 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
             if not isinstance(one, dict):
                 raise InputFileError(f"{at}: want a JSON object with id, question and answers")
             question = _question(at, one, len(contexts) - 1, version, labelled=labelled)
-            if (other := seen.setdefault(question.identity, at)) != at:
+            if (other := seen.setdefault(question.identity, at)) != at and not located:
                 raise InputFileError(f"{at}: its id {question.identity[:40]!r} is that of another one ({other})")
             if located and question.answers:
                 _require_located(at, contexts[-1], *question.answers[0])
