@@ -48,8 +48,7 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
 
     labelled: each question needs its answers; in version 2.0, ``is_impossible`` may stand in their place. located: the
     first answer must stand in the context where it says; otherwise, as predictions need, each question must have an
-    identity of its own. Raises InputFileError that names the file, the question and
-    what is wrong.
+    identity of its own. Raises InputFileError that names the file, the question and what is wrong.
     """
     contexts: list[str] = []
     questions: list[SpanQuestion] = []
