@@ -43,9 +43,14 @@ FLAGS := $(if $(filter --save --save=%,$(ARGS)),,--overwrite)
 FLAGS += $(if $(filter-out 1 2,$(NP)),--micro-batch-size $(shell expr 32 / $(NP)))
 endif
 FLAGS += $(if $(filter-out $(STDLIB),$(DATA)),--data-path $(DATA))
+# The folder of the run: the last --save of ARGS, or that of the file.
+SAVED = $(shell { sed -n 's/^save: */--save /p' $(CONFIG); echo '$(ARGS)'; } | tr ' =' '\n\n' | \
+	awk 'next_is { name = $$0; next_is = 0 } $$0 == "--save" { next_is = 1 } END { print name }')
 
+# It ends with the perplexity of all held-out documents, on one replica for each rank.
 train: $(STAMP) $(DATA).bin $(DATA).idx
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(FLAGS) $(ARGS)
+	$(if $(SAVED),$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.evaluate --load $(SAVED) --task held-out)
 
 # The same for BERT, into runs/bert; it takes NP and ARGS, too.
 train-bert: $(STAMP) $(SENTENCES).bin $(SENTENCES).idx

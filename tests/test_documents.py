@@ -20,6 +20,7 @@ from tests.test_readme import accepted
 from trainers.options import parse
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
+from trainers.trained import LoadConfig
 
 ROOT = mpirun.ROOT
 PACKAGES = ("commengine", "tplayers", "trainers", "bench")
@@ -43,6 +44,10 @@ SMALLER = {
     "bench.replay": ["--rounds", "2"],
     "bench.switch_points": ["--seconds", "2", "--largest", "64K"],
 }
+#: options of commands with a trained model that name a file or a folder, which the reader has
+FILES_OF_THE_READER = (
+    "data", "prompts", "json", "plot", "predictions", "samples", "include_path", "tokenizer_model",
+)  # fmt: skip
 #: the commands that pass options on to a training run: its settings
 TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig}
 #: what a reader has made before, or names as an example
@@ -85,6 +90,19 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
         return
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
+        return
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, LoadConfig)]
+    if kinds := [kind for kind in kinds if kind is not LoadConfig]:
+        (kind,) = kinds
+        config = parse(kind, arguments, name)
+        there = {
+            option: str(data.parent if option == "include_path" else data.with_suffix(Path(given).suffix))
+            for option in FILES_OF_THE_READER
+            if (given := getattr(config, option, None)) is not None
+        }
+        for option in {"data", "prompts"} & set(there):
+            Path(there[option]).touch()
+        kind(**(config.to_json() | there)).validate(python_words(command.words)[0])
         return
     if name == "trainers.supervise":  # with the command that it starts
         module.read([*arguments, "--data-path", str(data), "--vocab-size", "4096"])

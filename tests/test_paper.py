@@ -12,7 +12,7 @@ from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
 from commengine import cost
 from tests.support.mpirun import ROOT
-from trainers.presets import PRESETS
+from trainers.presets import FINETUNING, PRESETS
 
 PAGE = (ROOT / "docs" / "paper.md").read_text()
 DGX_2H = load("dgx-2h")
@@ -106,6 +106,15 @@ def test_sizes_and_counts_are_those_of_the_presets():
                 assert cells[6:] == [str(preset.paper_tensor), str(preset.smallest_tensor(32))]
     guess = replace(PRESETS["bert-336m"], layers=36, hidden=1280, heads=20)
     assert f"{guess.parameters:,}" in PAGE
+
+
+def test_table_6_is_that_of_the_presets():
+    names = {"mnli": "MNLI", "qqp": "QQP", "squad-1.1": "SQuAD 1.1", "squad-2.0": "SQuAD 2.0", "race": "RACE"}
+    assert set(names) == set(FINETUNING)
+    for task, recipe in FINETUNING.items():
+        pairs = zip(recipe.batch, recipe.rate, strict=True)
+        cells = [f"{batch}, {rate:.0e}".replace("e-0", "e-") for batch, rate in pairs]
+        assert row("Tables 5 and 6", names[task], cells[0])[1:] == [*cells, str(recipe.epochs)]
 
 
 def test_counted_numbers_of_the_text():

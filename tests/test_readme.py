@@ -85,6 +85,7 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
         (["NP=8"], {"overwrite": True, "micro_batch_size": 4}),
         (["ARGS=--load runs/main --train-iters 900"], {"load": "runs/main", "save": "runs/main", "train_iters": 900}),
         (["ARGS=--save runs/x"], {"save": "runs/x", "overwrite": False}),
+        (["ARGS=--bf16 --save=runs/x"], {"save": "runs/x", "overwrite": False}),
         (["CONFIG={yaml}"], {"save": "runs/mine", "overwrite": False}),
         (["DATA={data}"], {"data_path": "{data}", "overwrite": True}),
     ],
@@ -98,12 +99,14 @@ def test_make_train(data, tmp_path, words, changed):
     given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "NP", "DATA", "CONFIG", "MPI")
     env = {name: value for name, value in os.environ.items() if name not in given}
     done = subprocess.run(argv, cwd=mpirun.ROOT, capture_output=True, text=True, check=True, env=env)
-    (command,) = [line for line in done.stdout.splitlines() if "trainers.pretrain_gpt" in line]
+    *_, command, after = [line for line in done.stdout.splitlines() if "python -m trainers." in line]
     config = accepted(command.replace(str(mpirun.ROOT), "."), data)
     for name, value in changed.items():
         if name != "data_path":
             assert getattr(config, name) == value
     assert ("--data-path" in command) == ("DATA={data}" in words)
+    assert after.endswith(f"python -m trainers.evaluate --load {config.save} --task held-out")
+    assert f"mpiexec -n {command.split()[2]} " in after
 
 
 def test_make_train_does_not_make_up_data(tmp_path):

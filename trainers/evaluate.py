@@ -24,13 +24,10 @@ from .scoring.scorer import Scores, score
 from .scoring.settings import HELD_OUT, LAMBADA, WIKITEXT, EvaluateConfig
 from .trained import Trained, loaded
 
-#: the settings of an evaluation; each field is a flag
-CONFIG = EvaluateConfig
-
 
 def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
-    config = job_config(world, CONFIG, "evaluate")
+    config = job_config(world, EvaluateConfig, "evaluate")
     with loaded(config, world, kind="gpt") as (trained, grid):
         evaluate = _last_words if config.task == LAMBADA else _perplexity
         result = evaluate(config, trained, grid)
@@ -39,7 +36,7 @@ def main(world: Communicator) -> None:
 
 def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.PerplexityResult:
     """The result of a task of windows. Collective over the grid's world."""
-    length, stride = config.window(trained.settings.positions)
+    length, stride = config.window(trained.settings)
 
     def read() -> texts.Texts:
         if config.task == HELD_OUT:
@@ -66,14 +63,15 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
 
 def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.LambadaResult:
     """The result of LAMBADA. Collective over the grid's world."""
-    length, _ = config.window(trained.settings.positions)
+    length, _ = config.window(trained.settings)
     path = str(config.data)
 
     def read() -> texts.Texts:
-        rows = lambada.encoded(list(lambada.texts_of(path, config.json_key)), trained.tokenizer)
-        if not rows:
+        lines = list(lambada.texts_of(path, config.json_key))
+        if not lines:
             raise ValueError(f"{path}: has no text")
-        lambada.examples(rows, length)  # its errors belong to the file
+        rows = lambada.encoded(lines, trained.tokenizer)
+        lambada.require_fits(rows, length, [where for where, _ in lines])
         flat = [tokens for row in rows for tokens in row]
         return texts.Texts(flat, texts.TextCounts(len(rows), 0, 0, sum(map(len, flat))))
 

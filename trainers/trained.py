@@ -2,10 +2,11 @@
 
 ::
 
-    with Communicator() as world, ProcessGrid(world, tensor=2) as grid:
-        trained = load_trained("runs/main", grid)
-        ids = torch.tensor([trained.tokenizer.encode("Hello")])
-        logits = trained.model(ids)  # this rank's columns
+    def main(world: Communicator) -> None:
+        with ProcessGrid(world, tensor=2) as grid:
+            trained = load_trained("runs/main", grid)
+            ids = torch.tensor([trained.tokenizer.encode("Hello")])
+            logits = trained.model(ids)  # this rank's columns
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "ber
 #: the first parts of the names of a GPT's parameters; one that every BERT has besides
 _OF_GPT = {"embedding", "position_embedding", "layers", "final_norm"}
 _OF_BERT = "mlm_head"
+#: those of the heads that `trainers.finetune` puts on a BERT
+_OF_TASKS = {"classifier", "span_head"}
 
 
 #: the dtypes in which a trained model can compute, by their names
@@ -187,9 +190,10 @@ def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
     kind = "bert" if _OF_BERT in tops else "gpt" if tops == _OF_GPT else None
     if kind is None:
         others = ", ".join(sorted(tops - _OF_GPT)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
+        what = "a model of trainers.finetune" if tops & _OF_TASKS else "neither a GPT nor a BERT"
         raise UsageError(
-            f"--load {found}: holds neither a GPT of trainers.pretrain_gpt nor a BERT of trainers.pretrain_bert (its "
-            f"parameters: {others})"
+            f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "
+            f"trainers.pretrain_{wanted or 'gpt or trainers.pretrain_bert'}"
         )
     if wanted not in (None, kind):
         raise UsageError(

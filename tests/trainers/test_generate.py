@@ -31,7 +31,6 @@ WRITING = {
     "drawn": (1, DRAWN),
     "drawn, tensor 2": (2, [*DRAWN, "--tensor-model-parallel-size", "2"]),
     "drawn, data 2": (2, [*DRAWN, "--micro-batch-size", "1"]),
-    "drawn, data 4": (4, [*DRAWN, "--micro-batch-size", "3"]),
     "drawn, tensor 2 x data 2": (4, [*DRAWN, "--tensor-model-parallel-size", "2"]),
     "greedy": (2, [*GREEDY, "--tensor-model-parallel-size", "2", "--json", "{dir}/greedy.json"]),
     "with prompts": (1, [*GREEDY, "--print-prompt"]),

@@ -68,6 +68,11 @@ def saved(world, trainer, shared, tokenizer):
     return save
 
 
+def renamed(parameters, head):
+    """Parameters of which one belongs to a head of this name."""
+    parameters[f"{head}.weight"] = parameters.popitem()[1]
+
+
 def sizes(world):
     return [1, world.size] if world.size > 1 else [1]
 
@@ -149,9 +154,8 @@ def test_what_cannot_be_loaded_is_one_error_on_all_ranks(world, saved, grids, sh
     changed(
         "large", lambda state: state["settings"].update(hidden_size=2**40), "settings", "--hidden-size 1099511627776"
     )
-    changed(
-        "other", lambda state: state["parameters"].update(classes=state["parameters"].popitem()[1]), "neither", "cl"
-    )
+    for head, what in (("head", "neither a GPT nor a BERT"), ("classifier", "a model of trainers.finetune")):
+        changed(head, lambda state, head=head: renamed(state["parameters"], head), what, head, "trainers.pretrain_gpt")
     changed("width", lambda state: state["settings"].update(hidden_size=96), "model.safetensors: ", "the model's is")
 
     if world.rank == 0:

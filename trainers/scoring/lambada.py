@@ -77,15 +77,17 @@ def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tupl
     return list(zip(*columns, strict=True))
 
 
-def examples(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int) -> list[LastWord]:
-    """The examples with as much of their context as a model of ``length`` positions reads.
-
-    Raises ValueError, with the example's number, for a last word that leaves no room for a token before it.
-    """
-    found = []
-    for number, (context, word, whole) in enumerate(rows, start=1):
+def require_fits(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int, where: Sequence[str]) -> None:
+    """Raise ValueError for a last word that leaves no room for a token before it. where: the place of each example."""
+    for place, (_, word, _) in zip(where, rows, strict=True):
         if len(word) > length:
-            raise ValueError(f"example {number}: its last word has {len(word)} tokens, and the model reads {length}")
+            raise ValueError(f"{place}: its last word has {len(word)} tokens, and the model reads {length}")
+
+
+def examples(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int) -> list[LastWord]:
+    """The examples, which must fit (`require_fits`), with as much of their context as ``length`` tokens hold."""
+    found = []
+    for context, word, whole in rows:
         joined = np.concatenate([context, word])
         cut = max(len(joined), len(whole)) > length + 1
         found.append(LastWord(Passage(joined[-length - 1 :], len(word)), Passage(whole[-length - 1 :], 1), cut))

@@ -8,6 +8,7 @@ from pathlib import Path
 from commengine import UsageError
 from trainers.files.writing import check_writable
 from trainers.options import BATCH, LENGTH, NOT_EMPTY, given, option, require
+from trainers.tasks.transformer import TransformerTrainConfig
 from trainers.trained import LoadConfig
 
 #: the tasks, and whether each reads a file
@@ -30,7 +31,7 @@ class EvaluateConfig(LoadConfig):
     data: str | None = option(None, "the task's file", valid=NOT_EMPTY)
     json_key: str = option("text", "key of the text in a line of a .jsonl or .json file", valid=NOT_EMPTY)
     seq_length: int | None = option(
-        None, "most tokens that the model reads at once (default: all its positions)", valid=LENGTH
+        None, "most tokens that the model reads at once (default: the --seq-length of its training)", valid=LENGTH
     )
     stride: int | None = option(
         None, "targets of every window but the first (default: 32 for wikitext, as in the paper; else --seq-length)",
@@ -68,12 +69,23 @@ class EvaluateConfig(LoadConfig):
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def window(self, positions: int) -> tuple[int, int]:
-        """The length and the stride of the windows for a model of this many positions. Raises UsageError."""
-        length = positions if self.seq_length is None else self.seq_length
-        require(length <= positions, f"{given(self, 'seq_length')}: the model knows {positions} positions")
+    def window(self, trained: TransformerTrainConfig) -> tuple[int, int]:
+        """The length and the stride of the windows for a model of this run. Raises UsageError."""
+        length = window_length(self, self.seq_length, trained)
         stride = self.stride
         if stride is None:
             stride = min(WIKITEXT_STRIDE, length) if self.task == WIKITEXT else length
         require(stride <= length, f"{given(self, 'stride')}: must not exceed the {length} tokens that the model reads")
         return length, stride
+
+
+def window_length(config: LoadConfig, asked: int | None, trained: TransformerTrainConfig) -> int:
+    """The most tokens that the model of a run reads at once: ``asked``, or what it was trained on. Raises UsageError.
+
+    config: has ``asked`` as its ``seq_length``. A run may have more positions than it trained.
+    """
+    positions = trained.positions
+    require(
+        asked is None or asked <= positions, f"{given(config, 'seq_length')}: the model knows {positions} positions"
+    )
+    return trained.seq_length if asked is None else asked

@@ -60,13 +60,17 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> Texts:
 
 
 def read_json_lines(path: str, key: str, tokenizer: Tokenizer) -> Texts:
-    """A file with a text in each line, under ``key`` of a JSON object. Raises ValueError that names the line."""
+    """A file with a text in each line, under ``key`` of a JSON object. Raises ValueError that names the line.
+
+    The words of a text without a target, which has fewer than two tokens, are not counted.
+    """
     texts = [piece.text for piece in text_files.read_json_lines(require_regular(path), key)]
     if not texts:
         raise ValueError(f"{path}: has no text")
     tokens: list[Tokens] = [np.array(ids, dtype=np.int32) for ids in tokenizer.iter_encode_batch(texts)]
+    scored = [text for text, ids in zip(texts, tokens, strict=True) if len(ids) > 1]
     counts = TextCounts(
-        len(texts), sum(map(paper_words, texts)), sum(map(harness_words, texts)), sum(len(ids) for ids in tokens)
+        len(texts), sum(map(paper_words, scored)), sum(map(harness_words, scored)), sum(len(ids) for ids in tokens)
     )
     return Texts(tokens, counts)
 
@@ -136,7 +140,8 @@ def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) ->
         except UsageError:
             raise
         except OSError as error:
-            raise UsageError(f"{option}: {error.filename}: {error.strerror}") from error
+            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise UsageError(f"{option}: {said}") from error
         except ValueError as error:
             raise UsageError(f"{option}: {error}") from error
         kept.extend(tokens)

@@ -16,7 +16,9 @@ def tokenizer():
 
 
 def examples(tokenizer, texts, length=64):
-    rows = lambada.encoded([(f"line {n}", text) for n, text in enumerate(texts, 1)], tokenizer)
+    where = [f"line {n}" for n in range(1, len(texts) + 1)]
+    rows = lambada.encoded(list(zip(where, texts, strict=True)), tokenizer)
+    lambada.require_fits(rows, length, where)
     return lambada.examples(rows, length)
 
 
@@ -54,7 +56,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(tokenizer):
     room = len(tokenizer.encode(" zebrazebra"))
     (one,) = examples(tokenizer, [long], room)
     assert one.cut and len(one.strict.tokens) == room + 1 and one.strict.scored == room
-    with pytest.raises(ValueError, match=f"example 1: its last word has {room} tokens, and the model reads {room - 1}"):
+    with pytest.raises(ValueError, match=f"line 1: its last word has {room} tokens, and the model reads {room - 1}"):
         examples(tokenizer, [long], room - 1)
 
 

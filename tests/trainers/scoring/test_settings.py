@@ -4,6 +4,7 @@ import pytest
 
 from commengine import UsageError
 from trainers.scoring.settings import EvaluateConfig
+from trainers.tasks.gpt import GPTTrainConfig
 
 
 @pytest.fixture
@@ -42,11 +43,15 @@ def test_what_does_not_fit_is_named(settings, given, said):
 
 
 def test_the_defaults_of_the_windows_are_the_papers_for_wikitext(settings):
+    def run(length, positions=None):
+        return GPTTrainConfig(seq_length=length, max_position_embeddings=positions)
+
     settings().validate(4)
-    assert settings().window(1024) == (1024, 32) and settings().window(16) == (16, 16)
-    assert settings(task="perplexity").window(1024) == (1024, 1024)
-    assert settings(seq_length=512, stride=1).window(1024) == (512, 1)
+    assert settings().window(run(1024)) == (1024, 32) and settings().window(run(16)) == (16, 16)
+    assert settings(task="perplexity").window(run(1024)) == (1024, 1024)
+    assert settings(task="perplexity").window(run(512, 1024)) == (512, 512)  # the other positions were never trained
+    assert settings(seq_length=1024, stride=1).window(run(512, 1024)) == (1024, 1)
     with pytest.raises(UsageError, match="--seq-length 2048: the model knows 1024 positions"):
-        settings(seq_length=2048).window(1024)
+        settings(seq_length=2048).window(run(512, 1024))
     with pytest.raises(UsageError, match="--stride 64: must not exceed the 32 tokens"):
-        settings(stride=64).window(32)
+        settings(stride=64).window(run(32))

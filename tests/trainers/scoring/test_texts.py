@@ -43,7 +43,7 @@ def test_lines_of_json_are_texts_of_their_own(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     tokens, counts = texts.read_json_lines(str(tmp_path / "a.jsonl"), "body", tokenizer)
     assert [one.tolist() for one in tokens] == [tokenizer.encode(row["body"]) for row in rows]
-    assert counts == texts.TextCounts(3, 2 + 1 + 2, 2 + 1 + 3, sum(map(len, tokens)))
+    assert counts == texts.TextCounts(3, 2 + 2, 2 + 3, sum(map(len, tokens)))  # the empty one has no word
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,7 @@ def test_every_rank_gets_the_texts_of_rank_0_or_its_error(world):
     for error, said in (
         (ValueError("f: has no text"), "--data: f: has no text"),
         (FileNotFoundError(2, "No such file", "f"), "--data: f: No such file"),
+        (FileNotFoundError("f.idx: no such file"), "--data: f.idx: no such file"),
         (UsageError("--load: no tokenizer"), "--load: no tokenizer"),
     ):
 

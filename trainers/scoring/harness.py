@@ -1,0 +1,122 @@
+"""The adapter of lm-evaluation-harness, which runs on rank 0, to a model that all ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+
+from .passages import Passage
+from .service import ModelService
+
+#: tokens of a text that a task does not limit, as in the harness
+MAX_GEN_TOKS = 256
+
+
+class HarnessModel(TemplateLM):
+    """A language model as lm-evaluation-harness asks for one. On rank 0, while the other ranks serve.
+
+    service: the model. length: the most tokens that it reads at once. The results are those of the harness's own
+    ``HFLM`` on the same weights: the same prefix token, windows and truncation.
+    """
+
+    def __init__(self, service: ModelService, *, length: int, max_gen_toks: int = MAX_GEN_TOKS) -> None:
+        super().__init__()
+        self.service, self.max_length, self.max_gen_toks = service, length, max_gen_toks
+        self._device = "cpu"
+
+    @property
+    def own_tokenizer(self) -> Tokenizer:
+        """The run's tokenizer; ``tokenizer`` stays None, because the harness takes it for one of transformers."""
+        return self.service.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token before a text without a context."""
+        return self.own_tokenizer.eod
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The key of the harness's cache of requests."""
+        return f"commengine-{self.own_tokenizer.vocab_size}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text, without any token around it."""
+        del add_special_tokens, kwargs
+        return self.own_tokenizer.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        del disable_tqdm, kwargs
+        passages, counted = [], []
+        for number, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"a continuation of {len(continuation)} tokens is longer than the {self.max_length} tokens that "
+                    "the model reads"
+                )
+            if continuation:  # an empty one is certain
+                tokens = np.array([*context, *continuation][-self.max_length - 1 :], dtype=np.int32)
+                passages.append(Passage(tokens, len(continuation)))
+                counted.append(number)
+        results = [(0.0, True)] * len(requests)
+        scores = self.service.score(passages)
+        for place, number in enumerate(counted):
+            greedy = scores.predicted_of(place) == requests[number][2]
+            results[number] = (-float(scores.nll[place]), greedy)
+        for (key, _, _), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in nats, in windows that do not overlap, after a prefix token."""
+        del disable_tqdm
+        windows: list[tuple[Any, list[int], list[int]]] = []
+        owners = []
+        for number, request in enumerate(requests):
+            cut = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            for window in cut:
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, context, continuation))
+                owners.append(number)
+        found = [0.0] * len(requests)
+        for number, (log_likelihood, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            found[number] += log_likelihood
+        for request, total in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that continues each context, before the first of its stop strings.
+
+        A context that is too long loses its beginning, so that there is room for the new tokens within the model's
+        positions, or for half of them if the task asks for more.
+        """
+        del disable_tqdm
+        prompts, asked = [], []
+        for request in requests:
+            context, given = request.args
+            kwargs = normalize_gen_kwargs(given, self.max_gen_toks)
+            count = int(kwargs["max_gen_toks"])
+            room = max(self.max_length - count, self.max_length // 2, 1)
+            prompts.append(self.tok_encode(context)[-room:] or [self.prefix_token_id])
+            sampling = {"temperature": float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0}
+            if sampling["temperature"]:
+                sampling |= {"top_k": int(kwargs.get("top_k") or 0), "top_p": float(kwargs.get("top_p") or 1.0)}
+            stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=END_OF_DOCUMENT) if stop]
+            asked.append({"count": count, "stop": stops, "sampling": sampling})
+        texts = self.service.generate(prompts, asked)
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts

@@ -1,0 +1,138 @@
+"""A model that all ranks hold, for a program that runs on rank 0 alone.
+
+Rank 0 asks, and the other ranks serve it: each request goes to all ranks, which compute it together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from commengine import Communicator, ProcessGrid, UsageError
+from commengine.rank_zero import broadcast_json, gather_json, on_every_rank
+from tplayers import GPT, Sampling
+from trainers.data.tokenizer import Tokenizer
+from trainers.generation.texts import generate_texts
+
+from .passages import Passage
+from .scorer import Scores, score
+from .texts import broadcast_tokens
+
+#: seconds between two looks of a waiting rank, which then keeps no core busy
+_LOOK = 1e-3
+
+
+class ModelService:
+    """Scores passages and continues prompts on all ranks of ``grid``.
+
+    world: the ranks of the grid, in the same order, without a timeout, because the other ranks wait here for as long as
+    rank 0 does something else. batch: passages or prompts that a replica takes through the model at once.
+
+    Rank 0 calls `score`, `generate`, and at last `stop`; meanwhile all other ranks are in `serve`.
+    """
+
+    def __init__(
+        self, world: Communicator, grid: ProcessGrid, model: GPT, tokenizer: Tokenizer, *, batch: int, seed: int = 0
+    ) -> None:
+        self.world, self.grid, self.model, self.tokenizer = world, grid, model, tokenizer
+        self.batch, self.seed = batch, seed
+        #: whether the ranks are in a request: an error then belongs to all of them, or ends the job
+        self.busy = False
+
+    def score(self, passages: Sequence[Passage]) -> Scores:
+        """The scores of the passages, with the most likely tokens. On rank 0."""
+        order = {"do": "score", "scored": [one.scored for one in passages]}
+        return self._scores(order, passages)
+
+    def generate(self, prompts: Sequence[Sequence[int]], asked: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The text that continues each prompt. On rank 0.
+
+        prompts: tokens, at least one each. asked: for each prompt ``count``, the most new tokens; ``stop``, the strings
+        that end it; and the fields of `tplayers.Sampling`, as ``sampling``.
+        """
+        order = {"do": "generate", "asked": [dict(one) for one in asked], "prompts": [list(one) for one in prompts]}
+        return self._texts(order)
+
+    def stop(self, problem: str = "") -> None:
+        """Let the other ranks leave `serve`. On rank 0. problem: raises UsageError with this text, on all ranks."""
+        self._order({"do": "stop", "problem": problem})
+        if problem:
+            raise UsageError(problem)
+
+    def serve(self) -> None:
+        """Compute what rank 0 asks for, until it says `stop`. On all ranks but 0. Raises UsageError as they do."""
+        while True:
+            order = self._order(None)
+            if order["do"] == "stop":
+                if order["problem"]:
+                    raise UsageError(order["problem"])
+                return
+            if order["do"] == "score":
+                self._scored(order, [])
+            else:
+                self._generated(order)
+
+    def _order(self, order: Any) -> Any:
+        """Rank 0's order, on every rank. Collective over the world; a rank may wait for hours."""
+        everybody = self.world.mpi.Ibarrier()
+        while not everybody.Test():
+            time.sleep(_LOOK)
+        return broadcast_json(self.world, order)
+
+    def _scores(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
+        self.busy = True
+        found = self._scored(self._order(order), passages)
+        self.busy = False
+        return found
+
+    def _texts(self, order: dict[str, Any]) -> list[str]:
+        self.busy = True
+        found = self._generated(self._order(order))
+        self.busy = False
+        return found
+
+    def _scored(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
+        """Collective. passages: rank 0's."""
+        tokens = broadcast_tokens(self.world, [one.tokens for one in passages])
+        every = [Passage(*one) for one in zip(tokens, order["scored"], strict=True)]
+        return score(self.model, every, self.grid.data, batch=self.batch, predict=True)
+
+    def _generated(self, order: dict[str, Any]) -> list[str]:
+        """Collective: the texts, on rank 0; each batch on one replica."""
+        prompts, asked = order["prompts"], order["asked"]
+        batches = list(_alike(asked, [len(prompt) for prompt in prompts], self.batch))
+
+        data, found = self.grid.data, []
+        for first in range(0, len(batches), data.size):
+            place = first + data.rank
+            numbers = batches[place] if place < len(batches) else []
+
+            def generated(numbers: Sequence[int] = numbers) -> list[tuple[int, str]]:
+                if not numbers:
+                    return []
+                how = asked[numbers[0]]
+                texts = generate_texts(
+                    self.model, self.tokenizer, [prompts[number] for number in numbers], how["count"],
+                    sampling=Sampling(**how["sampling"]), seed=self.seed, numbers=numbers, stop=how["stop"],
+                )  # fmt: skip
+                return [(text.number, text.text) for text in texts]
+
+            # An error is the same on all ranks of a tensor group, and reaches those of the other groups.
+            mine = on_every_rank(self.grid.world, generated)
+            for of_rank in gather_json(self.grid.world, mine if self.grid.tensor.rank == 0 else []):
+                found += of_rank
+        return [text for _, text in sorted(found)]
+
+
+def _alike(asked: Sequence[Mapping[str, Any]], lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """The numbers of the prompts, in batches that ask for the same and are of similar length."""
+
+    def key(number: int) -> str:
+        return repr(sorted(asked[number].items()))
+
+    order = sorted(range(len(asked)), key=lambda number: (key(number), -lengths[number], number))
+    for _, same in groupby(order, key):
+        numbers = list(same)
+        yield from (numbers[first : first + batch] for first in range(0, len(numbers), batch))
