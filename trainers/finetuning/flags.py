@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainers.options import (
     NOT_NEGATIVE,
     VOCABULARY,
     WIDTH,
+    ValidRange,
     between,
     option,
 )
@@ -36,6 +38,7 @@ SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
     "make_vocab_size_divisible_by", "norm_placement", "gelu",
 )  # fmt: skip
+FINITE = ValidRange(math.isfinite, "must be a finite number")
 #: tokens of an answer, of a question and the like
 _COUNT = between(1, 10**5)
 
@@ -124,6 +127,7 @@ class FinetuneFlags(TrainConfig):
     null_score_diff_threshold: float | None = option(
         None, "squad 2.0: no answer where its score exceeds the best answer's by more than this (default: the best "
         "threshold on the dev data)",
+        valid=FINITE,
     )  # fmt: skip
     # several runs, and what is done with them
     seeds: int = option(1, "runs with --seed, --seed + 1, ..., of which the median is reported", valid=between(1, 1000))

@@ -18,6 +18,7 @@ from trainers.checkpoints import run_folder
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
 from trainers.data.tokenizer import Tokenizer
+from trainers.files.reading import InputFileError
 from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.report import Remarks
 from trainers.tasks.transformer import overlap_stream
@@ -66,9 +67,16 @@ def read_files(config: FinetuneConfig, world: Communicator) -> TaskFiles:
     def read() -> TaskFiles:
         task = open_task(config)
         (train,) = task.read("train")
-        return TaskFiles(task, train, task.read("dev") if config.eval_iters else [])
+        return TaskFiles(task, train, _dev(task) if config.eval_iters else [])
 
     return on_every_rank(world, read)
+
+
+def _dev(task: DownstreamTask) -> list[Part]:
+    try:
+        return task.read("dev")
+    except InputFileError as error:
+        raise InputFileError(f"{error} (--eval-iters 0 trains without dev data)") from error
 
 
 def held_out(config: FinetuneConfig, parts: Sequence[Part], task: DownstreamTask, data: Communicator) -> list[HeldOut]:

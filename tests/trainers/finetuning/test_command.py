@@ -231,6 +231,7 @@ def test_an_ensemble(outcomes, root):
 # Bad input --------------------------------------------------------------------------------------------------------
 
 VOCAB = ["--tokenizer-model", "{root}/vocab.txt"]
+PREDICT = ["--predict", "dev"]
 SHORT = ["--train-iters", "3", "--eval-iters", "0", "--micro-batch-size", "4", "--seq-length", "16"]
 MNLI = ["--task", "mnli", "--data", "{root}/data/mnli"]
 REFUSED = {
@@ -265,6 +266,14 @@ REFUSED = {
         [*MNLI, "--load", "{root}/bert", *VOCAB, "--preset", "bert-336m"], [r"--num-layers 24.* has 2 \(--preset"],
     ),
     "a preset of a GPT": ([*MNLI, "--load", "{root}/bert", "--preset", "gpt-355m"], ["is a model of pretrain_gpt"]),
+    "no dev data": (
+        ["--task", "qqp", "--data", "{root}/untested", "--load", "{root}/bert", *VOCAB],
+        ["dev.tsv: there is no such file .--eval-iters 0 trains without dev data"],
+    ),
+    "a threshold that is no number": (
+        ["--data", "{root}/data/squad2", "--load", "{root}/squad2", "--null-score-diff-threshold", "nan", *PREDICT],
+        ["--null-score-diff-threshold nan: must be a finite number"],
+    ),
     "an empty file": (
         ["--task", "mnli", "--data", "{root}/empty", "--load", "{root}/bert", *VOCAB], ["train.tsv: .* no column"],
     ),
@@ -321,6 +330,7 @@ def damaged(root):
     (root / "bare.txt").write_text("\n".join(toy_tasks.WORDS) + "\n")
     (root / "empty").mkdir()
     (root / "empty" / "train.tsv").write_text("")
+    (toy_tasks.qqp(root / "untested") / "dev.tsv").unlink()
     short = toy_tasks.qqp(root / "short") / "train.tsv"
     short.write_text(short.read_text() + "1\t2\tWho?\n")
     path = toy_tasks.race(root / "lacking", 4) / "train" / "high" / "0.txt"

@@ -50,6 +50,8 @@ def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool =
     if missing := [name for name in wanted if name not in header]:
         there = ", ".join(header)[:200] or "nothing"
         raise InputFileError(f"{path}: its first line has no column {', '.join(missing)}; it has {there}")
+    if twice := [name for name in wanted if header.count(name) > 1]:
+        raise InputFileError(f"{path}: its first line has the column {', '.join(twice)} more than once")
     places = [header.index(name) for name in wanted]
     found, left_out = [], []
     for number, line in enumerate(lines[1:], start=2):
@@ -64,6 +66,8 @@ def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool =
             left_out.append(number)
         else:
             raise InputFileError(f"{path}: line {number}: {problem} (--skip-damaged-rows leaves such rows out)")
+    if not found and left_out:
+        raise InputFileError(f"{path}: all of its {len(left_out)} rows are damaged")
     if not found:
         raise InputFileError(f"{path}: holds no rows but its header")
     return found, left_out

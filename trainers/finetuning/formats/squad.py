@@ -47,11 +47,12 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
     """The paragraphs and questions of a file.
 
     labelled: each question needs its answers; in version 2.0, ``is_impossible`` may stand in their place. located: the
-    first answer must stand in the context where it says. Raises InputFileError that names the file, the question and
-    what is wrong.
+    first answer must stand in the context where it says; otherwise, as predictions need, each question must have an
+    identity of its own. Raises InputFileError that names the file, the question and what is wrong.
     """
     contexts: list[str] = []
     questions: list[SpanQuestion] = []
+    seen: dict[str, str] = {}
     for where, paragraph in _paragraphs(path):
         contexts.append(_field(where, paragraph, "context", str))
         for number, one in enumerate(_field(where, paragraph, "qas", list), start=1):
@@ -59,6 +60,8 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
             if not isinstance(one, dict):
                 raise InputFileError(f"{at}: want a JSON object with id, question and answers")
             question = _question(at, one, len(contexts) - 1, version, labelled=labelled)
+            if (other := seen.setdefault(question.identity, at)) != at and not located:
+                raise InputFileError(f"{at}: its id {question.identity[:40]!r} is that of another one ({other})")
             if located and question.answers:
                 _require_located(at, contexts[-1], *question.answers[0])
             questions.append(question)
@@ -104,6 +107,8 @@ def _answer(where: str, answer: Any) -> tuple[str, int]:
 
 
 def _require_located(where: str, context: str, text: str, start: int) -> None:
+    if not text.strip():
+        raise InputFileError(f"{where}: its first answer is empty, so there is nothing to learn")
     if start < 0 or context[start : start + len(text)] != text:
         raise InputFileError(f"{where}: {text[:40]!r} does not stand at character {start} of the context")
 

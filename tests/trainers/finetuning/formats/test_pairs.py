@@ -70,6 +70,17 @@ def test_a_file_without_rows_is_refused(tmp_path, rows):
         read_pairs(written(tmp_path, *rows), QQP, labelled=True, skip=True)
 
 
+def test_a_file_of_damaged_rows_alone_is_refused(tmp_path):
+    with pytest.raises(InputFileError, match="all of its 2 rows are damaged"):
+        read_pairs(written(tmp_path, HEADER, "1", "2"), QQP, labelled=True, skip=True)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    path = written(tmp_path, f"{HEADER}\tQuestion1", f"{GOOD}\tWho?")
+    with pytest.raises(InputFileError, match="its first line has the column question1 more than once"):
+        read_pairs(path, QQP, labelled=True)
+
+
 @needs("task-samples")
 def test_rows_of_the_real_files():
     rows, _ = read_pairs(DATA / "task-samples/MNLI_dev_matched_51rows_reformatted.tsv", MNLI, labelled=True)

@@ -61,6 +61,9 @@ DAMAGED = {
         value({"answers": [{"text": "cat", "answer_start": 3}]}),
         "question 1: 'cat' does not stand at character 3 of the context",
     ),
+    "an empty answer": (
+        value({"answers": [{"text": " ", "answer_start": 1}]}), "question 1: its first answer is empty",
+    ),
     "an answer without its place": (value({"answers": [{"text": "cat"}]}), "has no answer_start"),
     "a place that is a text": (
         value({"answers": [{"text": "cat", "answer_start": "2"}]}), "its answer_start must be a whole number",
@@ -82,6 +85,15 @@ def test_the_place_of_an_answer_is_needed_for_training_only(tmp_path):
     path = tmp_path / "file.json"
     path.write_text(json.dumps(value({"answers": [{"text": "cat", "answer_start": 3}]})))
     assert read_squad(path, "1.1", labelled=True, located=False).questions[0].answers == (("cat", 3),)
+
+
+def test_two_questions_of_one_identity_are_refused(tmp_path):
+    """Where their predictions would be one; for training it is no matter."""
+    content = value()
+    content["data"] *= 2
+    assert len(read(tmp_path, content).questions) == 2
+    with pytest.raises(InputFileError, match=r"article 2, .*: its id 'q1' is that of another one \(.*article 1, "):
+        read_squad(tmp_path / "file.json", "1.1", labelled=True, located=False)
 
 
 def test_versions_of_a_folder(tmp_path):
