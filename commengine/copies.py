@@ -1,40 +1,28 @@
-"""Whether the copies of tensors on several ranks are equal, by checksums."""
+"""Whether the copies of something on several ranks are equal, by checksums."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import xxhash
-from torch import Tensor
 
 from .communicator import Communicator
-
-#: bytes of a device's tensor that are copied to the host at once
-BLOCK = 1 << 26
-
-
-def checksum(tensor: Tensor) -> int:
-    """XXH3 of 64 bits of the tensor's values, as a signed integer. It waits for a device."""
-    hashed = xxhash.xxh3_64()
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), BLOCK):
-        hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
-    return int.from_bytes(hashed.digest(), "big", signed=True)
 
 
 def difference_between(comm: Communicator, items: Sequence[tuple[str, int]]) -> str | None:
     """The first item whose value is not equal on all ranks of ``comm``, and where it differs; None if all are equal.
 
-    items: (name, value); the values are integers of 64 bits, such as a `checksum`. The ranks are those of the world.
+    items: (name, value); the values are integers of 64 bits, such as checksums. The ranks are those of the world.
     Collective over ``comm``, with the same names on every rank: an all-reduce of 16 bytes, and an all-gather of all
     values where they differ.
     """
     if comm.size == 1:
         return None
     mine = torch.tensor([value for _, value in items], dtype=torch.int64)
-    of_all = checksum(mine) >> 1  # a bit less, so that it can be negated
+    digest = hashlib.blake2b(mine.numpy().tobytes(), digest_size=8).digest()
+    of_all = int.from_bytes(digest, "big") >> 1  # 63 bits, so that it can be negated
     ends = torch.tensor([of_all, -of_all])
     comm.all_reduce(ends, "max")
     if int(ends[0]) == -int(ends[1]):

@@ -31,7 +31,7 @@ ROOMS = {
         {"calls"},  # checks a call and dispatches it to a transport
         {"compiled_ops"},
         {"communicator"},
-        {"grid", "cartesian", "launch", "rank_zero"},
+        {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
         {"host_copy", "checks"},

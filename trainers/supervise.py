@@ -29,6 +29,8 @@ from .supervision.command import TrainingCommand
 from .supervision.policy import INTERRUPTED, Action, Decision, Policy
 from .supervision.settings import Host, Size, SuperviseConfig
 
+_NO_COMMAND = "no command: give it after --, as in: supervise --ranks 4,2 -- mpirun -n {ranks} python -m ..."
+
 
 def say(text: str) -> None:
     """Print a line of the supervisor's own to standard error."""
@@ -41,13 +43,13 @@ def read(argv: Sequence[str]) -> tuple[SuperviseConfig, TrainingCommand]:
     Raises OptionError or UsageError, naming what is valid, and SystemExit for --help.
     """
     words = list(argv)
+    if "--" not in words and not {"-h", "--help"} & set(words):
+        raise UsageError(_NO_COMMAND)
     at = words.index("--") if "--" in words else len(words)
     settings = options.parse(SuperviseConfig, words[:at], "supervise")
     settings.validate()
     if not words[at + 1 :]:
-        raise UsageError(
-            "no command: give it after --, as in: supervise --ranks 4,2 -- mpirun -n {ranks} python -m ..."
-        )
+        raise UsageError(_NO_COMMAND)
     return settings, TrainingCommand(words[at + 1 :], settings)
 
 

@@ -1,6 +1,7 @@
 """Layers on fields [batch, channels, space...] that are split in space over a Cartesian grid of ranks."""
 
 from .conv import FieldConv, FieldConvTranspose
+from .layer import replicated
 from .norm import FieldBatchNorm, FieldGroupNorm, FieldLayerNorm
 from .pool import FieldAvgPool, FieldMaxPool
 from .spectral import SpectralConv
@@ -16,4 +17,5 @@ __all__ = [
     "FieldMaxPool",
     "FieldUpsample",
     "SpectralConv",
+    "replicated",
 ]

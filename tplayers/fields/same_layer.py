@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 
 import torch
 from torch import Tensor, nn
 
 from commengine import CollectiveMismatch, Communicator, Decomposition
 from commengine.agreement import compare_words, raise_together
-from commengine.copies import checksum, difference_between
+from commengine.copies import difference_between
 from tplayers.movement.compared import wants_gradient
 
 _SETTINGS = (bool, int, float, str, tuple, torch.dtype, Decomposition)
@@ -26,7 +27,7 @@ def require_same_layer(layer: nn.Module, x: Tensor, problem: str | None, comm: C
     compare_words(comm, f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}")
     compare_words(comm, _described(layer))
     named = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
-    found = difference_between(comm, [(name, checksum(tensor)) for name, tensor in named])
+    found = difference_between(comm, [(name, _checksum(tensor)) for name, tensor in named])
     if found is not None:
         raise CollectiveMismatch(
             f"{type(layer).__name__}: {found}; every rank must hold the same values: call tplayers.initialize with one "
@@ -43,3 +44,8 @@ def _described(layer: nn.Module) -> str:
         if not name.startswith("_") and isinstance(value, _SETTINGS)
     ]
     return f"{type(layer).__name__}({', '.join(said).replace('torch.', '')})"
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of the values; it needs no library besides Python's own."""
+    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)

@@ -54,7 +54,10 @@ class UNet(nn.Module):
             raise ValueError(f"UNet: norm={norm!r} is not one of {', '.join(NORMS)}")
         check_geometry("UNet", grid, input)
         if any(points % 2**depth for points in input.shape):
-            raise ValueError(f"UNet: a field of {list(input.shape)} points cannot be halved {depth} times")
+            raise ValueError(
+                f"UNet: a field of {list(input.shape)} points cannot be halved depth={depth} times: each axis must "
+                f"have a multiple of {2**depth} points"
+            )
         self.input = self.output = input
         options: dict[str, Any] = {
             "kernel_size": kernel_size,

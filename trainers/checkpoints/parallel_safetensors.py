@@ -119,7 +119,8 @@ def read(
         stored = read_layout(file, path)
         if set(stored) != set(placements):
             missing, extra = sorted(set(placements) - set(stored)), sorted(set(stored) - set(placements))
-            raise ValueError(f"{path}: lacks {_some(missing)}; has unknown {_some(extra)}")
+            faults = [("lacks", missing), ("has unknown", extra)]
+            raise ValueError(f"{path}: {'; '.join(f'{word} {_some(names)}' for word, names in faults if names)}")
         for name, placement in placements.items():
             one = stored[name]
             if one.shape != placement.shape:

@@ -10,18 +10,30 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from commengine import CollectiveError, Communicator, ProcessGrid
 from commengine.agreement import raise_together
-from commengine.copies import checksum, difference_between
+from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
 from trainers.training.module_buffers import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
+#: bytes of a device's tensor that are copied to the host at once
+BLOCK = 1 << 26
 #: relative difference of gradients that ranks may have, because they round differently
 _TOLERANCE = 1e-3
+
+
+def checksum(tensor: Tensor) -> int:
+    """XXH3 of 64 bits of the tensor's values, as a signed integer. It waits for a device."""
+    hashed = xxhash.xxh3_64()
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), BLOCK):
+        hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
+    return int.from_bytes(hashed.digest(), "big", signed=True)
 
 
 def difference(trainer: Trainer) -> str | None:

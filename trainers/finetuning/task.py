@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -88,7 +89,7 @@ def task_batches(
     assert config.vocab_size is not None
     return LabelledBatches(
         samples, size=size, micro=config.micro_batch_size, data=data, part=name, vocab_size=config.vocab_size,
-        unusable=f"{name}: a token lies outside the vocabulary of {config.vocab_size}: whose is --tokenizer-model?",
+        unusable=f"{name}: a token is outside of the vocabulary: is --tokenizer-model of another model?",
         fixed=task.fixed_length or config.compile,
         multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
     )  # fmt: skip
@@ -111,7 +112,10 @@ class FinetuneTask:
         initialize(model, config.seed)
         if not on_rank_zero(world, lambda: run_folder.checkpoint_to_load(config) is not None):
             assert config.pretrained_checkpoint is not None
-            copy_pretrained(config.pretrained_checkpoint, model, grid, verify=config.verify_checkpoints)
+            new = copy_pretrained(config.pretrained_checkpoint, model, grid, verify=config.verify_checkpoints)
+            if world.rank == 0 and "pooler.weight" in new:
+                said = "has no pooler (--bert-no-binary-head), so the one of the new model is random, as its head is"
+                print(f"{config.pretrained_checkpoint}: {said}", file=sys.stderr, flush=True)
         name = str(Path(config.data or "") / train.name)
         stream = SampleStream([Source(name, train.samples.identity(), Fraction(1), train.samples)], config.seed)
         assert config.global_batch_size is not None
@@ -145,7 +149,7 @@ class FinetuneTask:
 
 
 def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify: bool) -> list[str]:
-    """Give ``model`` the parameters of the BERT in ``folder`` that have the same names: the others, which keep theirs.
+    """Give ``model`` the parameters of the BERT in ``folder``, by name. Returns the names of those that it lacks.
 
     Collective over the grid's world. Raises UsageError, on all ranks, if there is no BERT of this shape.
     """

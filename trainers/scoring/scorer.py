@@ -15,8 +15,8 @@ from tplayers import GPT, vocab_parallel_argmax, vocab_parallel_cross_entropy
 
 from .passages import Passage
 
-#: logits that a rank computes at once: 256 MB in float32
-_LOGITS = 1 << 26
+#: logits that a rank computes at once: 128 MB in float32, and 256 MB of copies in float64
+_LOGITS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,13 @@ def _score_batch(model: GPT, passages: Sequence[Passage], *, predict: bool) -> l
         logits = model.embedding.logits(hidden[part])
         if predict:
             best.append(vocab_parallel_argmax(logits, model.comm, model.config.vocab_size))
+        # In float64 the sum over the vocabulary adds no error of its own to that of the logits.
         losses.append(
             vocab_parallel_cross_entropy(
-                logits, targets[part], model.comm, vocab_size=model.config.vocab_size, overwrite=True
+                logits.double(), targets[part], model.comm, vocab_size=model.config.vocab_size, overwrite=True
             )
         )
-    found = torch.split(torch.cat(losses).double().cpu(), scored)
+    found = torch.split(torch.cat(losses).cpu(), scored)
     none = torch.empty(0, dtype=torch.int64)
     return list(zip(found, torch.split(torch.cat(best).cpu(), scored) if predict else repeat(none), strict=False))
 

@@ -256,3 +256,17 @@ def test_halves_and_states(grid):
     y.square().sum().backward()
     assert y.dtype == x.grad.dtype == layer[0].weight.grad.dtype == torch.bfloat16
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_of_ones_own_has_the_gradients_of_the_whole_field(grid):
+    """As docs/fields.md says: `replicated` gives the parameters to compute with."""
+    field = grid.decompose((8, 8 * grid.size))
+    whole = draw(1, 2, *field.shape)
+    weight = torch.linspace(-1, 1, 2, dtype=whole.dtype, requires_grad=True)
+    (used,) = tplayers.fields.replicated(grid.comm, weight)
+    (cut(whole, field, grid) * used.view(1, 2, 1, 1)).square().sum().backward()
+    expected = torch.linspace(-1, 1, 2, dtype=whole.dtype, requires_grad=True)
+    (whole * expected.view(1, 2, 1, 1)).square().sum().backward()
+    close(weight.grad, expected.grad)
+    same_bits(weight.grad, grid)

@@ -87,7 +87,7 @@ def test_training_is_the_same_on_every_rank_and_on_one(grid):
 
 def test_bad_arguments_raise_on_every_rank(grid):
     field = grid.decompose((18, 12))
-    with pytest.raises(ValueError, match="cannot be halved 2 times"):
+    with pytest.raises(ValueError, match="cannot be halved depth=2 times: each axis must have a multiple of 4 points"):
         tplayers.UNet(1, 1, grid, field, depth=2)
     with pytest.raises(ValueError, match="not one of batch, group, none"):
         tplayers.UNet(1, 1, grid, field, depth=1, norm="layer")

@@ -28,7 +28,7 @@ TOYS = {
     "squad2": (1, ["--task", "squad", "--epochs", 2, "--fp16", "--initial-loss-scale", 1024]),
 }
 #: with dropout, and few steps
-DROPPED = ["--task", "race", "--hidden-dropout", 0.2, "--attention-dropout", 0.2, "--train-iters", 5, "--eval-iters", 0]
+DROPPED = ["--task", "mnli", "--hidden-dropout", 0.2, "--attention-dropout", 0.2, "--train-iters", 5, "--eval-iters", 0]
 LAYOUTS = {"1-1": (1, []), "2-1": (2, TENSOR), "1-2": (2, [])}
 
 
@@ -59,6 +59,10 @@ def outcomes(root, pretrain, tiny):
         "bert": (1, toy_tasks.pretraining(root / "vocab.txt", root / "bert"), "pretrain_bert"),
         "gpt": (1, [*gpt, "--save", root / "gpt"], "pretrain_gpt"),
     }
+    bare = toy_tasks.pretraining(root / "vocab.txt", root / "no pooler")
+    commands["no pooler"] = (1, [*bare, "--bert-no-binary-head", "--norm-placement", "post"], "pretrain_bert")
+    begun = [root / "no pooler" if word == root / "bert" else word for word in start("qqp", "--task", "qqp")]
+    commands["new pooler"] = (2, [*begun, *TENSOR, "--train-iters", 2, "--eval-iters", 0, "--save", root / "pooled"])
     for name, (ranks, flags) in TOYS.items():
         commands[name] = (ranks, start(name, *flags, "--save", root / name))
     stopped = start("race", *TOYS["race"][1], "--save", root / "stopped")
@@ -66,7 +70,7 @@ def outcomes(root, pretrain, tiny):
     again = [root / "stopped" if word == root / "bert" else word for word in stopped]
     commands["resumed"] = (2, again)
     for name, (ranks, flags) in LAYOUTS.items():
-        commands[name] = (ranks, start("race", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
+        commands[name] = (ranks, start("mnli", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
     commands["early"] = (1, start("mnli", "--task", "mnli", "--train-iters", 5, "--save", root / "early"))
     for ranks in (1, 2, 3, 4):
         output = ["--output", root / f"predicted {ranks}"]
@@ -136,6 +140,13 @@ def test_the_encoder_begins_with_the_pretrained_values(outcomes, root):
     assert {"embedding.weight", "layers.1.mlp.up.weight", "pooler.weight"} <= set(shared)
     assert {name.split(".")[0] for name in set(after) - set(shared)} == {"classifier"}
     assert all((after[name] - before[name]).abs().max() < 0.01 for name in shared)  # 5 steps of at most 1e-3
+
+
+def test_a_pooler_that_the_pretrained_model_lacks_is_new_and_said(outcomes, root):
+    said = outcomes["new pooler"].err
+    assert "no pooler: has no pooler (--bert-no-binary-head), so the one" in said[0] and said[1] == ""
+    found = load_file(root / "pooled" / "iter_0000002" / "model.safetensors")
+    assert found["pooler.weight"].std() > 0.01 and "embedding_norm.weight" in found
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "1-1"])

@@ -124,7 +124,7 @@ def outcomes(pretrain, folder):
     evaluation("jsonl", 2, *load, "jsonl", "--data", folder / "lines.jsonl")
     evaluation("held-out", 2, *load, "held-out", "--plot", folder / "loss.png")
     blank = ["--load", folder / "zeros", "--ckpt-step", "3", "--task", "wikitext", "--data", folder / "text"]
-    evaluation("blank", 2, *blank, *two)
+    evaluation("blank", 2, *blank, *two, "--dtype", "float32")
     for name, (line, _) in REFUSED.items():
         commands[name] = ("evaluate", 2, line.replace("{}", str(folder)).split())
     done = pretrain(*(row[1:] for row in commands.values()), command=[command for command, _, _ in commands.values()])

@@ -109,15 +109,16 @@ def test_the_bits_are_the_same_at_every_number_of_replicas(world, grids):
 
 
 def test_a_model_without_an_opinion_has_the_perplexity_of_its_vocabulary(grids):
-    """V^(targets / T_o): padding columns count for nothing."""
+    """V^(targets / T_o): padding columns count for nothing, and sums have no error of the model's dtype."""
     tokens, text_words = TEXTS[101], 37
     for grid in grids.values():
         model = gpt(grid.tensor)
         with torch.no_grad():
             model.embedding.weight.zero_()
-        scores = score(model, Windows([tokens], LENGTH, 4), grid.data, batch=8)
-        found = words.perplexity(math.fsum(scores.nll.tolist()), text_words)
-        assert found == pytest.approx(VOCAB ** (100 / text_words), rel=1e-9)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            scores = score(model.to(dtype), Windows([tokens], LENGTH, 4), grid.data, batch=8)
+            found = words.perplexity(math.fsum(scores.nll.tolist()), text_words)
+            assert found == pytest.approx(VOCAB ** (100 / text_words), rel=1e-9)
 
 
 def last_words(theirs):
