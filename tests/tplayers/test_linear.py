@@ -51,6 +51,25 @@ def test_column(group, random, close, blocks, bias, shape):
     close(group.gradients(layer), grads)
 
 
+@pytest.mark.parametrize("rows", [1, 6, 8, 32, 33])
+def test_few_rows_without_a_backward(group, rows):
+    """In float32 on the host, where some numbers of rows have a product of their own."""
+    whole = group.size * 24
+    for layer, split in (
+        (ColumnParallelLinear(IN, whole, group.comm), False), (RowParallelLinear(whole, IN, group.comm), True),
+    ):  # fmt: skip
+        weights = {}
+        with torch.no_grad():
+            for number, (name, placement) in enumerate(placements(layer).items()):
+                weights[name] = torch.randn(placement.shape, generator=torch.Generator().manual_seed(number))
+                layer.get_parameter(name).copy_(placement.part(weights[name]))
+            x = torch.randn((1, rows, whole if split else IN), generator=torch.Generator().manual_seed(7))
+            found = layer(group.mine(x) if split else x)
+        truth = F.linear(x.double(), weights["weight"].double(), weights["bias"].double()).float()
+        torch.testing.assert_close(found, truth if split else group.mine(truth), rtol=1e-5, atol=1e-4)
+        assert found.is_contiguous()
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_replicated(group, random, close, sequence_parallel):
     """Every rank holds the weight; of a sequence shard the gradients are parts of their sum. Nothing is sent."""
