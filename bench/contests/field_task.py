@@ -21,17 +21,18 @@ class FieldTask:
     """One training step, described completely: fp32, AdamW (fused), mean squared error, the same batch at every step.
 
     points: of each of the two axes. width, depth: of the U-Net, with batch normalisation. layout: one of LAYOUTS.
-    weights: safetensors file with the initial values.
+    weights: safetensors file with the initial values. lr: small, because AdamW's first steps have this size for every
+    weight, and where a gradient is near zero, rounding decides their sign.
     """
 
-    points: int = 256
-    batch: int = 2
+    points: int = 512
+    batch: int = 1
     channels: int = 4
     width: int = 16
     depth: int = 3
     padding_mode: str = "zeros"
     layout: str = "channels-last"
-    lr: float = 1e-3
+    lr: float = 1e-4
     seed: int = 0
     weights: str = ""
 

@@ -1,6 +1,6 @@
 """Measure a U-Net's training step on a field that two ranks split in space, against plain torch on the whole field.
 
-    python -m bench.fields --rounds 9 --steps 2 --output fields.md --json fields.json
+    python -m bench.fields --rounds 9 --steps 1 --output fields.md --json fields.json
     python -m bench.fields --points 128 --width 32 --width 64 --layout channels-last
 
 The contestants have the same weights, field, optimizer and memory layout: this project on two ranks of one thread,
