@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 
 import torch
@@ -21,13 +20,12 @@ def require_same_layer(layer: nn.Module, x: Tensor, problem: str | None, comm: C
 
     problem: why this rank cannot; None if it can. Raises CollectiveError with the ranks' problems; CollectiveMismatch
     if the layer's arguments, its mode, the shapes of its parameters, or batch, channels, dtype or ``requires_grad`` of
-    ``x`` differ, and if a parameter or buffer has other values.
+    ``x`` differ, and if a tensor of the layer's state dict has other values. Other buffers belong to the rank's block.
     """
     raise_together(comm.mpi, problem)
     compare_words(comm, f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}")
     compare_words(comm, _described(layer))
-    named = itertools.chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
-    found = difference_between(comm, [(name, _checksum(tensor)) for name, tensor in named])
+    found = difference_between(comm, [(name, _checksum(tensor)) for name, tensor in layer.state_dict().items()])
     if found is not None:
         raise CollectiveMismatch(
             f"{type(layer).__name__}: {found}; every rank must hold the same values: call tplayers.initialize with one "
