@@ -200,12 +200,15 @@ def test_refused_with_one_line_on_rank_zero(outcomes, name):
 
 
 def test_a_conversation_remembers_until_it_is_told_not_to(outcomes, folder):
-    """After three lines the model's positions are full; after /new the first line gets its first answer again."""
+    """After three lines the model's positions are full; after /new the first line gets its first answer again.
+
+    It ends by /quit, because Open MPI's launcher does not tell the ranks that a pipe has ended.
+    """
     assert set(outcomes["gpt"].codes) == {0}
     options = ["--load", str(folder / "gpt"), "--temperature", "0", "--max-new-tokens", "4"]
     words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "trainers.generate", "-i", *options]
     done = subprocess.run(
-        [*words, "--tensor-model-parallel-size", "2"], input="the cat\n" * 3 + "/new\nthe cat\n", text=True,
+        [*words, "--tensor-model-parallel-size", "2"], input="the cat\n" * 3 + "/new\nthe cat\n/quit\n", text=True,
         env=mpirun.environment(), cwd=mpirun.ROOT, capture_output=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
