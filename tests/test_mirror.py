@@ -42,6 +42,7 @@ TESTED_BY = {
     "tplayers/fields/same_layer.py": ["tplayers/fields/test_layer.py"],
     "tplayers/fields/upsample.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
+    "tplayers/movement/adjoint_pair.py": ["tplayers/movement/test_operators.py", "tplayers/movement/test_halo.py"],
     "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],

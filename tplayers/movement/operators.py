@@ -46,15 +46,14 @@ compares only with ``checked=True``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from commengine import Communicator, Decomposition
 
+from .adjoint_pair import Pair, apply_pair
 from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
 from .halo import halo_accumulate, halo_exchange, shift, start_halo_exchange
 from .plan import halo_plan, repartition_plan
@@ -84,7 +83,7 @@ def broadcast(x: Tensor | None, comm: Communicator, root: int = 0) -> Tensor:
     """
     given = compare("broadcast", x, comm, root=root)
     mine = x if comm.rank == root and x is not None else placeholder(x, (0,), given, comm)
-    return _apply(taking_part(mine, given), *_broadcast(comm, root, given))
+    return apply_pair(taking_part(mine, given), *_broadcast(comm, root, given))
 
 
 def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
@@ -95,7 +94,7 @@ def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     check_root("sum_reduce", comm, root)
     given = compare("sum_reduce", x, comm)
     forward, transposed = _broadcast(comm, root, given)
-    return _apply(taking_part(x, given), transposed, forward)
+    return apply_pair(taking_part(x, given), transposed, forward)
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
@@ -107,7 +106,7 @@ def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
         comm.all_reduce(out)
         return out
 
-    return _apply(taking_part(x, given), forward, forward)
+    return apply_pair(taking_part(x, given), forward, forward)
 
 
 def all_gather(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
@@ -117,7 +116,7 @@ def all_gather(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     """
     given = compare("all_gather", x, comm, along=dim)
     forward, transposed = _all_gather(comm, given, given.dim(dim))
-    return _apply(taking_part(x, given), forward, transposed)
+    return apply_pair(taking_part(x, given), forward, transposed)
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -130,7 +129,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[
     at = given.dim(dim)
     parts = replace(given, sizes=_sizes(given.shape[at], comm, sizes, "reduce_scatter"))
     forward, transposed = _all_gather(comm, parts, at)
-    return _apply(taking_part(x, given), transposed, forward)
+    return apply_pair(taking_part(x, given), transposed, forward)
 
 
 def gather(x: Tensor, comm: Communicator, root: int = 0, dim: int = 0) -> Tensor:
@@ -197,42 +196,6 @@ def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: De
 
 
 # Implementation ---------------------------------------------------------------------------------------------------
-
-#: an operator and its transposed one, without autograd
-Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-
-
-class _Linear(torch.autograd.Function):
-    """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again.
-
-    The second output is the *tie*: an empty tensor whose graph leads here. A backward that will be differentiated
-    (``create_graph=True``) gives it to the transposed operator as an input. So that one's result requires grad on every
-    rank, and a second backward runs both operators on every rank, also where the loss is linear and the gradient has
-    no graph of its own. Otherwise the ranks whose loss is not linear would wait for the others. It costs no message.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tie: Tensor | None, *pair: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        ctx.pair, own_tie = pair, x.new_empty(0)
-        ctx.save_for_backward(own_tie)
-        return pair[0](x), own_tie
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        forward, back = ctx.pair
-        tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-        return _apply(grads[0], back, forward, tie), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
-        return _apply(tangents[0], *ctx.pair), tangents[0].new_empty(0)
-
-
-def _apply(
-    x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], tie: Tensor | None = None
-) -> Tensor:
-    out: Tensor = _Linear.apply(x, tie, forward, back)[0]  # type: ignore[no-untyped-call]
-    return out
 
 
 def _broadcast(comm: Communicator, root: int, given: Compared) -> Pair:

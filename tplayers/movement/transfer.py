@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Event, Stream
 from commengine.agreement import compare_words, raise_together
 
+from .adjoint_pair import Pair, apply_pair
 from .compared import compare, wants_gradient
 from .plan import BlockPart, TransferPlan
 
@@ -33,7 +34,7 @@ def transfer(x: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
     of the plan.
     """
     check_block(x, plan.source_shape, comm)
-    return _apply(x, None, plan, comm, False)
+    return apply_pair(x, *_pair(plan, comm))
 
 
 def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tensor:
@@ -42,7 +43,8 @@ def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tenso
     Each point of the result is the sum of all points of the new blocks that `transfer` makes of it.
     """
     check_block(y, plan.target_shape, comm)
-    return _apply(y, None, plan, comm, True)
+    forward, transposed = _pair(plan, comm)
+    return apply_pair(y, transposed, forward)
 
 
 def start_transfer(x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None) -> StartedTransfer:
@@ -226,31 +228,11 @@ def new_block(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 # With autograd ----------------------------------------------------------------------------------------------------
 
 
-class _Transfer(torch.autograd.Function):
-    """Applies the operator or the transposed one; see `tplayers.movement.operators._Linear` for the tie."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tie: Tensor | None, plan: TransferPlan, comm: Communicator, adjoint: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.comm, ctx.adjoint = plan, comm, adjoint
-        out, own_tie = (AdjointTransfer if adjoint else ForwardTransfer)(x, plan, comm).wait(), x.new_empty(0)
-        ctx.save_for_backward(own_tie)
-        return out, own_tie
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-        return _apply(grads[0], tie, ctx.plan, ctx.comm, not ctx.adjoint), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
-        return _apply(tangents[0], None, ctx.plan, ctx.comm, ctx.adjoint), tangents[0].new_empty(0)
-
-
-def _apply(x: Tensor, tie: Tensor | None, plan: TransferPlan, comm: Communicator, adjoint: bool) -> Tensor:
-    out: Tensor = _Transfer.apply(x, tie, plan, comm, adjoint)[0]  # type: ignore[no-untyped-call]
-    return out
+def _pair(plan: TransferPlan, comm: Communicator) -> Pair:
+    return (
+        lambda x: ForwardTransfer(x, plan, comm).wait(),
+        lambda y: AdjointTransfer(y, plan, comm).wait(),
+    )
 
 
 class _Start(torch.autograd.Function):
