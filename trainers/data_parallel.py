@@ -63,8 +63,8 @@ class DataParallel:
     others would wait: call `no_samples` there.
 
     Raises CollectiveError on every rank if the module differs between ranks in structure, or with
-    ``make_equal=False`` in values. A backward raises RuntimeError on every rank if a gradient is missing; the first one
-    also if the ranks of a tensor group have different gradients of a parameter that each of them holds.
+    ``make_equal=False`` in values; and in the first backward if the ranks of a tensor group have different gradients of
+    a parameter that each of them holds. A backward raises RuntimeError on every rank if a gradient is missing.
     """
 
     def __init__(

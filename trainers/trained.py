@@ -1,4 +1,4 @@
-"""What a run has trained: its model, settings and tokenizer, from a checkpoint, at any tensor-parallel size.
+"""The model, the settings and the tokenizer of a run, from its checkpoint, at any tensor-parallel size.
 
 ::
 
@@ -107,7 +107,7 @@ def load_trained(
     folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
 ) -> Trained:  # fmt: skip
-    """What the run in ``folder`` has trained, whatever layout of ranks, precision or optimizer it had.
+    """The model of the run in ``folder``, whatever layout of ranks, precision or optimizer the run had.
 
     It reads the weights and the settings of a checkpoint, each rank its own shards, and no optimizer state. It takes no
     lock and writes no file, so it may read the folder of a run that is going on.
@@ -155,7 +155,7 @@ def load_trained(
 def loaded(
     config: LoadConfig, world: Communicator, *, kind: str | None = None
 ) -> Iterator[tuple[Trained, ProcessGrid]]:
-    """What the run has trained that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
+    """The trained model that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
 
     config: valid for ``world``. kind: as for `load_trained`, which raises the errors. Collective over ``world``, as is
     the end of the block.

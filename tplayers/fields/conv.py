@@ -39,8 +39,10 @@ class FieldConv(FieldLayer):
     have the standard deviation of torch's.
 
     forward: x [batch, in_channels, *local block] -> [batch, out_channels, *local block of ``output``]. Collective over
-    the grid; every rank must run the backward. Raises ValueError as `FieldLayer.check` does.
+    the grid; every rank must run the backward. Raises errors as `FieldLayer.check` does.
     """
+
+    takes_own_dtype = True
 
     def __init__(
         self,
@@ -84,12 +86,6 @@ class FieldConv(FieldLayer):
         )
         add_filter(self, (out_channels, in_channels // groups, *kernel), out_channels, bias, dtype)
 
-    @property
-    def own_dtype(self) -> torch.dtype:
-        """The parameters'."""
-        dtype: torch.dtype = self.weight.dtype  # type: ignore[assignment]
-        return dtype
-
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         weight, bias = filter_of(self)
@@ -107,6 +103,8 @@ class FieldConvTranspose(FieldLayer):
 
     forward: x [batch, in_channels, *local block] -> [batch, out_channels, *local block of ``output``]. Collective.
     """
+
+    takes_own_dtype = True
 
     def __init__(
         self,
@@ -144,12 +142,6 @@ class FieldConvTranspose(FieldLayer):
         self._wanted = [(skip, stop - start) for (skip, _), (start, stop) in zip(crops, ends, strict=True)]
         self._missing = tuple(missing for _, missing in crops)
         add_filter(self, (in_channels, out_channels // groups, *kernel), out_channels, bias, dtype)
-
-    @property
-    def own_dtype(self) -> torch.dtype:
-        """The parameters'."""
-        dtype: torch.dtype = self.weight.dtype  # type: ignore[assignment]
-        return dtype
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ class FieldLayer(nn.Module):
 
     input: Decomposition
     output: Decomposition
+    #: whether a field must have the dtype of ``weight``, outside of autocast
+    takes_own_dtype: ClassVar[bool] = False
 
     def __init__(self, grid: CartesianGrid, input: Decomposition, channels: int | None = None) -> None:
         super().__init__()
@@ -102,14 +104,9 @@ class FieldLayer(nn.Module):
             return f"{layer} needs a block [{', '.join(needed)}], not {list(x.shape)}"
         if not x.is_floating_point():
             return f"{layer} needs a real field, not {x.dtype}"
-        own = self.own_dtype
-        if own is not None and own != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        own = self.weight.dtype if self.takes_own_dtype else x.dtype
+        if own != x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"{layer} has parameters of {own}, and the field is {x.dtype}: convert one of them, as x.to({own})"
-        return None
-
-    @property
-    def own_dtype(self) -> torch.dtype | None:
-        """The dtype that a field must have outside of autocast; None for any."""
         return None
 
     def extra_repr(self) -> str:

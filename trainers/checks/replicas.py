@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from commengine import CollectiveError, Communicator, ProcessGrid
+from commengine import Communicator, ProcessGrid
 from commengine.agreement import raise_together
 from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
@@ -103,7 +103,7 @@ def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
 
 
 def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
-    """Raise RuntimeError on every rank unless a tensor group has one gradient for what its ranks all hold.
+    """Raise CollectiveError on every rank unless a tensor group has one gradient for what its ranks all hold.
 
     Such a parameter is not split: each rank holds all of it, and must compute all of its gradient. A layer that is not
     of tplayers, in a network on split fields, computes the term of this rank's block only. Sums and norms are compared
@@ -137,10 +137,7 @@ def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
             f"{', '.join(found)}. In a network on split fields each layer with parameters must be one of tplayers, "
             "such as FieldConv with kernel_size=1, because another layer's gradient is that of this rank's block only"
         )
-    try:
-        raise_together(grid.world.mpi, problem)
-    except CollectiveError as error:
-        raise RuntimeError(str(error)) from None
+    raise_together(grid.world.mpi, problem)
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
