@@ -1,0 +1,99 @@
+"""Opening the files of another program that an option names, and filling a model from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from commengine import Communicator, UsageError
+from commengine.rank_zero import on_every_rank
+from tplayers import BERTConfig, GPTConfig, Placement, placements
+
+from .hugging_face_model import HuggingFaceModel
+from .megatron import MegatronCheckpoint, open_megatron
+from .other_model import OtherModel, named
+
+#: the words with which an option names files of another program, as in ``hf:FOLDER``, and the readers of such files
+READERS: dict[str, Callable[[Path], OtherModel]] = {
+    "hf": HuggingFaceModel.open, "megatron": lambda folder: _Megatron(open_megatron(folder)),
+}  # fmt: skip
+
+
+def open_other(load: str) -> OtherModel:
+    """The model that ``load``, such as ``hf:FOLDER``, names. Not collective. Raises UsageError that names the file."""
+    found = named(load)
+    assert found is not None
+    word, folder = found
+    try:
+        return READERS[word](folder)
+    except (ValueError, OSError) as error:
+        raise cannot_read(load, error) from error
+
+
+def cannot_read(load: str, error: Exception) -> UsageError:
+    """The error of ``--load hf:FOLDER``."""
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return UsageError(f"--load {load}: {said}")
+
+
+def fill_model(
+    load: str, other: OtherModel, model: nn.Module, config: GPTConfig | BERTConfig, world: Communicator,
+    fill: Callable[[str, Tensor], None] | None = None,
+) -> None:  # fmt: skip
+    """Fill the parameters of a model with those of ``other``, each rank its parts. Collective over ``world``.
+
+    load: names ``other``, for errors. config: of ``model``. fill: called with each name and this rank's values in fp32,
+    instead of filling the parameters.
+
+    Raises UsageError, on all ranks, where the tensors do not fit or a file is damaged.
+    """
+
+    def read() -> None:
+        try:
+            parts = other.parts(config, placements(model))
+            for name, parameter in model.named_parameters():
+                direct = fill is None and parameter.device.type == "cpu" and parameter.is_contiguous()
+                dtype = parameter.dtype if fill is None else torch.float32
+                values = parameter.detach() if direct else torch.empty(parameter.shape, dtype=dtype)
+                parts[name](values)
+                if fill is not None:
+                    fill(name, values)
+                elif not direct:
+                    parameter.detach().copy_(values)
+        except (ValueError, OSError) as error:
+            raise cannot_read(load, error) from error
+
+    on_every_rank(world, read)
+
+
+@dataclass
+class _Megatron:
+    """A checkpoint of Megatron-LM as an `OtherModel`: it gives one global tensor at a time."""
+
+    found: MegatronCheckpoint
+
+    @property
+    def config(self) -> GPTConfig | BERTConfig:
+        return self.found.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.found.dtype
+
+    def parts(
+        self, config: GPTConfig | BERTConfig, placed: Mapping[str, Placement]
+    ) -> Mapping[str, Callable[[Tensor], None]]:
+        if set(self.found.names) != set(placed):
+            raise ValueError(f"has other tensors than the model: {sorted(set(self.found.names) ^ set(placed))[:4]}")
+        return {name: partial(self._fill, name, one, config.padded_vocab_size) for name, one in placed.items()}
+
+    def _fill(self, name: str, placement: Placement, padded: int, target: Tensor) -> None:
+        target.copy_(placement.part(self.found.tensor(name, padded)))
+
+    def close(self) -> None:
+        """Nothing is open."""
