@@ -43,7 +43,7 @@ def one_token(task: GenerationTask, model: GPT) -> Callable[[], float]:
     def step() -> float:
         with torch.no_grad():
             hidden = model.hidden_states(prompts[:, -1:], cache=cache)[0]
-            tokens, _ = chooser.choose(model.embedding.logits(hidden), None)
+            tokens, _ = chooser.choose(model.logits(hidden), None)
         return checksum([tokens.tolist()])
 
     return step

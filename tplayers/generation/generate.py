@@ -121,7 +121,7 @@ def _steps(
             last = to_device(torch.tensor([[row.new[-1]] for row in active]), device)
             hidden = model.hidden_states(last, cache=cache)[0]
             cache.advance([1] * len(active))
-        logits = model.embedding.logits(hidden)
+        logits = model.logits(hidden)
         keys = None
         if sampling.temperature > 0:
             of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]

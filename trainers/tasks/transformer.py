@@ -20,6 +20,7 @@ from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 from trainers.options import (
+    ABOVE_ZERO,
     FRACTION,
     HEADS,
     LAYERS,
@@ -79,6 +80,7 @@ class TransformerTrainConfig(TextConfig, ABC):
     init_method_std: float = option(
         0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
     )
+    norm_epsilon: float = option(1e-5, "added to the variance in all norms", valid=ABOVE_ZERO, fixed=True)
     make_vocab_size_divisible_by: int = option(
         1024, "pad the vocabulary to a multiple of this, at every TP size", valid=VOCABULARY, fixed=True
     )
@@ -145,7 +147,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
             "max_position_embeddings": self.positions, "ffn_hidden_size": self.ffn_hidden_size,
             "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
-            "init_method_std": self.init_method_std,
+            "init_method_std": self.init_method_std, "norm_epsilon": self.norm_epsilon,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "sequence_parallel": self.sequence_parallel, "recompute": recompute,
             "attention_dropout_mask": self.attention_dropout_mask,

@@ -63,6 +63,7 @@ def write(path, described, world):
 @pytest.mark.parametrize("chunk", [parallel_safetensors.CHUNK, 100, 4096])
 def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, monkeypatch, chunk):
     monkeypatch.setattr(parallel_safetensors, "CHUNK", chunk)
+    monkeypatch.setattr(parallel_safetensors, "BLOCK", min(chunk, parallel_safetensors.BLOCK))
     monkeypatch.setattr(parallel_safetensors, "SHARED_FROM", 1000)
     described = placed(world.rank, world.size)
     whole, mine = write(folder / "ours", described, world)
@@ -81,6 +82,10 @@ def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, m
             parts = dict(parallel_safetensors.read(folder / file, {name: p for name, (_, p) in described.items()}))
             for name, (dtype, placement) in described.items():
                 assert parts[name].dtype == dtype and torch.equal(parts[name], placement.part(whole[name])), name
+            own = {n: torch.full(p.local_shape, torch.nan, dtype=torch.float64) for n, (_, p) in described.items()}
+            placements = {name: p for name, (_, p) in described.items()}
+            for name, part in parallel_safetensors.read(folder / file, placements, into=own):
+                assert part is own[name] and torch.equal(part, parts[name].double()), name
     world.barrier()
 
 
