@@ -82,6 +82,7 @@ TESTED_BY = {
     "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/parameter_set.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
+    "trainers/weights/megatron_settings.py": ["trainers/weights/test_megatron.py"],
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands
 BENCH_TESTED_BY: dict[str, list[str]] = {
