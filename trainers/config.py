@@ -38,6 +38,8 @@ RATE = (NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 100
 DEVICE = ValidRange(
     lambda device: re.fullmatch(r"cpu|cuda(:\d{1,4})?", device) is not None, "must be cpu, cuda, or cuda:N"
 )
+#: the words before a colon with which ``--load`` names a model of another program: ``hf:FOLDER``
+OTHER_PROGRAMS = ("hf", "megatron")
 FP32_SCALE = ValidRange(
     lambda scale: 2.0**-126 <= scale <= 2.0**127, "must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)"
 )
@@ -265,6 +267,11 @@ class TrainConfig(JobConfig):
         """
         del part, parts
         return 0
+
+
+def of_other_program(load: str | None) -> bool:
+    """Whether ``--load`` names a model that another program saved, such as ``hf:FOLDER``, and no run."""
+    return load is not None and load.partition(":")[0] in OTHER_PROGRAMS and ":" in load
 
 
 def overlapped(asked: bool | None, device: torch.device) -> bool:

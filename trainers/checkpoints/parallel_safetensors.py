@@ -21,7 +21,7 @@ from commengine import Communicator
 from tplayers import Placement
 
 from . import disk
-from .safetensors_file import StoredTensor, lay_out, read_layout
+from .safetensors_file import lay_out, read_layout
 
 #: bytes of the longest range that is written at once
 CHUNK = 32 << 20
@@ -40,20 +40,27 @@ def ranges(
     described: Mapping[str, tuple[torch.dtype, Placement]],
     tensors: Iterable[tuple[str, Tensor]],
     comm: Communicator,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    starts: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
     """This rank's (first byte in the file, bytes); the ranks' ranges together are the file.
 
     described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
     any order that is the same on every rank; an iterator is advanced when the caller is done with the tensor before.
+    metadata: of the file. starts: for tensors whose ranks have contiguous parts of unequal sizes, whatever their
+    placement says: the byte of the global tensor at which this rank's part begins.
     The bytes are valid until the next range is asked for. Collective over ``comm``: every rank must exhaust it.
     """
-    header, stored = lay_out(described)
+    header, stored = lay_out(described, metadata)
     if comm.rank == 0:
         yield 0, memoryview(header)
     for number, (name, tensor) in enumerate(tensors):
         part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         start, placement = stored[name].start, described[name][1]
-        if not placement.sharded or placement.count == 1:
+        if starts is not None and name in starts:
+            yield from _cut(start, starts[name], part)
+        elif not placement.sharded or placement.count == 1:
             yield from _cut(start, *_share(part, number, comm))
         elif (outer := math.prod(placement.view[: placement.dim])) == 1:
             yield from _cut(start, comm.rank * part.numel(), part)
@@ -61,9 +68,11 @@ def ranges(
             yield from _exchanged(start, part.view(outer, -1), comm)
 
 
-def file_size(described: Mapping[str, tuple[torch.dtype, Placement]]) -> int:
+def file_size(
+    described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None
+) -> int:
     """The bytes of the file that `ranges` gives."""
-    header, stored = lay_out(described)
+    header, stored = lay_out(described, metadata)
     return max((one.stop for one in stored.values()), default=len(header))
 
 

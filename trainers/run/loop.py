@@ -12,7 +12,7 @@ from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
 from trainers.checks.in_run import InRunChecks
-from trainers.config import TrainConfig
+from trainers.config import TrainConfig, of_other_program
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
 from trainers.training.trainer import Trainer
@@ -91,7 +91,7 @@ def train(
             lambda: Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=world.rank == 0),
         )
         if config.load is not None:
-            for line in resumed or [f"starting a new run: no checkpoint in {config.load}"]:
+            for line in resumed or [_new_run(config.load)]:
                 metrics.say(line)
         if stopping.limit is not None:
             metrics.say(stopping.limit)
@@ -106,6 +106,13 @@ def train(
             metrics.close()
         trainer.close()  # not after an exception: it is collective, and the other ranks may be in another call
     return status
+
+
+def _new_run(load: str) -> str:
+    """The line that says what a run with ``--load`` starts from, where it goes on from no checkpoint."""
+    if of_other_program(load):
+        return f"starting a new run with the weights of {load}"
+    return f"starting a new run: no checkpoint in {load}"
 
 
 def _tidy(config: TrainConfig, lost: Callable[[], str | None]) -> None:

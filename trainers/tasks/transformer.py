@@ -6,16 +6,18 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
-from tplayers import initialize
+from commengine.rank_zero import on_every_rank
+from tplayers import BERT, GPT, initialize
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
-from trainers.config import TrainConfig, overlapped
+from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
@@ -25,6 +27,7 @@ from trainers.options import (
     HEADS,
     LAYERS,
     LENGTH,
+    NOT_EMPTY,
     NOT_NEGATIVE,
     VOCABULARY,
     WIDTH,
@@ -38,6 +41,10 @@ from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+from trainers.weights.opening import fill_model, open_other
+from trainers.weights.other_model import OtherModel
+
+from .other_models import require_same, settings_of_load
 
 
 class ModelShape(Protocol):
@@ -55,6 +62,18 @@ class TransformerTrainConfig(TextConfig, ABC):
 
     task: ClassVar[str]
 
+    load: str | None = option(
+        None,
+        "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
+        "checkpoint, unless this is also the folder of --save: then a new run starts. hf:FOLDER or megatron:FOLDER "
+        "starts a new run with the weights, the shape and the tokenizer of another program's model",
+        valid=NOT_EMPTY,
+        sets=settings_of_load,
+    )
+    hf_files: str | None = option(
+        None, "folder of Hugging Face whose config.json and tokenizer the exports repeat (default: that of --load)",
+        valid=NOT_EMPTY,
+    )  # fmt: skip
     preset: str | None = option(
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name, _: presets.settings(name, settings.task),
@@ -116,6 +135,10 @@ class TransformerTrainConfig(TextConfig, ABC):
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
         config = super().completed(ranks)
+        if config.load is not None and of_other_program(config.load):
+            other = config.open_other()
+            other.close()
+            require_same(config, other, config.load)
         config.require_split(ranks)
         config.require_memory(ranks)
         return config
@@ -133,6 +156,11 @@ class TransformerTrainConfig(TextConfig, ABC):
             )
             padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
             raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
+
+    def open_other(self) -> OtherModel:
+        """The model of another program that ``--load`` names. Not collective. Raises UsageError."""
+        assert self.load is not None
+        return open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
 
     @abstractmethod
     def model(self) -> ModelShape:
@@ -210,7 +238,9 @@ def transformer_trainer(
     objective: Objective[Any],
     new_batches: NewBatches,
 ) -> Trainer:
-    """A trainer of a new model, with its initial values, on training samples of ``corpus``. Collective over ``world``.
+    """A trainer of a new model on training samples of ``corpus``. Collective over ``world``.
+
+    The model has its initial values, or those of ``--load hf:FOLDER``.
 
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
@@ -220,7 +250,14 @@ def transformer_trainer(
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
     initialize(model, config.seed)
     unusable = outside_vocabulary(config, "", given(config, "data_path"))
-    return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+    trainer = Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+    if config.load is not None and of_other_program(config.load):
+        other = on_every_rank(world, config.open_other)
+        fill = partial(trainer.optimizer.fill, "master")
+        assert isinstance(model, GPT | BERT)
+        fill_model(config.load, other, model, model.config, world, fill)
+        other.close()
+    return trainer
 
 
 def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig, Placement
+from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
 from trainers.checkpoints.parallel_safetensors import fill_part, some
 
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, HuggingFaceTensor, family, hugging_face_tensors, ignored
+from .model_settings import model_settings
 from .other_model import fill_vocabulary
 from .tensor_files import FileTensor, TensorFiles
+from .tokenizer_files import tokenizer_file
 
 #: names of old releases, in place of which newer ones have others
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
@@ -31,8 +33,20 @@ class HuggingFaceModel:
     folder: Path
     config: GPTConfig | BERTConfig
     dtype: torch.dtype
+    tokenizer_model: str | None
     _files: TensorFiles
     _named: dict[str, FileTensor]
+
+    @property
+    def kind(self) -> str:
+        """See `OtherModel`."""
+        return "bert" if isinstance(self.config, BERTConfig) else "gpt"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `OtherModel`."""
+        files = {"tokenizer_model": self.tokenizer_model, "hf_files": str(self.folder)}
+        return model_settings(self.config) | files
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -53,13 +67,14 @@ class HuggingFaceModel:
                 raise ValueError(
                     f"{named[other[0]].path}: {other[0]} is of {named[other[0]].dtype}, not of real numbers"
                 )
-            return cls(folder, config, _widest(named[name].dtype for name in used), files, named)
+            dtype = _widest(named[name].dtype for name in used)
+            return cls(folder, config, dtype, tokenizer_file(folder), files, named)
         except BaseException:
             files.close()
             raise
 
     def parts(
-        self, config: GPTConfig | BERTConfig, placements: Mapping[str, Placement]
+        self, config: TransformerConfig, placements: Mapping[str, Placement]
     ) -> Mapping[str, Callable[[Tensor], None]]:
         """See `OtherModel.parts`."""
         tensors = hugging_face_tensors(config)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,25 +10,25 @@ from torch import Tensor, nn
 
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank
-from tplayers import BERTConfig, GPTConfig, Placement, placements
+from tplayers import TransformerConfig, placements
 
 from .hugging_face_model import HuggingFaceModel
-from .megatron import MegatronCheckpoint, open_megatron
-from .other_model import OtherModel, named
+from .megatron import open_megatron
+from .other_model import OtherModel
 
 #: the words with which an option names files of another program, as in ``hf:FOLDER``, and the readers of such files
-READERS: dict[str, Callable[[Path], OtherModel]] = {
-    "hf": HuggingFaceModel.open, "megatron": lambda folder: _Megatron(open_megatron(folder)),
-}  # fmt: skip
+READERS: dict[str, Callable[..., OtherModel]] = {"hf": HuggingFaceModel.open, "megatron": open_megatron}
 
 
-def open_other(load: str) -> OtherModel:
-    """The model that ``load``, such as ``hf:FOLDER``, names. Not collective. Raises UsageError that names the file."""
-    found = named(load)
-    assert found is not None
-    word, folder = found
+def open_other(load: str, *, vocab_size: int | None = None, num_attention_heads: int | None = None) -> OtherModel:
+    """The model that ``load``, such as ``hf:FOLDER``, names. Not collective. Raises UsageError that names the file.
+
+    vocab_size, num_attention_heads: for files of Megatron-LM that do not say them (`open_megatron`).
+    """
+    word, _, folder = load.partition(":")
+    asked = {"vocab_size": vocab_size, "num_attention_heads": num_attention_heads} if word == "megatron" else {}
     try:
-        return READERS[word](folder)
+        return READERS[word](Path(folder), **asked)
     except (ValueError, OSError) as error:
         raise cannot_read(load, error) from error
 
@@ -42,7 +40,7 @@ def cannot_read(load: str, error: Exception) -> UsageError:
 
 
 def fill_model(
-    load: str, other: OtherModel, model: nn.Module, config: GPTConfig | BERTConfig, world: Communicator,
+    load: str, other: OtherModel, model: nn.Module, config: TransformerConfig, world: Communicator,
     fill: Callable[[str, Tensor], None] | None = None,
 ) -> None:  # fmt: skip
     """Fill the parameters of a model with those of ``other``, each rank its parts. Collective over ``world``.
@@ -69,31 +67,3 @@ def fill_model(
             raise cannot_read(load, error) from error
 
     on_every_rank(world, read)
-
-
-@dataclass
-class _Megatron:
-    """A checkpoint of Megatron-LM as an `OtherModel`: it gives one global tensor at a time."""
-
-    found: MegatronCheckpoint
-
-    @property
-    def config(self) -> GPTConfig | BERTConfig:
-        return self.found.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.found.dtype
-
-    def parts(
-        self, config: GPTConfig | BERTConfig, placed: Mapping[str, Placement]
-    ) -> Mapping[str, Callable[[Tensor], None]]:
-        if set(self.found.names) != set(placed):
-            raise ValueError(f"has other tensors than the model: {sorted(set(self.found.names) ^ set(placed))[:4]}")
-        return {name: partial(self._fill, name, one, config.padded_vocab_size) for name, one in placed.items()}
-
-    def _fill(self, name: str, placement: Placement, padded: int, target: Tensor) -> None:
-        target.copy_(placement.part(self.found.tensor(name, padded)))
-
-    def close(self) -> None:
-        """Nothing is open."""

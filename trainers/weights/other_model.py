@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig, Placement
+from tplayers import Placement, TransformerConfig
 
 
 class OtherModel(Protocol):
     """A model in the files of another program.
 
-    config: its shape; the vocabulary may be padded otherwise. dtype: of its parameters, the widest if they differ.
+    kind: "gpt" or "bert". settings: those of `GPTTrainConfig` or `BERTTrainConfig` that its files tell, by name.
+    dtype: of its parameters, the widest if they differ.
     """
 
-    config: GPTConfig | BERTConfig
-    dtype: torch.dtype
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def parts(
-        self, config: GPTConfig | BERTConfig, placements: Mapping[str, Placement]
+        self, config: TransformerConfig, placements: Mapping[str, Placement]
     ) -> Mapping[str, Callable[[Tensor], None]]:
         """For each of our parameters, by name, a function that fills a host tensor with this rank's part of it.
 
@@ -48,13 +54,3 @@ def fill_vocabulary(target: Tensor, placement: Placement, rows: int, fill: Calla
     target[real:].zero_()
     if real:
         fill(target[:real], first)
-
-
-#: the words with which an option names files of another program: ``hf:FOLDER``
-PREFIXES = ("hf", "megatron")
-
-
-def named(option: str) -> tuple[str, Path] | None:
-    """("hf", FOLDER) for ``hf:FOLDER``; None for a path without such a word."""
-    word, colon, path = option.partition(":")
-    return (word, Path(path)) if colon and word in PREFIXES else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,9 @@ from torch import Tensor
 from trainers.checkpoints import disk
 from trainers.checkpoints.parallel_safetensors import fill
 from trainers.checkpoints.safetensors_file import read_layout
-from trainers.files.reading import read_text, require_regular
+from trainers.files.reading import read_text
+
+from .pickled import load_pickled
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 
@@ -123,22 +124,3 @@ def _views(path: Path, found: Any) -> Iterator[tuple[str, FileTensor]]:
 def _copy(tensor: Tensor, target: Tensor, start: int) -> None:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     target.copy_(flat[start : start + len(target)])
-
-
-def load_pickled(path: Path) -> Any:
-    """The content of a file of ``torch.save``, tensors as views of the file. Nothing in it is executed.
-
-    Raises ValueError that names the file if it is damaged, or holds anything but tensors and plain values.
-    """
-    require_regular(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError:
-        raise
-    except Exception as error:  # the readers of pickles and archives raise nothing narrower
-        told = str(error)
-        if "weights_only" in told or "Weights only" in told:
-            safe = "of which none was; convert the file to safetensors where it comes from"
-            raise ValueError(f"{path}: holds more than tensors: it asks for Python code to be run, {safe}") from None
-        first = told.splitlines()[0][:200] if told else type(error).__name__
-        raise ValueError(f"{path}: damaged, or no file of torch.save: {first}") from None
