@@ -1,6 +1,8 @@
 """Parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
-from .attention import DropoutMask, SelfAttention
+from .attention.key_value_cache import KeyValueCache
+from .attention.rotary import RopeScaling
+from .attention.self_attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
 from .cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
@@ -18,7 +20,6 @@ from .fields import (
 from .generation.generate import generate
 from .generation.sampling import Sampling
 from .generation.vocab_argmax import vocab_parallel_argmax
-from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .mlp import MLP, Gelu, SwiGLU
 from .models.bert import BERT, BERTConfig
@@ -64,7 +65,6 @@ from .regions import (
     scatter_to_tensor_parallel_region,
 )
 from .rng import Randomness, dropout
-from .rotary import RopeScaling
 
 __all__ = [
     "BERT",

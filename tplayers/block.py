@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from commengine import Communicator, Stream
 
-from .attention import DropoutMask, SelfAttention, needed
-from .key_value_cache import LayerCache
+from .attention.key_value_cache import LayerCache
+from .attention.rotary import Rotation
+from .attention.self_attention import DropoutMask, SelfAttention, needed
 from .linear import DEFAULT_INIT
 from .mlp import MLP, Gelu, SwiGLU
 from .norm import NORMS, Normalization, require_normalization
 from .placement import Normal
 from .recompute import Recompute, recomputed, require_known
 from .rng import Randomness, dropout
-from .rotary import Rotation
 
 #: Where a layer normalises: "pre" inside each branch, which leaves the residual stream as it is (paper, Figure 7 b), or
 #: "post" after each residual sum, as in the first BERT (Figure 7 a).

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from commengine.agreement import compare_words
+from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.host_copy import to_device
-from tplayers.key_value_cache import KeyValueCache
 from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 

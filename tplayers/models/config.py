@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tplayers.attention import DropoutMask, require_heads
+from tplayers.attention.rotary import RopeScaling
+from tplayers.attention.self_attention import DropoutMask, require_heads
 from tplayers.norm import Normalization, require_normalization
 from tplayers.placement import require_divisible
 from tplayers.recompute import Recompute
-from tplayers.rotary import RopeScaling
 
 #: How a model knows positions: by a table that is learned and added to the embedding, or by rotating queries and keys.
 PositionEmbedding: TypeAlias = Literal["learned_absolute", "rope"]
@@ -30,7 +30,7 @@ class TransformerConfig:
     The Llama family is a `GPT` with other values of these:
 
     normalization, norm_epsilon: of all norms, "LayerNorm" or "RMSNorm". swiglu: the MLP is SwiGLU instead of GELU.
-    position_embedding_type: "learned_absolute" or "rope". rotary_base, rope_scaling: of "rope" (`tplayers.rotary`).
+    position_embedding_type: "learned_absolute" or "rope". rotary_base, rope_scaling: of "rope" (`RopeScaling`).
     num_query_groups: heads of keys and values, each of which num_attention_heads / num_query_groups query heads share
         (Ainslie et al. 2023); None for as many as query heads.
     kv_channels: the size of a head; None for hidden_size / num_attention_heads.

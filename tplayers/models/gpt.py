@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream
+from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
-from tplayers.key_value_cache import KeyValueCache
 from tplayers.linear import ColumnParallelLinear
 from tplayers.placement import Normal
 from tplayers.rng import Randomness

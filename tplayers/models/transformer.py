@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.attention import SelfAttention, needed, real_tokens
+from tplayers.attention.key_value_cache import KeyValueCache
+from tplayers.attention.rotary import Rotation, frequencies, rotation
+from tplayers.attention.self_attention import SelfAttention, needed, real_tokens
 from tplayers.block import NormPlacement, TransformerBlock
 from tplayers.checks import require_within
 from tplayers.embedding import VocabParallelEmbedding, looked_up
-from tplayers.key_value_cache import KeyValueCache
 from tplayers.mlp import Gelu
 from tplayers.norm import NORMS, LayerNorm, RMSNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
 from tplayers.rng import Randomness, dropout
-from tplayers.rotary import Rotation, frequencies, rotation
 
 from .config import TransformerConfig
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
+from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.host_copy import to_device
 from tplayers.models.config import POSITION_EMBEDDINGS
 from tplayers.norm import NORMS
-from tplayers.rotary import SCALING_KINDS
 from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import Samples

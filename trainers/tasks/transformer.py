@@ -13,7 +13,7 @@ from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
 from tplayers import initialize
-from tplayers.attention import DROPOUT_MASKS
+from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import TrainConfig, overlapped
 from trainers.data.corpus import Corpus, TextConfig

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
+from tplayers.checks import require_within
+from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from tplayers.placement import Normal, require_divisible
+from tplayers.recompute import recomputed
+from tplayers.regions import gather_from_sequence_parallel_region
+from tplayers.rng import Randomness, dropout, head_offsets, seeded
 
-from .checks import require_within
 from .key_value_cache import LayerCache
-from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear, column_parallel_linears
-from .placement import Normal, require_divisible
-from .recompute import recomputed
-from .regions import gather_from_sequence_parallel_region
-from .rng import Randomness, dropout, head_offsets, seeded
 from .rotary import Rotation
 
 #: How the mask of attention dropout is drawn. "position": as a function of position, which is the same at every TP and
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
         (`KeyValueCache`). It needs ``causal``, evaluation mode and no ``padding`` (else ValueError). It
         holds `kv_heads` of this rank, with rotated keys.
 
-    rotation: turns queries and keys, of the positions of the whole sequence (`tplayers.rotary`); None: does not.
+    rotation: turns queries and keys, of the positions of the whole sequence (`rotary.Rotation`); None: does not.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
