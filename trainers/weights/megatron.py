@@ -18,20 +18,18 @@ Each rank's file has such rows of its own heads. Ours are [3, np, hn] of all hea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tplayers import Placement, TransformerConfig
+from tplayers import BERTConfig, GPTConfig
 from trainers.files.reading import InputFileError, read_text
 
-from .megatron_settings import TOP, MegatronContents, MegatronShape, model_shape
+from .megatron_settings import TOP, MegatronContents, model_config
 from .pickled import load_pickled
 
 #: the names of a rank's file, in the order in which they are looked for
@@ -58,32 +56,33 @@ class MegatronTensor:
     vocabulary: bool = False
 
 
-def megatron_tensors(shape: MegatronShape) -> list[MegatronTensor]:
-    """Every tensor of the model with this shape."""
-    h, embedding = shape.hidden, f"{TOP}.embedding"
+def megatron_tensors(config: GPTConfig | BERTConfig, rows: int) -> list[MegatronTensor]:
+    """Every tensor of the model with this shape. rows: of the vocabulary in the files, padding included."""
+    h, ffn, embedding = config.hidden_size, config.ffn_size, f"{TOP}.embedding"
+    positions = (config.max_position_embeddings, h)
     found = [
-        MegatronTensor("embedding.weight", f"{embedding}.word_embeddings.weight", (shape.rows, h), 0, vocabulary=True),
-        MegatronTensor("position_embedding", f"{embedding}.position_embeddings.weight", (shape.positions, h)),
+        MegatronTensor("embedding.weight", f"{embedding}.word_embeddings.weight", (rows, h), 0, vocabulary=True),
+        MegatronTensor("position_embedding", f"{embedding}.position_embeddings.weight", positions),
     ]
-    if shape.tokentypes:
-        types = (shape.tokentypes, h)
+    if isinstance(config, BERTConfig):
+        types = (config.num_tokentypes, h)
         found.append(MegatronTensor(_TYPES, f"{embedding}.tokentype_embeddings.weight", types))
-    for number in range(shape.layers):
+    for number in range(config.num_layers):
         ours, theirs = f"layers.{number}", f"{TOP}.transformer.layers.{number}"
         found += _both(f"{ours}.attention_norm", f"{theirs}.input_layernorm", h)
         found += _both(f"{ours}.attention.qkv", f"{theirs}.attention.query_key_value", 3 * h, h, split=0, heads=True)
         found += _both(f"{ours}.attention.projection", f"{theirs}.attention.dense", h, h, split=1)
         found += _both(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", h)
-        found += _both(f"{ours}.mlp.up", f"{theirs}.mlp.dense_h_to_4h", shape.ffn, h, split=0)
-        found += _both(f"{ours}.mlp.down", f"{theirs}.mlp.dense_4h_to_h", h, shape.ffn, split=1)
+        found += _both(f"{ours}.mlp.up", f"{theirs}.mlp.dense_h_to_4h", ffn, h, split=0)
+        found += _both(f"{ours}.mlp.down", f"{theirs}.mlp.dense_4h_to_h", h, ffn, split=1)
     found += _both("final_norm", f"{TOP}.transformer.final_layernorm", h)
-    if shape.kind == "bert":
+    if isinstance(config, BERTConfig):
         found += _both("mlm_head.dense", "lm_head.dense", h, h)
         found += _both("mlm_head.norm", "lm_head.layernorm", h)
-        found.append(MegatronTensor("mlm_head.bias", "lm_head.bias", (shape.rows,), 0, vocabulary=True))
-    if shape.binary_head:
-        found += _both("pooler", f"{TOP}.pooler.dense", h, h)
-        found += _both("order_head", "binary_head", 2, h)
+        found.append(MegatronTensor("mlm_head.bias", "lm_head.bias", (rows,), 0, vocabulary=True))
+        if config.binary_head:
+            found += _both("pooler", f"{TOP}.pooler.dense", h, h)
+            found += _both("order_head", "binary_head", 2, h)
     return found
 
 
@@ -99,11 +98,11 @@ def _both(
 class MegatronCheckpoint:
     """A checkpoint of Megatron-LM: the shape of the model, and its tensors under our names.
 
-    shape: also has the settings with which ours is the same function. iteration: the steps after which it was saved,
-    where the file says so. version: of the format, 0 to 3. dtype: of the embedding, and in practice of all tensors.
+    config: of a GPT or a BERT with the same function. iteration: the steps after which it was saved, where the file
+    says so. version: of the format, 0 to 3. dtype: of the embedding, and in practice of all tensors.
     """
 
-    shape: MegatronShape
+    config: GPTConfig | BERTConfig
     iteration: int | None
     version: int
     dtype: torch.dtype
@@ -111,65 +110,30 @@ class MegatronCheckpoint:
     _where: Mapping[str, MegatronTensor] = field(repr=False)
 
     @property
-    def kind(self) -> str:
-        """The kind of model: "gpt" or "bert"."""
-        return self.shape.kind
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of the training command's settings that the files tell."""
-        return dict(self.shape.settings)
-
-    @property
     def names(self) -> tuple[str, ...]:
-        """Our names of all tensors that the files hold."""
+        """Our names of all tensors of the model."""
         return tuple(self._where)
 
-    def parts(
-        self, config: TransformerConfig, placements: Mapping[str, Placement]
-    ) -> dict[str, Callable[[Tensor], None]]:
-        """For each name of ``placements`` a function that fills a tensor of this rank's local shape.
-
-        placements: those of the model with the shape ``config``. A BERT without sentence order has no token types in
-        Megatron-LM; ours then has embeddings of 0. Raises ValueError, before anything is filled, unless names and
-        shapes are the files'.
-        """
-        absent = {_TYPES} - self._where.keys()
-        if different := sorted((placements.keys() - absent) ^ self._where.keys()):
-            raise ValueError(f"{self._files[0].file}: not the model's tensors: {', '.join(different[:4])}")
-        for name, where in self._where.items():
-            rows = config.padded_vocab_size if where.vocabulary else where.shape[0]
-            fits = rows >= (self.shape.vocabulary if where.vocabulary else rows)
-            if not fits or placements[name].shape != (rows, *where.shape[1:]):
-                wanted = f"the model's is {list(placements[name].shape)}"
-                raise ValueError(f"{self._files[0].file}: {name} is {list(where.shape)}, {wanted}")
-        return {name: partial(self._fill, name, placement) for name, placement in placements.items()}
-
-    def _fill(self, name: str, placement: Placement, target: Tensor) -> None:
-        if name in self._where:
-            target.copy_(placement.part(self.tensor(name, placement.shape[0])))
-        else:
-            target.zero_()
-
-    def tensor(self, name: str, rows: int | None = None) -> Tensor:
+    def tensor(self, name: str, padded_vocab_size: int | None = None) -> Tensor:
         """Our global tensor ``name``, in the file's dtype. It may be a view of the file's memory: do not write into it.
 
-        rows: of a tensor of the vocabulary, those of the padding 0; None for no padding.
+        padded_vocab_size: the rows of a tensor of the vocabulary, those of the padding 0; None for that of ``config``.
+        Megatron-LM's BERT without sentence order has no token types: their embeddings are 0 here.
         """
         where = self._where[name]
+        if where.theirs not in self._files[0].tensors:
+            return torch.zeros(where.shape, dtype=self.dtype)
         pieces = [contents.tensors[where.theirs] for contents in self._files]
         if where.heads:
-            heads = self.shape.heads // len(pieces)
+            heads = self.config.num_attention_heads // len(pieces)
             blocks = [_queries_keys_values(piece, heads, self.version) for piece in pieces]
             return torch.cat(blocks, dim=1).reshape(where.shape)
         whole = pieces[0] if where.split is None or len(pieces) == 1 else torch.cat(pieces, where.split)
         if not where.vocabulary:
             return whole
-        real = whole[: self.shape.vocabulary]
-        return real if rows is None else F.pad(real, (*(0, 0) * (real.dim() - 1), 0, rows - len(real)))
-
-    def close(self) -> None:
-        """Do nothing: a file that is mapped into memory is closed when its last tensor is gone."""
+        real = whole[: self.config.vocab_size]
+        rows = self.config.padded_vocab_size if padded_vocab_size is None else padded_vocab_size
+        return F.pad(real, (*(0, 0) * (real.dim() - 1), 0, rows - len(real)))
 
 
 def _queries_keys_values(rows: Tensor, heads: int, version: int) -> Tensor:
@@ -208,13 +172,13 @@ def open_megatron(
     for other in contents[1:]:
         if other.version != first.version:
             raise other.wrong(f"is of checkpoint version {other.version}; that of rank 0 is of {first.version}")
-    shape = model_shape(first, ranks, vocab_size, num_attention_heads)
-    tensors = megatron_tensors(shape)
+    config = model_config(first, ranks, vocab_size, num_attention_heads)
+    tensors = megatron_tensors(config, first.tensors[f"{TOP}.embedding.word_embeddings.weight"].shape[0] * ranks)
     for one in contents:
         _require_tensors(one, tensors, ranks)
     dtype = first.tensors[tensors[0].theirs].dtype
     where = {tensor.ours: tensor for tensor in tensors}
-    return MegatronCheckpoint(shape, first.iteration, first.version, dtype, contents, where)
+    return MegatronCheckpoint(config, first.iteration, first.version, dtype, contents, where)
 
 
 def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTensor], ranks: int) -> None:
@@ -224,6 +188,8 @@ def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTenso
         if tensor.split is not None:
             shape[tensor.split] //= ranks
         found = contents.tensors.get(tensor.theirs)
+        if found is None and tensor.ours == _TYPES:
+            continue
         if found is None:
             raise contents.wrong(f"lacks {tensor.theirs}, {shape}")
         if list(found.shape) != shape or not found.is_floating_point() or found.layout is not torch.strided:

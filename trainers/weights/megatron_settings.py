@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tplayers import BERTConfig, GPTConfig
+from tplayers.mlp import Gelu
 from trainers.files.reading import InputFileError
 
 #: the first part of the names of the tensors that all models have
@@ -83,31 +85,12 @@ def _as_version_0(name: str) -> str:
     return name.replace(f"{TOP}.encoder.", f"{TOP}.transformer.").replace(".self_attention.", ".attention.")
 
 
-@dataclass(frozen=True)
-class MegatronShape:
-    """The shape of a model: what its tensors need, and the ``settings`` of a training command with the same function.
-
-    kind: "gpt" or "bert". rows: of the vocabulary in all files together, padding included. tokentypes: 0 for no table.
-    settings: fields of `trainers.tasks.gpt.GPTTrainConfig` or `trainers.tasks.bert.BERTTrainConfig`.
-    """
-
-    kind: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    positions: int
-    rows: int
-    vocabulary: int
-    tokentypes: int
-    binary_head: bool
-    settings: Mapping[str, Any]
-
-
-def model_shape(
+def model_config(
     contents: MegatronContents, ranks: int, vocab_size: int | None, num_attention_heads: int | None
-) -> MegatronShape:
-    """The shape of the model, by its tensors and, where they do not tell, by its settings. Raises InputFileError.
+) -> GPTConfig | BERTConfig:
+    """The shape of a model of ours with the same function. Raises InputFileError.
+
+    The tensors tell it and, where they do not, the settings. A BERT without token types has two of ours.
 
     ranks: the number of files. vocab_size, num_attention_heads: as for `trainers.weights.megatron.open_megatron`.
     """
@@ -120,8 +103,6 @@ def model_shape(
     positions, _ = _matrix(contents, f"{TOP}.embedding.position_embeddings.weight")
     up, _ = _matrix(contents, f"{TOP}.transformer.layers.0.mlp.dense_h_to_4h.weight")
     numbers = (re.match(rf"{TOP}\.transformer\.layers\.(\d+)\.", name) for name in tensors)
-    kind = "bert" if "lm_head.bias" in tensors else "gpt"
-    binary_head = "binary_head.weight" in tensors
     found: dict[str, Any] = {
         "num_layers": 1 + max(int(number[1]) for number in numbers if number), "hidden_size": hidden,
         "ffn_hidden_size": up * ranks, "num_attention_heads": _heads(contents, ranks, hidden, num_attention_heads),
@@ -135,23 +116,15 @@ def model_shape(
         found[name] = setting(name, default)
         if not isinstance(found[name], float | int):
             raise contents.wrong(f"{name}={str(found[name])[:80]!r}; needed: a number")
-    types = tensors.get(f"{TOP}.embedding.tokentype_embeddings.weight")
-    return MegatronShape(
-        kind, found["num_layers"], hidden, found["ffn_hidden_size"], found["num_attention_heads"], positions,
-        rows * ranks, found["vocab_size"], 0 if types is None else types.shape[0], binary_head,
-        found | _activations(contents, kind) | ({"bert_no_binary_head": not binary_head} if kind == "bert" else {}),
-    )  # fmt: skip
-
-
-def _activations(contents: MegatronContents, kind: str) -> dict[str, Any]:
-    """The forms of GELU. The fused kernel of bias and GELU computes the one by tanh; BERT's head does not use it."""
-    openai = contents.setting("openai_gelu", False)
-    tanh = contents.setting("bias_gelu_fusion", True) or openai
-    if kind == "bert":
-        return {"gelu": "tanh" if tanh else "erf", "head_gelu": "tanh" if openai else "erf"}
-    if not tanh:
+    # The fused kernel of bias and GELU computes the form by tanh. The head of masked tokens does not use this kernel.
+    openai = setting("openai_gelu", False)
+    gelu: Gelu = "tanh" if openai or setting("bias_gelu_fusion", True) else "erf"
+    if "lm_head.bias" in tensors:
+        head: Gelu = "tanh" if openai else "erf"
+        return BERTConfig(**found, gelu=gelu, head_gelu=head, binary_head="binary_head.weight" in tensors)
+    if gelu != "tanh":
         raise contents.wrong("bias_gelu_fusion=False is GELU by the error function; supported in a GPT: tanh alone")
-    return {}
+    return GPTConfig(**found)
 
 
 def _matrix(contents: MegatronContents, name: str) -> tuple[int, int]:

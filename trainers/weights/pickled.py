@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import pickletools
 import re
 import zipfile
@@ -58,7 +57,7 @@ def load_pickled(path: Path) -> Any:
     except (OSError, InputFileError):
         raise
     except Exception as error:  # a damaged pickle raises whatever its operations raise
-        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL ([\w.<>]+)", str(error))):
+        if found := re.search(r"GLOBAL ([\w.<>]+)", str(error)):
             raise InputFileError(
                 f"{path}: refused, because it asks for {found[1][:80]}, which is no data; nothing of it was executed"
             ) from None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tplayers import BERT, BERTConfig, Randomness, initialize, placements, sum_partial_gradients
 

@@ -40,7 +40,7 @@ def test_tensors_settings_and_states_of_others(tmp_path, new):
     assert vars(found["args"]) == {"heads": 3, "dtype": torch.bfloat16}
     assert torch.equal(found["weight"], saved["weight"]) and found["python"] == saved["python"]
     assert isinstance(found["numpy"][1], Unread)
-    assert torch.serialization.get_safe_globals() == []
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -50,7 +50,7 @@ def test_code_is_refused_by_name_and_not_executed(tmp_path, new):
     with pytest.raises(InputFileError, match=r"x\.pt: refused, because it asks for (builtins\.|_?io\.)?open, which"):
         load_pickled(tmp_path / "x.pt")
     assert not made.exists()
-    pickle.loads(pickle.dumps(Hostile(made))).close()  # noqa: S301: it would have run
+    pickle.loads(pickle.dumps(Hostile(made))).close()  # noqa: S301 it would have run
     assert made.exists()
 
 
