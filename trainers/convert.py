@@ -8,7 +8,6 @@ one rank. The files do not depend on the number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commengine import Communicator, ProcessGrid, UsageError, launch
+from commengine import Communicator, ProcessGrid, launch
 from commengine.rank_zero import on_rank_zero
 from tplayers import Placement
 
@@ -133,7 +132,8 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
         make_writable("--save", folder)
 
     on_rank_zero(world, free)
-    trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype])
+    asked = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
+    trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
     settings = _settings_to_save(trained)
     with folder_lock.hold(world, folder):
 
@@ -152,8 +152,8 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
 
 def _settings_to_save(trained: Trained) -> dict[str, Any]:
     """The settings that the model tells: those that change its function, and the longest sample."""
-    fixed = trained.settings.model_setting_names()
-    return {name: value for name, value in trained.settings.to_json().items() if name in fixed}
+    names = trained.settings.of_the_model()
+    return {name: value for name, value in trained.settings.to_json().items() if name in names}
 
 
 def _export(config: ConvertConfig, grid: ProcessGrid) -> None:

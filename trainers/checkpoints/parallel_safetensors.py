@@ -68,9 +68,7 @@ def ranges(
             yield from _exchanged(start, part.view(outer, -1), comm)
 
 
-def file_size(
-    described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None
-) -> int:
+def file_size(described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None) -> int:
     """The bytes of the file that `ranges` gives."""
     header, stored = lay_out(described, metadata)
     return max((one.stop for one in stored.values()), default=len(header))

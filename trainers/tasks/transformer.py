@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
@@ -156,6 +156,13 @@ class TransformerTrainConfig(TextConfig, ABC):
             )
             padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
             raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
+
+    @classmethod
+    def of_the_model(cls) -> set[str]:
+        """The names of the settings that a checkpoint needs so that its model can be built again from it alone."""
+        of_data = ("global_batch_size", "seed", "split", "mock_data")
+        fixed = {item.name for item in fields(cls) if item.metadata["fixed"]}
+        return (fixed | {"hidden_dropout", "attention_dropout", "bf16", "fp16", "tokenizer_model"}) - set(of_data)
 
     def open_other(self) -> OtherModel:
         """The model of another program that ``--load`` names. Not collective. Raises UsageError."""

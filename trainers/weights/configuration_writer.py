@@ -57,6 +57,11 @@ def _gpt2_keys(config: GPTConfig) -> dict[str, Any]:
 
 
 def _bert_keys(config: BERTConfig) -> dict[str, Any]:
+    if config.head_gelu not in (None, config.gelu):
+        raise ValueError(
+            f"Hugging Face's BERT has one GELU: head_gelu={config.head_gelu!r} must be that of the layers, "
+            f"gelu={config.gelu!r}"
+        )
     pre = config.norm_placement == "pre"
     name = f"{'MegatronBert' if pre else 'Bert'}For{'PreTraining' if config.binary_head else 'MaskedLM'}"
     return {

@@ -15,7 +15,7 @@ _SAME_OF_GPT = (
     "normalization", "swiglu", "position_embedding_type", "rotary_base", "kv_channels", "add_qkv_bias",
     "untie_embeddings_and_output_weights",
 )  # fmt: skip
-_SAME_OF_BERT = ("norm_placement", "gelu")
+_SAME_OF_BERT = ("norm_placement", "gelu", "head_gelu")
 
 
 def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank
-from tplayers import TransformerConfig, placements
+from tplayers import BERTConfig, Placement, TransformerConfig, placements
 
 from .hugging_face_model import HuggingFaceModel
-from .megatron import open_megatron
+from .megatron import MegatronCheckpoint, open_megatron
+from .model_settings import model_settings
 from .other_model import OtherModel
 
 #: the words with which an option names files of another program, as in ``hf:FOLDER``, and the readers of such files
-READERS: dict[str, Callable[..., OtherModel]] = {"hf": HuggingFaceModel.open, "megatron": open_megatron}
+READERS: dict[str, Callable[..., OtherModel]] = {
+    "hf": HuggingFaceModel.open,
+    "megatron": lambda path, **asked: _Megatron(open_megatron(path, **asked)),
+}
 
 
 def open_other(load: str, *, vocab_size: int | None = None, num_attention_heads: int | None = None) -> OtherModel:
@@ -67,3 +74,36 @@ def fill_model(
             raise cannot_read(load, error) from error
 
     on_every_rank(world, read)
+
+
+@dataclass(frozen=True)
+class _Megatron:
+    """A checkpoint of Megatron-LM as an `OtherModel`: it gives one whole global tensor at a time."""
+
+    found: MegatronCheckpoint
+
+    @property
+    def kind(self) -> str:
+        return "bert" if isinstance(self.found.config, BERTConfig) else "gpt"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return model_settings(self.found.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.found.dtype
+
+    def parts(
+        self, config: TransformerConfig, placements: Mapping[str, Placement]
+    ) -> Mapping[str, Callable[[Tensor], None]]:
+        if different := sorted(set(self.found.names) ^ placements.keys()):
+            raise ValueError(f"not the model's tensors: {', '.join(different[:4])}")
+        rows = config.padded_vocab_size
+        return {name: partial(self._fill, name, placement, rows) for name, placement in placements.items()}
+
+    def _fill(self, name: str, placement: Placement, rows: int, target: Tensor) -> None:
+        target.copy_(placement.part(self.found.tensor(name, rows)))
+
+    def close(self) -> None:
+        """Do nothing: a file that is mapped into memory is closed when its last tensor is gone."""
