@@ -196,6 +196,10 @@ class TrainConfig(JobConfig):
     async_save: bool = option(
         False, "write checkpoints in the background: ranks copy their share in memory, and training goes on meanwhile"
     )
+    save_hf: bool | None = option(
+        None, "write each checkpoint for transformers, too, into its folder hf; --no-save-hf: none (default: the last "
+        "one of a run)"
+    )  # fmt: skip
     keep_last: int | None = option(
         None, "after saving, remove all but this number of the newest checkpoints (default: keep all)",
         valid=AT_LEAST_ONE,
@@ -251,6 +255,7 @@ class TrainConfig(JobConfig):
             flag = f"--{name.replace('_', '-')}"
             require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
+        require(not self.save_hf or saved, "--save-hf: needs --save DIR")
         require(not self.async_save or saved, "--async-save: needs --save DIR")
         require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
         require(

@@ -26,6 +26,9 @@ from .step_file import StepFile
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
 
+#: the folder of a checkpoint that transformers reads
+EXPORT = "hf"
+
 Config = TypeVar("Config", bound=TrainConfig)
 
 
@@ -154,6 +157,7 @@ class _Run:
         self.goes_on = goes_on
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
+        self.exports = _exports(self.config, task, metrics)
         self.stop = 0  # why the run stops early, the same on all ranks (`StopRequests.reason`)
 
     def run(self) -> int:
@@ -215,6 +219,15 @@ class _Run:
     def _save(self) -> None:
         self.saver.start()
         self.saved = self.trainer.iteration
+        if self.exports and self.config.save_hf:
+            self._export()
+
+    def _export(self) -> None:
+        """Write the model of the checkpoint of this iteration for transformers, beside it."""
+        self.saver.finish()
+        assert self.folder is not None
+        self.trainer.optimizer.wait_for_parameters()
+        self.task.export(self.folder / pointer.name_of(self.trainer.iteration) / EXPORT)
 
     def _lacks_evaluation(self) -> bool:
         """Whether the metrics lack the evaluation of the trainer's iteration, after which steps follow."""
@@ -293,11 +306,34 @@ class _Run:
         if not self.stop and (not begun or self.evaluated is None):
             self._evaluate()
         self.saver.finish()
+        if self.exports and not self.stop and not self.config.save_hf:
+            self._export()
         if self.stop:
             self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder))  # a line of its own at the bar
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0
+
+
+def _exports(config: TrainConfig, task: TrainingTask, metrics: Metrics) -> bool:
+    """Whether checkpoints are written for transformers, too. Collective.
+
+    A run whose model transformers does not have says why. Raises UsageError, on all ranks, if it was asked for.
+    """
+    if config.save is None or config.save_hf is False:
+        return False
+
+    def possible() -> bool:
+        try:
+            task.require_exportable()
+        except ValueError as error:
+            if config.save_hf:
+                raise UsageError(f"--save-hf: {error}") from error
+            metrics.say(f"the run ends without a folder {EXPORT} for transformers: {error}")
+            return False
+        return True
+
+    return bool(on_rank_zero(task.trainer.grid.world, possible))
 
 
 def _iterations(trainer: Trainer) -> Iterator[int]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -41,6 +42,7 @@ from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+from trainers.weights.export import SmallFiles, export, require_exportable
 from trainers.weights.opening import fill_model, open_other
 from trainers.weights.other_model import OtherModel
 
@@ -283,7 +285,7 @@ class TransformerTask:
     def __init__(
         self, config: TransformerTrainConfig, corpus: Corpus, trainer: Trainer, new_batches: NewBatches
     ) -> None:
-        self.corpus, self.trainer = corpus, trainer
+        self.corpus, self.trainer, self._config = corpus, trainer, config
         self.tokens_per_sample = config.seq_length
         self._evaluated = corpus.held_out(config.eval_iters, trainer.batches.size)
         self.held_out = [
@@ -306,6 +308,21 @@ class TransformerTask:
     def evaluation_objective(self) -> Objective[Any]:
         """The trainer's."""
         return self.trainer.objective
+
+    def require_exportable(self) -> None:
+        """Raise ValueError unless transformers has a class for the model."""
+        require_exportable(self._model.config)
+
+    def export(self, folder: Path) -> None:
+        """See `TrainingTask.export`."""
+        config = self._config
+        export(self._model, self.trainer.grid, folder, SmallFiles(config.hf_files, config.tokenizer_model))
+
+    @property
+    def _model(self) -> GPT | BERT:
+        model = self.trainer.model
+        assert isinstance(model, GPT | BERT)
+        return model
 
     def measures(self) -> Mapping[str, float]:
         """None: the losses say all, until the report."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import BERT, GPT, BERTConfig, GPTConfig, Placement, placements
+from tplayers import GPT, BERTConfig, GPTConfig, Placement, placements
+from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import disk, parallel_safetensors
 
-from .configuration_writer import written_configuration
+from .configuration_writer import TaskHead, written_configuration
 from .configurations import CONFIG, read_json
 from .hugging_face import hugging_face_tensors
 from .hugging_face_model import Piece, pieces_of
@@ -45,12 +46,14 @@ class SmallFiles:
     origin: str | None = None
     tokenizer_model: str | None = None
 
-    def write(self, folder: Path, config: GPTConfig | BERTConfig, dtype: torch.dtype) -> None:
+    def write(
+        self, folder: Path, config: GPTConfig | BERTConfig, dtype: torch.dtype, head: TaskHead | None = None
+    ) -> None:
         """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
         origin = None if self.origin is None else Path(self.origin)
         there = origin is not None and (origin / CONFIG).is_file()
         keys = read_json(origin / CONFIG) if origin is not None and there else {}
-        written = written_configuration(config, dtype, keys)
+        written = written_configuration(config, dtype, keys, head)
         disk.write(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True).encode() + b"\n")
         copied = [name for name in COPIED if origin is not None and (origin / name).is_file()]
         for name in copied:
@@ -66,18 +69,20 @@ def require_exportable(config: GPTConfig | BERTConfig) -> None:
     written_configuration(config, torch.float32)
 
 
-def export(model: GPT | BERT, grid: ProcessGrid, folder: Path, small: SmallFiles) -> None:
+def export(
+    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None
+) -> None:
     """Write ``model`` into ``folder``, in place of an older export there. Collective over the grid's world.
 
-    The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if the model is of no shape
-    that transformers has, or if any rank cannot write.
+    head: of a fine-tuned BERT. The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if
+    the model is of no shape that transformers has, or if any rank cannot write.
     """
     world, config = grid.world, model.config
     beside = folder.with_name(f"{folder.name}.tmp")
     dtype = model.embedding.weight.dtype
     on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
     on_rank_zero(world, lambda: _told(folder, lambda: disk.make_empty(beside)))
-    pieces = list(_pieces(model))
+    pieces = list(_pieces(model, None if head is None else head.ours))
     described = {piece.name: (dtype, _whole(piece)) for piece, _ in pieces}
     problem: OSError | None = None
     if grid.data.rank == 0:
@@ -101,7 +106,7 @@ def export(model: GPT | BERT, grid: ProcessGrid, folder: Path, small: SmallFiles
         size, needed = disk.size(beside / SAFETENSORS), parallel_safetensors.file_size(described, METADATA)
         if size != needed:
             raise OSError(errno.EIO, f"has {size} bytes after writing {needed}", str(beside / SAFETENSORS))
-        small.write(beside, config, dtype)
+        small.write(beside, config, dtype, head)
         disk.sync_folder(beside)
         disk.remove(folder)
         disk.replace(beside, folder)
@@ -118,10 +123,10 @@ def _told(folder: Path, work: Any) -> None:
         raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
 
 
-def _pieces(model: GPT | BERT) -> Iterator[tuple[Piece, Tensor]]:
+def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[Piece, Tensor]]:
     """Each of Hugging Face's tensors with our parameter that has it, in the order of the file."""
     placed, values = placements(model), dict(model.named_parameters())
-    for tensor in hugging_face_tensors(model.config):
+    for tensor in hugging_face_tensors(model.config, head):
         for piece in pieces_of(tensor, placed[tensor.ours], model.config.vocab_size):
             yield piece, values[tensor.ours].detach()
 
