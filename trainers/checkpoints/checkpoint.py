@@ -86,15 +86,17 @@ def model_placements(model: nn.Module) -> dict[str, Placement]:
 def read_state(found: Path, config: TrainConfig) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
-    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's. Of a model that was
-    converted from another program's (`trainers.convert`) this holds only for its shape.
+    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's. One that the checkpoint's
+    version did not have has its default there. A model that was converted from another program's (`trainers.convert`)
+    says only what its function is.
     """
     state = saved_state(found, verify=config.verify_checkpoints)
+    saved = {item.name: item.default for item in fields(config)} | state.settings
     converted = CONVERTED_FROM in state.settings
     for item in fields(config):
         free = converted and (item.name not in state.settings or item.name == "seq_length")
         if item.metadata["fixed"] and not free:
-            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), state.settings)
+            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
     return Progress(
         state.iteration,
         state.iteration if state.updates is None else state.updates,

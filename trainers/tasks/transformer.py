@@ -15,7 +15,7 @@ from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
 from commengine.rank_zero import on_every_rank
-from tplayers import BERT, GPT, initialize
+from tplayers import BERT, GPT, TransformerConfig, initialize
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import TrainConfig, of_other_program, overlapped
@@ -47,12 +47,6 @@ from trainers.weights.opening import fill_model, open_other
 from trainers.weights.other_model import OtherModel
 
 from .other_models import require_same, settings_of_load
-
-
-class ModelShape(Protocol):
-    """The part of a model's configuration, such as `tplayers.GPTConfig`, that its settings need."""
-
-    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,7 @@ class TransformerTrainConfig(TextConfig, ABC):
         return open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
 
     @abstractmethod
-    def model(self) -> ModelShape:
+    def model(self) -> TransformerConfig:
         """The model's shape. ``vocab_size`` must be known."""
 
     def shape(self) -> dict[str, Any]:
@@ -198,11 +192,12 @@ class TransformerTrainConfig(TextConfig, ABC):
         """
         assert self.vocab_size is not None
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
-        width, multiple = self.hidden_size, self.make_vocab_size_divisible_by
-        ffn = self.ffn_hidden_size or 4 * width
-        rows = -(-self.vocab_size // multiple) * multiple
-        layer = (4 * width * width + 2 * width * ffn) // tensor
-        weights = self.num_layers * layer + rows * width // tensor + self.positions * width
+        model, width = self.model(), self.hidden_size
+        columns = 2 * (model.num_attention_heads + model.query_groups) * model.head_size
+        layer = width * (columns + (3 if model.swiglu else 2) * model.ffn_size) // tensor
+        tables = (2 if model.untie_embeddings_and_output_weights else 1) * model.padded_vocab_size * width // tensor
+        learned = self.positions * width if model.position_embedding_type == "learned_absolute" else 0
+        weights = self.num_layers * layer + tables + learned
         kept = 1 if self.recompute_granularity == "full" else self.num_layers
         inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
         there = machine_memory(self.device)
