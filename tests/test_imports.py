@@ -67,7 +67,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields", "generation", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

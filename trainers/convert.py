@@ -129,12 +129,12 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
         there = [path.name for path in run_folder.left(folder)]
         words = f"--save {folder}: holds a run already ({', '.join(there[:3])}); give another, or --overwrite"
         require(config.overwrite or not there, words)
-        make_writable("--save", folder)
 
     on_rank_zero(world, free)
     asked = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
     trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
     settings = _settings_to_save(trained)
+    on_rank_zero(world, lambda: make_writable("--save", folder))
     with folder_lock.hold(world, folder):
 
         def clear() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from trainers.checkpoints import disk, parallel_safetensors
 from .configuration_writer import TaskHead, written_configuration
 from .configurations import CONFIG, read_json
 from .hugging_face import hugging_face_tensors
-from .hugging_face_model import Piece, pieces_of
+from .hugging_face_model import TheirPart, pieces_of
 from .tensor_files import SAFETENSORS
 from .tokenizer_files import COPIED, written_tokenizer
 
@@ -123,7 +123,7 @@ def _told(folder: Path, work: Any) -> None:
         raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
 
 
-def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[Piece, Tensor]]:
+def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirPart, Tensor]]:
     """Each of Hugging Face's tensors with our parameter that has it, in the order of the file."""
     placed, values = placements(model), dict(model.named_parameters())
     for tensor in hugging_face_tensors(model.config, head):
@@ -131,25 +131,25 @@ def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[Piece,
             yield piece, values[tensor.ours].detach()
 
 
-def _whole(piece: Piece) -> Placement:
+def _whole(piece: TheirPart) -> Placement:
     """The placement with which a piece is laid out in the file: without vocabulary padding."""
     return piece.placement if piece.rows is None else Placement(piece.shape)
 
 
-def _part(piece: Piece, values: Tensor) -> Tensor:
+def _part(piece: TheirPart, values: Tensor) -> Tensor:
     """This rank's bytes of a piece."""
     if piece.rows is None:
         return piece.of(values).contiguous()
     return values[: max(0, min(len(values), piece.rows - _first(piece)))]
 
 
-def _first(piece: Piece) -> int:
+def _first(piece: TheirPart) -> int:
     """The first row of the vocabulary that this rank has."""
     placement = piece.placement
     return placement.index * placement.local_shape[0] if placement.sharded else 0
 
 
-def _start(piece: Piece, dtype: torch.dtype) -> int:
+def _start(piece: TheirPart, dtype: torch.dtype) -> int:
     return _first(piece) * math.prod(piece.shape[1:]) * dtype.itemsize
 
 

@@ -94,7 +94,7 @@ class HuggingFaceModel:
             found[tensor.ours] = partial(self._fill, pieces, placements[tensor.ours])
         return found
 
-    def _fill(self, pieces: list[Piece], placement: Placement, target: Tensor) -> None:
+    def _fill(self, pieces: list[TheirPart], placement: Placement, target: Tensor) -> None:
         for piece in pieces:
             one = self._named[piece.name]
             if piece.rows is not None:
@@ -108,7 +108,7 @@ class HuggingFaceModel:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TheirPart:
     """One of Hugging Face's tensors, and the part of it that this rank's part of one of ours has.
 
     name, shape: theirs. placement: of theirs, so that a rank's part of theirs is in its part of ours. of: gives the
@@ -123,14 +123,14 @@ class Piece:
     rows: int | None = None
 
 
-def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[Piece]:
+def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[TheirPart]:
     """The pieces of one of our tensors, of which this rank has the part that ``placement`` says.
 
     vocabulary: the tokens without padding.
     """
     if tensor.vocabulary:
         (name,) = tensor.theirs
-        return [Piece(name, (vocabulary, *placement.shape[1:]), placement, lambda part: part, vocabulary)]
+        return [TheirPart(name, (vocabulary, *placement.shape[1:]), placement, lambda part: part, vocabulary)]
     count = len(tensor.theirs)
     if count == 1:
         return [_piece(tensor.theirs[0], tensor.transposed, placement, partial(_viewed, placement.part_view))]
@@ -152,15 +152,15 @@ def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) 
     ]
 
 
-def _piece(name: str, transposed: bool, placement: Placement, of: Callable[[Tensor], Tensor]) -> Piece:
+def _piece(name: str, transposed: bool, placement: Placement, of: Callable[[Tensor], Tensor]) -> TheirPart:
     if not transposed:
-        return Piece(name, placement.shape, placement, of)
+        return TheirPart(name, placement.shape, placement, of)
     last = len(placement.view) - 1
     turned = replace(
         placement, shape=placement.shape[::-1], view=(placement.view[-1], *placement.view[:-1]),
         dim=None if placement.dim is None else (placement.dim + 1) % (last + 1),
     )  # fmt: skip
-    return Piece(name, turned.shape, turned, lambda part: of(part).movedim(-1, 0))
+    return TheirPart(name, turned.shape, turned, lambda part: of(part).movedim(-1, 0))
 
 
 def _viewed(shape: tuple[int, ...], part: Tensor) -> Tensor:
