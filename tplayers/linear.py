@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
-from .placement import Constant, Normal, Placement, add_parameter, require_divisible
+from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .regions import (
     communicates,
     gather_from_tensor_parallel_region,
@@ -35,6 +36,7 @@ class ColumnParallelLinear(nn.Module):
     in_features, out_features: of the whole layer. ``comm.size`` must divide out_features (else ValueError).
     comm: the tensor group. gather_output: return the whole Y instead of this rank's part.
     blocks: the output features are this many equal blocks, and each block is split over the ranks (3 for a fused QKV).
+    padding: of each block; its zeros are in the parts, not in the global tensors.
     init: initial values of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
     sequence_parallel: x is this rank's sequence shard along dim 0 (Korthikanti et al. 2022, section 4.2.2).
     overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
@@ -58,25 +60,30 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         *,
         blocks: int = 1,
+        padding: PaddedFeatures | None = None,
         sequence_parallel: bool = False,
         overlap_stream: Stream | None = None,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_divisible(comm.size, out_features=out_features // blocks)
+        block = out_features // blocks
+        filled = PaddedFeatures((block,), (block,)) if padding is None else padding
+        require_divisible(comm.size, out_features=math.prod(filled.padded))
         if gather_output and blocks > 1:
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
-        block = out_features // blocks
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
-        weight = Placement((out_features, in_features), init, view=(blocks, block, in_features), **split)
+        view, more = (blocks, *filled.sizes), (blocks, *filled.padded)
+        weight = Placement(
+            (out_features, in_features), init, view=(*view, in_features), padded=(*more, in_features), **split
+        )
         add_parameter(self, "weight", weight, dtype)
         if bias:
-            add_parameter(self, "bias", Placement((out_features,), view=(blocks, block), **split), dtype)
+            add_parameter(self, "bias", Placement((out_features,), view=view, padded=more, **split), dtype)
         else:
             self.bias = None
 
@@ -92,6 +99,7 @@ class RowParallelLinear(nn.Module):
     """Y = X A^T + b with A split by input features: rank i computes X_i A_i^T, g sums, then b is added once.
 
     in_features, out_features: of the whole layer. ``comm.size`` must divide in_features (else ValueError).
+    padding: of the input features; as in `ColumnParallelLinear`, and x has them, too.
     input_is_parallel: x is already this rank's part. If False, x is equal on all ranks, and the layer splits it.
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
@@ -113,16 +121,21 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         *,
+        padding: PaddedFeatures | None = None,
         sequence_parallel: bool = False,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_divisible(comm.size, in_features=in_features)
+        filled = PaddedFeatures((in_features,), (in_features,)) if padding is None else padding
+        require_divisible(comm.size, in_features=math.prod(filled.padded))
         self.comm = comm
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        weight = Placement((out_features, in_features), init, dim=1, index=comm.rank, count=comm.size)
+        weight = Placement(
+            (out_features, in_features), init, dim=1, index=comm.rank, count=comm.size,
+            view=(out_features, *filled.sizes), padded=(out_features, *filled.padded),
+        )  # fmt: skip
         add_parameter(self, "weight", weight, dtype)
         if bias:
             # The bias is replicated and added after the sum. Every rank therefore computes its whole gradient without

@@ -201,6 +201,7 @@ class FinetuneConfig(FinetuneFlags):
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, sequence_parallel=self.sequence_parallel,
             recompute=recompute, attention_dropout_mask=self.attention_dropout_mask,  # type: ignore[arg-type]
             norm_placement=self.norm_placement, gelu=self.gelu,  # type: ignore[arg-type]
+            pad_attention_heads=self.pad_attention_heads,
         )  # fmt: skip
         try:
             found.require_parallel(self.tensor_model_parallel_size, ranks=ranks)

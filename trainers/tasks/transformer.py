@@ -77,6 +77,9 @@ class TransformerTrainConfig(TextConfig, ABC):
         "which is faster on devices",
         choices=DROPOUT_MASKS,
     )
+    pad_attention_heads: bool = option(
+        False, "pad heads that the tensor-parallel size does not divide with heads of zeros"
+    )
     init_method_std: float = option(
         0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
     )
@@ -150,7 +153,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "init_method_std": self.init_method_std, "norm_epsilon": self.norm_epsilon,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "sequence_parallel": self.sequence_parallel, "recompute": recompute,
-            "attention_dropout_mask": self.attention_dropout_mask,
+            "attention_dropout_mask": self.attention_dropout_mask, "pad_attention_heads": self.pad_attention_heads,
         }  # fmt: skip
 
     def require_memory(self, ranks: int) -> None:
