@@ -44,8 +44,8 @@ def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tupl
     contexts, words, wholes = [], [], []
     for where, text in texts:
         whole = text.rstrip()
-        word = whole.split()[-1]  # a line that is not blank has one
-        context = whole[: -len(word)]
+        word = whole.split()[-1] if whole else ""  # a line of JSON may have a blank text
+        context = whole.removesuffix(word)
         if not context.strip():
             raise ValueError(f"{where}: want a text and its last word, got {text.strip()[:40]!r}")
         contexts.append(context.strip())

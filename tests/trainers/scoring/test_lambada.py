@@ -78,6 +78,7 @@ def test_both_formats(tmp_path, tokenizer):
         ("a.jsonl", '{"text": "a b"}\n{"words": "a b"}\n', "a.jsonl: line 2: no key 'text'; the keys are 'words'"),
         ("a.jsonl", '{"text": 3}\n', "a.jsonl: line 1: 'text' is int, not text"),
         ("a.jsonl", "a b\n", "a.jsonl: line 1: not JSON"),
+        ("a.jsonl", '{"text": "a b"}\n{"text": " "}\n', "a.jsonl: line 2: want a text and its last word, got ''"),
         ("a.txt", "a b\n\nword \n", "a.txt: line 3: want a text and its last word, got 'word'"),
         ("a.txt", b"a b\n\xff\xfe c\n", "a.txt: line 2: not UTF-8 text"),
         ("a.txt", None, "a.txt: is a folder"),
