@@ -26,9 +26,10 @@ def broadcast_json(world: Communicator, value: Any) -> Any:
 
 
 def wait_for_json(world: Communicator, value: Any) -> Any:
-    """Do the same as `broadcast_json` where rank 0 may come hours after the others: it waits for a person. Collective.
+    """Do the same as `broadcast_json` where rank 0 may come hours after the others. Collective.
 
-    A rank that waits sleeps between two looks, and leaves its core to others. world: a communicator without a timeout.
+    A rank that waits for rank 0 sleeps between two looks, and leaves its core to others. world: a communicator without
+    a timeout.
     """
     everybody = world.mpi.Ibarrier()
     while not everybody.Test():
