@@ -280,6 +280,11 @@ class Communicator(GroupCalls):
             self._blocks[size] = made
         return self._blocks[size]
 
+    @property
+    def blocks(self) -> tuple[Communicator, ...]:
+        """The communicators that `block` has made so far."""
+        return tuple(self._blocks.values())
+
     def make_device_current(self) -> None:
         """Make `device` torch's current CUDA device of this thread. Does nothing for the CPU. Not collective.
 

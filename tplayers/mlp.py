@@ -114,7 +114,7 @@ class _Gated(torch.autograd.Function):
         found = torch.empty_like(both)
         of_gate, of_up = found.chunk(2, dim=-1)
         of_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
-        torch.mul(grads[0], F.silu(gate), out=of_up)
+        of_up.copy_(F.silu(gate).mul_(grads[0]))
         return found
 
 

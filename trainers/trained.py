@@ -80,7 +80,8 @@ class Trained:
     """A model that a run has trained.
 
     model: in eval mode, on the grid's device, with this rank's shards of it.
-    settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism and no recomputation. kind:
+    settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
+    ``pad_attention_heads``, so that the grid need not divide the heads. kind:
     "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved.
     """
 
@@ -129,8 +130,9 @@ def load_trained(
         kind_found = _kind_of(found, state.parameters, kind)
         settings = _settings(found, kind_found, state.settings)
         settings = replace(
-            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None
-        )
+            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None,
+            pad_attention_heads=True,
+        )  # fmt: skip
         settings.require_split(grid.world.size)
         return [str(found), kind_found, state.iteration, settings.to_json()]
 

@@ -50,4 +50,4 @@ def test_a_model_that_does_not_split_is_told_in_the_words_of_the_options(require
     said = str(raised.value)
     assert said.startswith("--tensor-model-parallel-size 2 does not divide all of --num-attention-heads 3, ")
     assert "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: 10, " in said
-    assert said.endswith("ranks: 2; sizes that would work: [1]")
+    assert said.endswith("ranks: 2; sizes that would work: [1]; --pad-attention-heads adds heads of zeros")

@@ -224,15 +224,21 @@ class SelfAttention(nn.Module):
                 return F.scaled_dot_product_attention(
                     q, k, v, bias, self.attention_dropout, causal, enable_gqa=self.grouped
                 )
-        if self.grouped:
-            k, v = (part.repeat_interleave(self.num_heads // self.kv_heads, dim=1) for part in (k, v))
+        shape = q.shape
+        if self.grouped:  # the rows of all queries of a group are those of one matrix; a repeated k would be kept
+            q = q.reshape(shape[0], self.kv_heads, -1, shape[3])
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
+        if self.grouped:
+            scores = scores.view(*shape[:3], -1)
         # An addition keeps nothing for its backward; masked_fill would keep the mask.
         if causal:
             scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
         elif bias is not None:
             scores.add_(bias)
-        return dropout(scores.softmax(dim=-1), self.attention_dropout, drawn) @ v
+        weights = dropout(scores.softmax(dim=-1), self.attention_dropout, drawn)
+        if not self.grouped:
+            return weights @ v
+        return (weights.view(shape[0], self.kv_heads, -1, shape[2]) @ v).view(shape)
 
 
 def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from commengine.cost import TransformerShape
 from tplayers.attention.head_split import split_heads
 from tplayers.attention.rotary import RopeScaling
 from tplayers.attention.self_attention import DropoutMask
@@ -103,6 +104,15 @@ class TransformerConfig:
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
         return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+
+    def cost_shape(self, seq: int, model: str = "gpt") -> TransformerShape:
+        """The shape for `commengine.cost`'s formulas: sequences of ``seq`` tokens, and "gpt" or "bert"."""
+        return TransformerShape(
+            self.num_layers, self.hidden_size, self.num_attention_heads, seq, self.padded_vocab_size, model,
+            ffn=self.ffn_size, kv_heads=self.query_groups, head=self.kv_channels, gated=self.swiglu,
+            rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
+            biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,
+        )  # fmt: skip
 
     def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
         """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.

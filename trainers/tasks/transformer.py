@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
-from tplayers import initialize
+from tplayers import TransformerConfig, initialize
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import TrainConfig, overlapped
@@ -38,12 +38,6 @@ from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
-
-
-class ModelShape(Protocol):
-    """The part of a model's configuration, such as `tplayers.GPTConfig`, that its settings need."""
-
-    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class TransformerTrainConfig(TextConfig, ABC):
         require_split(self.model(), self, ranks)
 
     @abstractmethod
-    def model(self) -> ModelShape:
+    def model(self) -> TransformerConfig:
         """The model's shape. ``vocab_size`` must be known."""
 
     def shape(self) -> dict[str, Any]:
@@ -157,11 +151,12 @@ class TransformerTrainConfig(TextConfig, ABC):
         """
         assert self.vocab_size is not None
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
-        width, multiple = self.hidden_size, self.make_vocab_size_divisible_by
-        ffn = self.ffn_hidden_size or 4 * width
-        rows = -(-self.vocab_size // multiple) * multiple
-        layer = (4 * width * width + 2 * width * ffn) // tensor
-        weights = self.num_layers * layer + rows * width // tensor + self.positions * width
+        model, width = self.model(), self.hidden_size
+        columns = 2 * (model.num_attention_heads + model.query_groups) * model.head_size
+        layer = width * (columns + (3 if model.swiglu else 2) * model.ffn_size) // tensor
+        tables = (2 if model.untie_embeddings_and_output_weights else 1) * model.padded_vocab_size * width // tensor
+        learned = self.positions * width if model.position_embedding_type == "learned_absolute" else 0
+        weights = self.num_layers * layer + tables + learned
         kept = 1 if self.recompute_granularity == "full" else self.num_layers
         inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
         there = machine_memory(self.device)
@@ -180,7 +175,7 @@ class TransformerTrainConfig(TextConfig, ABC):
         return self.global_batch_size or self.micro_batch_size * replicas
 
 
-def require_split(shape: ModelShape, settings: TrainConfig, ranks: int) -> None:
+def require_split(shape: TransformerConfig, settings: TrainConfig, ranks: int) -> None:
     """Raise UsageError, with the sizes that would work, unless a model of ``shape`` splits over ``ranks`` ranks.
 
     settings: of the command, which have the tensor-parallel size and the options that the message names.
@@ -191,7 +186,9 @@ def require_split(shape: ModelShape, settings: TrainConfig, ranks: int) -> None:
         words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
         padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
         words = words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")
-        raise UsageError(as_flags(words, type(settings))) from error
+        fits = shape.pad_attention_heads or shape.num_attention_heads % settings.tensor_model_parallel_size == 0
+        hint = "" if fits else "; --pad-attention-heads adds heads of zeros"
+        raise UsageError(as_flags(words, type(settings)) + hint) from error
 
 
 class NewBatches(Protocol):

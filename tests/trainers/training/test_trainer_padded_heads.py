@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainers.checkpoints import checkpoint, run_state
+from commengine import ProcessGrid
+from trainers.checkpoints import run_state
+from trainers.trained import load_trained
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -37,16 +39,21 @@ def test_losses_of_twenty_steps_and_checkpoints(world, alone, trainer, tmp_path,
         assert {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in theirs.items()}
         for n, tensor in mine.items():
             torch.testing.assert_close(tensor, theirs[n], rtol=2e-3, atol=1e-4, msg=f"{file}: {n}")
+    # The commands that use a trained model need no option; the run that they read had no padding.
+    with ProcessGrid(world, tensor=world.size) as grid:
+        source = Path(world.mpi.bcast(str(root / "whole-0")))
+        trained = load_trained(source, grid)
+        tokens = torch.arange(16).view(1, 16)
+        whole.model.eval()
+        expected = whole.model(tokens[:, :-1], tokens[:, 1:])
+        torch.testing.assert_close(trained.model(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-4, atol=1e-4)
+        whole.model.train()
     # It goes on without padding and, at the first size, from the checkpoint of the run without padding.
     again = trainer(alone, **settings, load=str(root / "split"))
     run_state.resume(again)
-    back = trainer(
-        world, tensor_model_parallel_size=world.size, pad_attention_heads=True, **settings,
-        load=str(Path(world.mpi.bcast(str(root / "whole-0")))),
-    )  # fmt: skip
+    back = trainer(world, tensor_model_parallel_size=world.size, pad_attention_heads=True, load=str(source), **settings)
     world.barrier()
     run_state.resume(back)
     after = [one.step() for one in (again, back, whole)]
     for one in after:
         assert one.losses["lm_loss"] == pytest.approx(after[2].losses["lm_loss"], rel=2e-5)
-    assert checkpoint.saved_state(root / "split" / "iter_0000020", verify=True).iteration == 20
