@@ -32,7 +32,7 @@ from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import PredictedStep, predict, slowdown
 from commengine.cost import TransformerShape, parameters
-from tplayers.attention import DROPOUT_MASKS
+from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.options import BATCH, COUNT, FRACTION, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, between
 

@@ -121,6 +121,7 @@ class Communicator(GroupCalls):
         self._watched = watched
         self._shared = SharedTensors(comm)
         self._streams: list[Stream] = []
+        self._blocks: dict[int, Communicator] = {}
         self._host = self._new_host(comm)
         self._calls = Dispatcher(
             self.rank,
@@ -265,6 +266,25 @@ class Communicator(GroupCalls):
         made._use(backend)
         return made
 
+    def block(self, size: int) -> Communicator:
+        """The Communicator of ``size`` consecutive ranks that this rank is one of: ranks 0 to size - 1, and so on.
+
+        It is made at the first call, collectively over the whole group, and closed with this Communicator; later calls
+        return the same. Raises CollectiveError if ``size`` does not divide the group.
+        """
+        if size not in self._blocks:
+            if size < 1 or self.size % size:
+                raise call_error(self, "block", f"size={size} must divide the group's size {self.size}")
+            made = self.split(self.rank // size, name=f"{self.name}/block{size}")
+            assert made is not None
+            self._blocks[size] = made
+        return self._blocks[size]
+
+    @property
+    def blocks(self) -> tuple[Communicator, ...]:
+        """The communicators that `block` has made so far."""
+        return tuple(self._blocks.values())
+
     def make_device_current(self) -> None:
         """Make `device` torch's current CUDA device of this thread. Does nothing for the CPU. Not collective.
 
@@ -298,6 +318,9 @@ class Communicator(GroupCalls):
         """
         if self._calls.closed:
             return
+        for part in self._blocks.values():
+            part.close()
+        self._blocks.clear()
         compiled_ops.unregister(self.handle)
         alive = not load_mpi().Is_finalized()
         with self._calls.watching("close", "life"):

@@ -56,6 +56,10 @@ class TracedGroup(Protocol):
     name: str
     world_rank: int
 
+    @property
+    def blocks(self) -> tuple[TracedGroup, ...]:
+        """The communicators of its blocks that were made so far (`Communicator.block`)."""
+
     def world_ranks(self) -> list[int]:
         """The ranks of the group in MPI.COMM_WORLD."""
 
@@ -145,7 +149,7 @@ class Trace:
         self.rank = comms[0].world_rank if comms else 0
         self._events: list[CollectiveEvent] = []
         self._settled: dict[tuple[str, int, str], Total] = {}
-        self._comms = tuple(dict.fromkeys(comms))
+        self._comms = tuple(dict.fromkeys(one for comm in comms for one in (comm, *comm.blocks)))
 
     @property
     def events(self) -> list[CollectiveEvent]:
@@ -238,7 +242,7 @@ def _add(rows: dict[tuple[str, int, str], Total], event: CollectiveEvent) -> Non
 
 @contextlib.contextmanager
 def trace(*comms: TracedGroup) -> Iterator[Trace]:
-    """Log every collective of the communicators ``comms`` on this rank while the block runs.
+    """Log every collective of the communicators ``comms``, and of their `blocks`, on this rank while the block runs.
 
     Not collective: each rank may trace other groups. Traces nest. Costs about a microsecond a collective inside the
     block, and nothing outside.

@@ -35,7 +35,7 @@ ROOMS = {
     ),
     "tplayers": (
         {"host_copy", "checks"},
-        {"rng", "recompute", "regions", "movement", "key_value_cache"},
+        {"rng", "recompute", "regions", "movement"},
         {"placement"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},

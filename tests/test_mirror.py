@@ -44,6 +44,7 @@ TESTED_BY = {
     "tplayers/mlp.py": ["tplayers/test_block.py"],
     "tplayers/movement/adjoint_pair.py": ["tplayers/movement/test_operators.py", "tplayers/movement/test_halo.py"],
     "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
+    "tplayers/models/config.py": ["tplayers/models/test_llama.py", "tplayers/test_placement_models.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
     "trainers/checkpoints/module_checkpoint.py": ["trainers/test_data_parallel_checkpoints.py"],

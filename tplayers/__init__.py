@@ -1,6 +1,8 @@
 """Parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
 
-from .attention import DropoutMask, SelfAttention
+from .attention.key_value_cache import KeyValueCache
+from .attention.rotary import RopeScaling
+from .attention.self_attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
 from .cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
@@ -18,14 +20,14 @@ from .fields import (
 from .generation.generate import generate
 from .generation.sampling import Sampling
 from .generation.vocab_argmax import vocab_parallel_argmax
-from .key_value_cache import KeyValueCache
 from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from .mlp import MLP, Gelu
+from .mlp import MLP, Gelu, SwiGLU
 from .models.bert import BERT, BERTConfig
 from .models.bert_tasks import BERTMultipleChoice, BERTSequenceClassifier, BERTSpans
+from .models.config import PositionEmbedding, TransformerConfig
 from .models.fno import FNO
 from .models.gpt import GPT, GPTConfig
-from .models.transformer import Transformer, TransformerConfig
+from .models.transformer import Transformer
 from .models.unet import UNet
 from .movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
 from .movement.operators import (
@@ -41,7 +43,7 @@ from .movement.operators import (
 )
 from .movement.plan import TransferPlan, halo_plan, repartition_plan
 from .movement.transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
-from .norm import LayerNorm, ParallelLayerNorm
+from .norm import LayerNorm, Normalization, ParallelLayerNorm, RMSNorm
 from .placement import (
     Constant,
     Normal,
@@ -90,16 +92,21 @@ __all__ = [
     "LayerNorm",
     "NormPlacement",
     "Normal",
+    "Normalization",
     "ParallelLayerNorm",
     "Placement",
+    "PositionEmbedding",
+    "RMSNorm",
     "Randomness",
     "Recompute",
     "ReplicatedLinear",
+    "RopeScaling",
     "RowParallelLinear",
     "Sampling",
     "SelfAttention",
     "SpectralConv",
     "StartedTransfer",
+    "SwiGLU",
     "TransferPlan",
     "Transformer",
     "TransformerBlock",

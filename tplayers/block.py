@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
 
-from .attention import DropoutMask, SelfAttention, needed
-from .key_value_cache import LayerCache
+from .attention.key_value_cache import LayerCache
+from .attention.rotary import Rotation
+from .attention.self_attention import DropoutMask, SelfAttention, needed
 from .linear import DEFAULT_INIT
-from .mlp import MLP, Gelu
-from .norm import LayerNorm
+from .mlp import MLP, Gelu, SwiGLU
+from .norm import NORMS, Normalization, require_normalization
 from .placement import Normal
 from .recompute import Recompute, recomputed, require_known
 from .rng import Randomness, dropout
@@ -38,8 +39,10 @@ class TransformerBlock(nn.Module):
     all-gathers run backward, because the column-parallel layers keep only a shard of their input.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. padding, cache: as in `SelfAttention`.
-    gelu: as in `MLP`. norm_placement: "pre" or "post" (else ValueError).
+    sequence shard -> the same. padding, cache, rotation: as in `SelfAttention`.
+    head_size, query_groups, qkv_bias: as in `SelfAttention`. bias: of the projection and of the MLP.
+    gelu: as in `MLP`. swiglu: the MLP is `SwiGLU` instead. normalization, eps: of both norms.
+    norm_placement: "pre" or "post" (else ValueError).
     site: the name of this layer in its dropout masks, such as "layers.3".
     dropout_mask: of attention dropout (`SelfAttention`).
     recompute: "full" keeps only x for the backward, and runs the forward again, communication included.
@@ -55,7 +58,13 @@ class TransformerBlock(nn.Module):
         comm: Communicator,
         *,
         causal: bool = True,
+        head_size: int | None = None,
+        query_groups: int | None = None,
+        bias: bool = True,
+        qkv_bias: bool = True,
         gelu: Gelu = "tanh",
+        swiglu: bool = False,
+        normalization: Normalization = "LayerNorm",
         norm_placement: NormPlacement = "pre",
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -79,17 +88,25 @@ class TransformerBlock(nn.Module):
         self.norm_placement = norm_placement
         self.hidden_dropout = hidden_dropout
         self.site = site
-        self.attention_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
+        require_normalization(normalization)
+        norm = NORMS[normalization]
+        self.attention_norm = norm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
         self.attention = SelfAttention(
-            hidden_size, num_heads, comm, causal=causal, attention_dropout=attention_dropout,
-            dropout_mask=dropout_mask, sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
+            hidden_size, num_heads, comm, causal=causal, head_size=head_size, query_groups=query_groups, bias=bias,
+            qkv_bias=qkv_bias, attention_dropout=attention_dropout, dropout_mask=dropout_mask,
+            sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
             overlap_stream=overlap_stream, init=init, output_init=output_init, site=f"{site}.attention", dtype=dtype,
         )  # fmt: skip
-        self.mlp_norm = LayerNorm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.mlp = MLP(
-            hidden_size, ffn_hidden_size, comm, gelu=gelu, sequence_parallel=sequence_parallel,
-            overlap_stream=overlap_stream, init=init, output_init=output_init, dtype=dtype,
-        )  # fmt: skip
+        self.mlp_norm = norm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
+        of_mlp: dict[str, Any] = {
+            "bias": bias, "sequence_parallel": sequence_parallel, "overlap_stream": overlap_stream, "init": init,
+            "output_init": output_init, "dtype": dtype,
+        }  # fmt: skip
+        self.mlp: MLP | SwiGLU
+        if swiglu:
+            self.mlp = SwiGLU(hidden_size, ffn_hidden_size, comm, **of_mlp)
+        else:
+            self.mlp = MLP(hidden_size, ffn_hidden_size, comm, gelu=gelu, **of_mlp)
 
     def forward(
         self,
@@ -97,20 +114,26 @@ class TransformerBlock(nn.Module):
         randomness: Randomness | None = None,
         padding: Tensor | None = None,
         cache: LayerCache | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         if self.recompute == "full" and torch.is_grad_enabled() and cache is None:
-            return recomputed(self._layer, x, randomness, padding)
-        return self._layer(x, randomness, padding, cache)
+            return recomputed(self._layer, x, randomness, padding, None, rotation)
+        return self._layer(x, randomness, padding, cache, rotation)
 
     def _layer(
-        self, x: Tensor, randomness: Randomness | None, padding: Tensor | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        randomness: Randomness | None,
+        padding: Tensor | None,
+        cache: LayerCache | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         if self.norm_placement == "post":
-            attended = self._dropped(self.attention(x, randomness, padding, cache), "after_attention", randomness)
-            x = self.attention_norm(x + attended)
+            attended = self.attention(x, randomness, padding, cache, rotation)
+            x = self.attention_norm(x + self._dropped(attended, "after_attention", randomness))
             normed: Tensor = self.mlp_norm(x + self._dropped(self.mlp(x), "after_mlp", randomness))
             return normed
-        attended = self.attention(self.attention_norm(x), randomness, padding, cache)
+        attended = self.attention(self.attention_norm(x), randomness, padding, cache, rotation)
         x = x + self._dropped(attended, "after_attention", randomness)
         return x + self._dropped(self.mlp(self.mlp_norm(x)), "after_mlp", randomness)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -196,11 +197,30 @@ def column_parallel_linear(
         same order, and the computation waits for each of them. A compiled backward does not use it.
     packed: a copy of ``weight`` by `pack`, which a product without a backward may use.
     """
+    (y,) = column_parallel_linears(
+        x, [(weight, bias, packed)], comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream
+    )
+    return y
+
+
+def column_parallel_linears(
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
+    comm: Communicator,
+    *,
+    sequence_parallel: bool = False,
+    overlap_stream: Stream | None = None,
+) -> tuple[Tensor, ...]:
+    """The region f once, and then `column_parallel_linear` of x with weight, bias and packed weight of each of
+    ``layers``.
+
+    The layers communicate as one: x is gathered once, and their gradients of x are added up before the one all-reduce.
+    """
     if not communicates(comm) or not (torch.is_grad_enabled() or sequence_parallel):
-        return _product(
-            x, weight, bias, packed
-        )  # without a backward nothing communicates; a Function costs 20 us a call
-    return _ColumnParallelLinear.apply(x, weight, bias, comm, sequence_parallel, overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
+        # Without a backward nothing communicates; a Function costs 20 us a call.
+        return tuple(_product(x, *layer) for layer in layers)
+    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
+    return _ColumnParallelLinears.apply(x, comm, sequence_parallel, overlap_stream, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -220,52 +240,56 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | No
     return y
 
 
-class _ColumnParallelLinear(torch.autograd.Function):
+class _ColumnParallelLinears(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         comm: Communicator,
         sequence_parallel: bool,
         stream: Stream | None,
-    ) -> Tensor:
+        *layers: Tensor | None,  # the weight and the bias of each
+    ) -> tuple[Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
         if sequence_parallel:
             x = x.contiguous()
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, *weights)
         ctx.comm, ctx.sequence_parallel, ctx.stream = comm, sequence_parallel, stream
         if sequence_parallel:
             whole = new_whole(x, comm)
             all_gather_into_(whole, x, comm)
             x = whole
-        return F.linear(x, weight, bias)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
         comm, stream = ctx.comm, ctx.stream
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = gathering = reducing = None
-        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        need_x, need_layers = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        grad_x = gathering = reducing = None
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         whole = x
-        if ctx.sequence_parallel and need_weight:
+        if ctx.sequence_parallel and any(need_layers[::2]):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
         if need_x:
-            grad_x = (rows @ weight).view(*grads[0].shape[:-1], weight.shape[1])
+            total = rows[0] @ weights[0]
+            for more, weight in zip(rows[1:], weights[1:], strict=True):
+                total.addmm_(more, weight)
+            grad_x = total.view(*grads[0].shape[:-1], total.shape[1])
             if ctx.sequence_parallel:
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
             else:
                 reducing = all_reduce_(grad_x, comm, stream=stream)  # in place: nothing else holds this product
-        if need_weight:
-            if gathering is not None:
+        found: list[Tensor | None] = []
+        for mine, need_weight, need_bias in zip(rows, need_layers[::2], need_layers[1::2], strict=True):
+            if need_weight and gathering is not None:
                 gathering.wait()
-            grad_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
-        if need_bias:
-            grad_bias = rows.sum(dim=0)
+                gathering = None
+            found.append(mine.t() @ whole.reshape(-1, whole.shape[-1]) if need_weight else None)
+            found.append(mine.sum(dim=0) if need_bias else None)
         if reducing is not None:
             reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, None, None, None, *found

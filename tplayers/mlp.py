@@ -1,12 +1,13 @@
-"""MLP: the feed-forward block of columns, GELU and rows (paper, section 3, Figure 3a)."""
+"""MLP and SwiGLU: the feed-forward block of columns, an activation and rows (paper, section 3, Figure 3a)."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
 
@@ -24,6 +25,7 @@ class MLP(nn.Module):
     """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
 
     gelu: the form of GELU, "tanh" or "erf" (else ValueError). They differ by up to 4.7e-4.
+    bias: of both linear layers.
     sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
 
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
@@ -37,6 +39,7 @@ class MLP(nn.Module):
         comm: Communicator,
         *,
         gelu: Gelu = "tanh",
+        bias: bool = True,
         sequence_parallel: bool = False,
         overlap_stream: Stream | None = None,
         init: Normal = DEFAULT_INIT,
@@ -47,16 +50,72 @@ class MLP(nn.Module):
         require_gelu(gelu)
         self.gelu = gelu
         self.up = ColumnParallelLinear(
-            hidden_size, ffn_hidden_size, comm,
+            hidden_size, ffn_hidden_size, comm, bias,
             sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
         )  # fmt: skip
         self.down = RowParallelLinear(
-            ffn_hidden_size, hidden_size, comm, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
+            ffn_hidden_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
         )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
+
+
+class SwiGLU(nn.Module):
+    """Z = (SiLU(X G) * (X U)) B (Shazeer 2020): G and U are split by columns, B by rows.
+
+    A rank holds the same columns of G and of U, so the product needs no communication. ``gate_up`` is one layer with
+    the rows [gate; up], of ``ffn_hidden_size`` each; the gate goes through SiLU.
+    bias, sequence_parallel, overlap_stream, forward: as in `MLP`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        comm: Communicator,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        overlap_stream: Stream | None = None,
+        init: Normal = DEFAULT_INIT,
+        output_init: Normal = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(
+            hidden_size, 2 * ffn_hidden_size, comm, bias, blocks=2,
+            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
+        )  # fmt: skip
+        self.down = RowParallelLinear(
+            ffn_hidden_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(_Gated.apply(self.gate_up(x)))  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Gated(torch.autograd.Function):
+    """SiLU(gate) * up, of [..., gate; up]. It keeps its input alone; torch's operations would keep SiLU(gate), too."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        found = torch.empty_like(both)
+        of_gate, of_up = found.chunk(2, dim=-1)
+        of_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        of_up.copy_(F.silu(gate).mul_(grads[0]))
+        return found
 
 
 def require_gelu(gelu: str) -> None:

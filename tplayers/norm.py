@@ -1,8 +1,8 @@
-"""Layer normalisation over a hidden dimension that is replicated, or split over the ranks."""
+"""Normalisation over a hidden dimension: LayerNorm and RMSNorm, replicated, or LayerNorm split over the ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from commengine.dtypes import HALF_TYPES
 
 from .placement import Constant, Placement, add_parameter, require_divisible
 from .regions import new_whole
+
+#: The norm of a model's layers.
+Normalization: TypeAlias = Literal["LayerNorm", "RMSNorm"]
 
 
 class LayerNorm(nn.Module):
@@ -69,6 +72,65 @@ class _HostHalfNorm(torch.autograd.Function):
             grads[0].float(), x.float(), list(weight.shape), mean, scale, wide, like_bias, [True, True, True]
         )
         return found[0].to(x.dtype), found[1].to(weight.dtype), found[2].to(weight.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Every rank holds the weight.
+
+    Halves are computed in float32. eps, sequence_parallel: as in `LayerNorm`.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        add_parameter(self, "weight", Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """RMSNorm that keeps x, the weight and a number per token; torch's rms_norm keeps several tensors of x's size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        # A norm reads x once and writes no square of it.
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = (length.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        normalised: Tensor = (wide * scale).to(x.dtype)
+        return normalised.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normalised, grad = _wide(x) * scale, _wide(grads[0])
+        product = grad * normalised
+        grad_weight = product.reshape(-1, x.shape[-1]).sum(dim=0)
+        along = (product @ _wide(weight) / x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * _wide(weight) - normalised * along) * scale
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+#: the class of each norm
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def require_normalization(name: str) -> None:
+    """Raise ValueError unless ``name`` is a `Normalization`."""
+    if name not in NORMS:
+        raise ValueError(f"normalization={name!r} must be one of {', '.join(NORMS)}")
 
 
 class ParallelLayerNorm(nn.Module):

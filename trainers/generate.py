@@ -138,13 +138,10 @@ def main(world: Communicator) -> int:
 
 def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
     """Raise UsageError if the keys and values of one batch exceed all memory of a machine. longest: prompt, tokens."""
-    sizes = model.config
-    shape = cost.TransformerShape(
-        sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads, sizes.max_position_embeddings,
-        sizes.padded_vocab_size,
-    )  # fmt: skip
+    longest_text = model.config.max_position_embeddings
+    shape = model.config.cost_shape(longest_text)
     rows = config.micro_batch_size * config.num_samples
-    tokens = min(sizes.max_position_embeddings, longest + config.max_new_tokens)
+    tokens = min(longest_text, longest + config.max_new_tokens)
     element = model.embedding.weight.element_size()
     needed = cost.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
     there = machine_memory(config.device)

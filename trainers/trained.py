@@ -37,8 +37,10 @@ from .training.precision import parameter_dtype
 Settings = TypeVar("Settings", bound=JobConfig)
 
 _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
-#: the first parts of the names of a GPT's parameters; one that every BERT has besides
-_OF_GPT = {"embedding", "position_embedding", "layers", "final_norm"}
+#: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
+#: BERT has besides
+_OF_GPT = {"embedding", "layers", "final_norm"}
+_OF_SOME_GPTS = {"position_embedding", "output"}
 _OF_BERT = "mlm_head"
 #: those of the heads that `trainers.finetune` puts on a BERT
 _OF_TASKS = {"classifier", "span_head"}
@@ -187,9 +189,9 @@ def _find(folder: Path, iteration: int | None) -> Path:
 def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
     """The kind of model with these parameters. Raises UsageError if it is none that is known, or not ``wanted``."""
     tops = {name.partition(".")[0] for name in parameters}
-    kind = "bert" if _OF_BERT in tops else "gpt" if tops == _OF_GPT else None
+    kind = "bert" if _OF_BERT in tops else "gpt" if tops - _OF_SOME_GPTS == _OF_GPT else None
     if kind is None:
-        others = ", ".join(sorted(tops - _OF_GPT)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
+        others = ", ".join(sorted(tops - _OF_GPT - _OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
         what = "a model of trainers.finetune" if tops & _OF_TASKS else "neither a GPT nor a BERT"
         raise UsageError(
             f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "

@@ -45,7 +45,7 @@ def one_token(task: GenerationTask, model: GPT) -> Callable[[], float]:
         with torch.no_grad(), fast_weights(model, task.batch, 1, greedy, chooser.real) as screen:
             hidden = model.hidden_states(prompts[:, -1:], cache=cache)[0]
             logits = None if screen is None else screen.logits(hidden, 1)
-            tokens, _ = chooser.choose(model.embedding.logits(hidden) if logits is None else logits, None)
+            tokens, _ = chooser.choose(model.logits(hidden) if logits is None else logits, None)
         return checksum([tokens.tolist()])
 
     return step

@@ -77,10 +77,7 @@ def texts(task: GenerationTask, arguments: Namespace) -> dict[str, Any]:
 
 def by_formula(task: GenerationTask) -> list[cost.Collective]:
     """The collectives of one token of every text, on two ranks; those of equal sizes are one."""
-    config = task.config
-    shape = cost.TransformerShape(
-        config.num_layers, config.hidden_size, config.num_attention_heads, task.prompt_tokens, config.padded_vocab_size
-    )
+    shape = task.config.cost_shape(task.prompt_tokens)
     found: dict[tuple[str, float], cost.Collective] = {}
     for one in cost.generation_collectives(shape, task.batch, 2):
         before = found.get((one.operation, one.size))

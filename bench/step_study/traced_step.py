@@ -106,7 +106,7 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
     trainer.optimizer.wait_for_parameters()
     found, logs = [], []
     began, first = time.perf_counter(), compared(grid.world.mpi)
-    groups = {comm.name: tuple(comm.world_ranks()) for comm in (grid.tensor, grid.data)}
+    groups = {comm.name: tuple(comm.world_ranks()) for comm in (grid.tensor, *grid.tensor.blocks, grid.data)}
     with followed(trainer) as spans:
         for _ in range(steps):
             with trace(grid.tensor, grid.data) as log:

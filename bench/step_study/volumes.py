@@ -92,10 +92,7 @@ class Buckets:
 
 def shape_of(config: TracedConfig) -> cost.TransformerShape:
     """The model's shape, with its padded vocabulary."""
-    return cost.TransformerShape(
-        config.num_layers, config.hidden_size, config.num_attention_heads, config.seq_length,
-        config.model().padded_vocab_size, config.task,
-    )  # fmt: skip
+    return config.model().cost_shape(config.seq_length, config.task)
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Variant:
     def sizes(self, config: TracedConfig, tensor: int) -> list[tuple[str, int]]:
         """(name, elements) of each parameter of a rank of a tensor group of ``tensor`` ranks."""
         return cost.parameter_sizes(
-            shape_of(config), tensor, mlp=config.ffn_hidden_size, positions=config.positions, post_norm=self.post_norm,
+            shape_of(config), tensor, positions=config.positions, post_norm=self.post_norm,
             order_head=self.order_head,
         )  # fmt: skip
 
@@ -145,7 +142,9 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     )  # fmt: skip
     model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=variant.predictions)
     times = (config.global_batch_size or batch * data) // (batch * data)
-    found = [Expected("tensor", replace(one, count=one.count * times)) for one in model]
+    shared = cost.key_value_collectives(shape, batch, tensor, element_bytes=size, recompute=recompute)
+    in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
+    found = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
 
     sizes = variant.sizes(config, tensor)
     buckets = Buckets.of(sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1)

@@ -36,6 +36,7 @@ from .memory import (
 from .step import (
     Collective,
     data_parallel_collectives,
+    key_value_collectives,
     loss_collectives,
     scalar_collectives,
     sequence_parallel_collectives,
@@ -75,6 +76,7 @@ __all__ = [
     "halo_exchange_cost",
     "hierarchical_all_reduce",
     "key_value_bytes",
+    "key_value_collectives",
     "layer_activation_bytes",
     "layer_parameters",
     "least_halo_grid",

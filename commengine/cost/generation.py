@@ -8,7 +8,9 @@ then chosen from the ranks' parts of the logits, which needs a few numbers for e
 
 from __future__ import annotations
 
-from .step import Collective
+from dataclasses import replace
+
+from .step import Collective, key_value_collectives
 from .transformer import TransformerShape
 
 #: bytes of a rank's best score and its token; of a logit; of a bin of a histogram
@@ -36,6 +38,8 @@ def generation_collectives(
         one("all_reduce", hidden, 1, "embedding", "embedding's g [M]"),
         one("all_reduce", hidden, 2 * shape.layers, "layers", "g, after attention and MLP [M]"),
     ]
+    shared = key_value_collectives(replace(shape, seq=1), batch, tensor, element_bytes=element_bytes)
+    found += [one for one in shared if one.phase == "forward"]
     if 0 < top_k < shape.vocab:
         size = min(top_k, shape.vocab // tensor) * tensor * batch * LOGIT
         found.append(one("all_gather", size, 1, "token", "top-k: each rank's largest logits"))
@@ -51,8 +55,9 @@ def key_value_bytes(
 ) -> float:
     """Return the bytes of one rank's keys and values for ``batch`` rows of ``tokens`` tokens: 2 L b n h / t elements.
 
-    Raises ValueError unless ``tensor`` divides the heads.
+    With fewer heads of keys and values they are fewer by as much; ranks that share such a head hold all of it. Raises
+    ValueError unless ``tensor`` divides the heads.
     """
     if shape.heads % tensor:
         raise ValueError(f"tensor-parallel size {tensor} does not divide heads={shape.heads}")
-    return 2 * shape.layers * batch * tokens * shape.hidden / tensor * element_bytes
+    return 2 * shape.layers * batch * tokens * shape.keys * shape.sharing(tensor) / tensor * element_bytes

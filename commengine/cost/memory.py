@@ -77,19 +77,24 @@ def layer_activation_bytes(
       group. Without dropout, masks and dropped scores are missing (`KeptTensors`).
     - "selective": the same without 5 a s / h, the scores of attention. A fused kernel never keeps these.
     - "full": the layer's input, 2 s b h, of which a rank keeps its shard with sequence parallelism.
+
+    The Llama family keeps its queries, keys, values and context, gate and up and their product instead of 12 s b h.
     """
     kept = kept or KeptTensors()
     shape.require_tensor_parallel(tensor)
-    e, sbh = kept.element_bytes, shape.seq * batch * shape.hidden
+    e, tokens = kept.element_bytes, shape.seq * batch
+    sbh = tokens * shape.hidden
     shards = tensor if kept.sequence_parallel else 1
     if kept.recompute == "full":
         return e * sbh / shards
     scores = 0.0
     if kept.recompute == "none":
         of_score = {"dropped": 2 * e + 1, "softmax": e, "none": 0}[kept.scores]
-        scores = of_score * shape.heads * shape.seq / shape.hidden
+        scores = of_score * shape.heads * shape.seq
     masks = 2 if kept.hidden_dropout else 0
-    return sbh * ((4 * e + masks) / shards + (12 * e + scores) / tensor)
+    # Queries and context; keys and values; what the activation reads, and its result.
+    widths = 2 * shape.queries + 2 * shape.keys * shape.sharing(tensor) + (3 if shape.gated else 2) * shape.mlp
+    return sbh * (4 * e + masks) / shards + tokens * (e * widths + scores) / tensor
 
 
 def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None) -> float:

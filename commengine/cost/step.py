@@ -63,6 +63,8 @@ def tensor_parallel_collectives(
     whether a BERT has the pooler and the sentence-order head. With sequence parallelism the rows at these positions,
     and the first token's for the pooler, lie on any of the ranks: a reduce-scatter brings each rank its part of the
     former, and an all-reduce brings all ranks the latter.
+
+    Ranks that share a head of keys and values run more, in groups of their own (`key_value_collectives`).
     """
     require_recompute(recompute)
     if tensor == 1:
@@ -109,6 +111,28 @@ def tensor_parallel_collectives(
         found.append(one("all_gather", twice, "layers", "recompute", "before attention and MLP, again [K]"))
         found.append(one("reduce_scatter", reduced_again, "layers", "recompute", "after attention and MLP, again [K]"))
     return found
+
+
+def key_value_collectives(
+    shape: TransformerShape, batch: int, tensor: int, *, element_bytes: float = 2, recompute: str = "none"
+) -> list[Collective]:
+    """Return the collectives by which ranks that share a head of keys and values complete it, of one micro-batch.
+
+    If the tensor group is larger than the heads of keys and values, each rank of the `Communicator.block` that shares a
+    head computes a part of the head. An all-gather brings each the whole head, and a reduce-scatter in the backward
+    sums its gradients. Both have the size of the head's keys and values. If the layer is recomputed in full, the
+    all-gather runs again. There are none if each rank has whole heads.
+    """
+    require_recompute(recompute)
+    sharing = shape.sharing(tensor)
+    if sharing == 1:
+        return []
+    size = 2 * shape.seq * batch * shape.head_size * element_bytes
+    runs = [("all_gather", "forward"), ("reduce_scatter", "backward")]
+    if recompute == "full":
+        runs.append(("all_gather", "recompute"))
+    why = "keys and values of a head that ranks share"
+    return [Collective(operation, size, sharing, shape.layers, why, "layers", phase) for operation, phase in runs]
 
 
 def sequence_parallel_collectives(partial: float, tensor: int, *, gradient_bytes: float = 4) -> list[Collective]:

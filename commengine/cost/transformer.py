@@ -17,11 +17,20 @@ MODELS = ("gpt", "bert")
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The shape of a GPT or BERT whose MLP has the width 4 h and whose output layer is tied to the embedding.
+    """The shape of a GPT or BERT; the defaults are the paper's, with an MLP of width 4 h and a tied output layer.
 
     vocab: after padding. model: "gpt" or "bert". A BERT has two token types, the head of masked tokens (dense, GELU,
     norm, a bias of the output layer) and the pooler with the sentence-order head; every rank holds these whole, but
-    for the output layer's bias. Raises ValueError for sizes below 1, and if ``heads`` does not divide ``hidden``.
+    for the output layer's bias.
+
+    The Llama family is a "gpt" with other values of these. ffn: width of the feed-forward block; None for 4 h.
+    kv_heads: heads of keys and values; None for ``heads``. head: the size of a head; None for hidden / heads. gated:
+    the feed-forward block has a gate beside its first matrix. rms_norm: norms without a bias. rotary: no table of
+    positions. biases: of all linear layers; qkv_biases: of queries, keys and values at least. untied: an output layer
+    of its own.
+
+    Raises ValueError for sizes below 1, if ``heads`` does not divide ``hidden`` and ``head`` is None, and if
+    ``kv_heads`` does not divide ``heads``.
     """
 
     layers: int
@@ -30,21 +39,67 @@ class TransformerShape:
     seq: int
     vocab: int
     model: str = "gpt"
+    ffn: int | None = None
+    kv_heads: int | None = None
+    head: int | None = None
+    gated: bool = False
+    rms_norm: bool = False
+    rotary: bool = False
+    biases: bool = True
+    qkv_biases: bool = False
+    untied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "seq", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
-        if self.hidden % self.heads:
+        for name in ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        if self.head is None and self.hidden % self.heads:
             raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}")
+        if self.heads % self.groups:
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
         if self.model not in MODELS:
             raise ValueError(f"model={self.model!r}: one of {', '.join(MODELS)}")
 
+    @property
+    def mlp(self) -> int:
+        """The width of the feed-forward block."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head."""
+        return self.hidden // self.heads if self.head is None else self.head
+
+    @property
+    def queries(self) -> int:
+        """The width of all query heads: h, unless heads have a size of their own."""
+        return self.heads * self.head_size
+
+    @property
+    def groups(self) -> int:
+        """The heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def keys(self) -> int:
+        """The width of all heads of keys; that of the values is the same."""
+        return self.groups * self.head_size
+
+    def sharing(self, tensor: int) -> int:
+        """How many of ``tensor`` ranks share a head of keys and values; 1 if each has whole ones of its own."""
+        return max(tensor // self.groups, 1)
+
     def require_tensor_parallel(self, tensor: int) -> None:
-        """Raise ValueError unless ``tensor`` ranks can split the heads, the hidden size and the vocabulary evenly."""
-        for name in ("heads", "hidden", "vocab"):
+        """Raise ValueError unless ``tensor`` ranks can split the heads, the hidden size and the vocabulary evenly.
+
+        Heads with a size of their own do not depend on the hidden size. The ranks split or share the heads of keys.
+        """
+        for name in ("heads", "hidden", "vocab") if self.head is None else ("heads", "vocab"):
             if tensor < 1 or getattr(self, name) % tensor:
                 raise ValueError(f"tensor-parallel size {tensor} does not divide {name}={getattr(self, name)}")
+        if self.groups % tensor and tensor % self.groups:
+            raise ValueError(f"tensor-parallel size {tensor} neither divides kv_heads={self.groups} nor is a multiple")
 
 
 def layer_parameters(hidden: int, mlp: int | None = None) -> int:
@@ -61,9 +116,19 @@ def parameters(shape: TransformerShape, tensor: int = 1) -> float:
     Weights and the biases of column-parallel layers are split. LayerNorms, the biases of row-parallel layers and the
     position embedding are not.
     """
-    h = shape.hidden
-    split = shape.layers * (12 * h * h + 3 * h + 4 * h) + shape.vocab * h
-    whole = shape.layers * (2 * h + 4 * h) + shape.seq * h + 2 * h
+    h, norm = shape.hidden, shape.hidden if shape.rms_norm else 2 * shape.hidden
+    of_heads, inner = shape.queries + 2 * shape.keys, 2 * shape.mlp if shape.gated else shape.mlp
+    split = shape.layers * h * (of_heads + shape.queries + inner + shape.mlp) + shape.vocab * h
+    whole = shape.layers * 2 * norm + norm
+    if shape.biases or shape.qkv_biases:
+        split += shape.layers * of_heads
+    if shape.biases:
+        split += shape.layers * inner
+        whole += shape.layers * 2 * h
+    if not shape.rotary:
+        whole += shape.seq * h
+    if shape.untied:
+        split += shape.vocab * h
     if shape.model == "bert":
         split += shape.vocab  # the bias of the output layer
         whole += 2 * h + (h * h + h + 2 * h) + (h * h + h + 2 * h + 2)  # token types; masked tokens; pooler and order
@@ -81,30 +146,25 @@ def parameter_sizes(
 ) -> list[tuple[str, int]]:
     """Return (name, elements) of each parameter of one rank of a tensor group of ``tensor`` ranks.
 
-    mlp: width of the feed-forward block (default 4 h). positions: number of positions that the model knows (default s).
-    post_norm: layers normalise after each sum, and a norm follows the embedding instead of the last layer. order_head:
-    whether a BERT has the pooler and the sentence-order head.
+    mlp: width of the feed-forward block (default the shape's). positions: number of positions that the model knows
+    (default s). post_norm: layers normalise after each sum, and a norm follows the embedding instead of the last
+    layer. order_head: whether a BERT has the pooler and the sentence-order head.
     Names and order are those of this project's GPT and BERT. Without the options the elements add up to `parameters`.
     """
     h = shape.hidden
-    mlp = 4 * h if mlp is None else mlp
-    found = [("position_embedding", (shape.seq if positions is None else positions) * h)]
+    mlp = shape.mlp if mlp is None else mlp
+    found = [] if shape.rotary else [("position_embedding", (shape.seq if positions is None else positions) * h)]
     if shape.model == "bert":
         found.append(("token_type_embedding", 2 * h))
     found.append(("embedding.weight", shape.vocab * h // tensor))
     if post_norm:
         found += [("embedding_norm.weight", h), ("embedding_norm.bias", h)]
-    layer = {
-        "attention_norm.weight": h, "attention_norm.bias": h,
-        "attention.qkv.weight": 3 * h * h // tensor, "attention.qkv.bias": 3 * h // tensor,
-        "attention.projection.weight": h * h // tensor, "attention.projection.bias": h,
-        "mlp_norm.weight": h, "mlp_norm.bias": h,
-        "mlp.up.weight": mlp * h // tensor, "mlp.up.bias": mlp // tensor,
-        "mlp.down.weight": mlp * h // tensor, "mlp.down.bias": h,
-    }  # fmt: skip
+    layer = _layer_sizes(shape, tensor, mlp)
     found += [(f"layers.{number}.{name}", size) for number in range(shape.layers) for name, size in layer.items()]
     if not post_norm:
-        found += [("final_norm.weight", h), ("final_norm.bias", h)]
+        found += [("final_norm.weight", h), *([] if shape.rms_norm else [("final_norm.bias", h)])]
+    if shape.untied:
+        found.append(("output.weight", shape.vocab * h // tensor))
     if shape.model == "bert":
         found += [
             ("mlm_head.bias", shape.vocab // tensor), ("mlm_head.dense.weight", h * h), ("mlm_head.dense.bias", h),
@@ -120,19 +180,50 @@ def parameter_sizes(
     return found
 
 
+def _layer_sizes(shape: TransformerShape, tensor: int, mlp: int) -> dict[str, int]:
+    """The elements of each parameter of a layer, as `parameter_sizes` names them."""
+    h, qkv_biases = shape.hidden, shape.biases or shape.qkv_biases
+    found: dict[str, int] = {}
+
+    def norm(name: str) -> None:
+        found.update({f"{name}.weight": h} | ({} if shape.rms_norm else {f"{name}.bias": h}))
+
+    def columns(name: str, rows: int, bias: bool) -> None:
+        found.update({f"{name}.weight": rows * h // tensor} | ({f"{name}.bias": rows // tensor} if bias else {}))
+
+    def rows(name: str, width: int) -> None:
+        found.update({f"{name}.weight": h * width // tensor} | ({f"{name}.bias": h} if shape.biases else {}))
+
+    norm("attention_norm")
+    if shape.groups == shape.heads:
+        columns("attention.qkv", 3 * shape.queries, qkv_biases)
+    else:
+        columns("attention.query", shape.queries, qkv_biases)
+        columns("attention.key_value", 2 * shape.keys, qkv_biases)
+    rows("attention.projection", shape.queries)
+    norm("mlp_norm")
+    if shape.gated:
+        columns("mlp.gate_up", 2 * mlp, shape.biases)
+    else:
+        columns("mlp.up", mlp, shape.biases)
+    rows("mlp.down", mlp)
+    return found
+
+
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:
     """Return the FLOPs of all matrix products of a step with ``batch`` sequences, recomputed ones included [A].
 
     The forward takes 24 b s h^2 (1 + s / 6h) for each layer and 2 b s h v for the logits; the backward takes twice
     that. recompute "full" adds one more forward of every layer, 96 b s L h^2 (1 + s / 6h + v / 16Lh) in all.
     "selective" adds one more of the two matrix products of attention [K]. A BERT has the dense layers of its heads,
-    too.
+    too. The Llama family has 2 b s for each element of its matrices in place of 24 b s h^2.
     """
     require_recompute(recompute)
     tokens = batch * shape.seq
     h = shape.hidden
-    layer = 24 * tokens * h * h
-    attention = 4 * tokens * shape.seq * h
+    inner = (3 if shape.gated else 2) * shape.mlp
+    layer = 2 * tokens * h * (2 * shape.queries + 2 * shape.keys + inner)
+    attention = 4 * tokens * shape.seq * shape.queries
     logits = 2 * tokens * h * shape.vocab
     if shape.model == "bert":
         logits += 2 * h * h * (tokens + batch)

@@ -1,4 +1,4 @@
-"""A small GPT and a small BERT with dropout, and a step of each: what tests of both run."""
+"""A small GPT, a small Llama and a small BERT with dropout, and a step of each: what tests of all of them run."""
 
 import torch
 
@@ -6,7 +6,13 @@ from tplayers import BERT, GPT, BERTConfig, GPTConfig, Randomness, initialize
 
 VOCAB, S, B, H, HEADS, LAYERS = 13, 8, 3, 16, 4, 3
 SAMPLES = (40, 41, 2)
-KINDS = ("gpt", "bert", "post-LN bert at positions")
+DECODERS = ("gpt", "llama")
+KINDS = (*DECODERS, "bert", "post-LN bert at positions")
+#: the fields of a GPT that is of the Llama family. All its ranks share one head of keys and values
+LLAMA = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "num_query_groups": 1,
+    "kv_channels": 8, "add_bias_linear": False, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 
 
 def made(kind, comm, *, overlap_stream=None, dtype=None, **options):
@@ -15,7 +21,9 @@ def made(kind, comm, *, overlap_stream=None, dtype=None, **options):
     layers = fields.pop("num_layers", LAYERS)
     if "post-LN" in kind:
         fields["norm_placement"] = "post"
-    shape, model = (GPTConfig, GPT) if kind == "gpt" else (BERTConfig, BERT)
+    if kind == "llama":
+        fields = LLAMA | fields
+    shape, model = (GPTConfig, GPT) if kind in DECODERS else (BERTConfig, BERT)
     found = model(shape(layers, H, HEADS, VOCAB, S, **fields), comm, overlap_stream=overlap_stream, dtype=dtype)
     initialize(found, 3)
     return found
@@ -26,7 +34,7 @@ def arguments(kind, step=0, device=None):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (B, S + 1), generator=generator).to(device)
     randomness = Randomness(5, 17 + step, tuple(sample + step for sample in SAMPLES), device=device)
-    if kind == "gpt":
+    if kind in DECODERS:
         return (tokens[:, :-1], tokens[:, 1:], randomness), {}
     labels = tokens[:, 1:].clone()
     labels[:, step % 2 :: 2] = -100

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import commengine
-from tests.support.small_models import HEADS, KINDS, LAYERS, B, H, S, arguments, made, total
+from tests.support.small_models import DECODERS, HEADS, KINDS, LAYERS, B, H, S, arguments, made, total
 from tplayers import TransformerBlock, initialize
 
 pytestmark = pytest.mark.mpi
@@ -17,7 +17,7 @@ def step(model, kind="gpt"):
         losses = model(*inputs, **named)
         forward = len(log.events)
         total(losses).backward()
-    losses = losses if kind == "gpt" else torch.cat((losses[0].flatten(), losses[1]))
+    losses = losses if kind in DECODERS else torch.cat((losses[0].flatten(), losses[1]))
     operations = [(event.operation, event.elements) for event in log.events]
     return losses.detach(), {n: p.grad for n, p in model.named_parameters()}, operations[:forward], operations[forward:]
 

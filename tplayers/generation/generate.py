@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from commengine.agreement import compare_words
+from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.host_copy import to_device
-from tplayers.key_value_cache import KeyValueCache
 from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
@@ -129,7 +129,7 @@ def _steps(
             cache.advance([1] * len(active))
         logits = None if screen is None else screen.logits(hidden, screened(sampling))
         if logits is None:
-            logits = model.embedding.logits(hidden)
+            logits = model.logits(hidden)
         keys = None
         if sampling.temperature > 0:
             of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]

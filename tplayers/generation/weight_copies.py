@@ -16,8 +16,8 @@ packed weights        4 texts at a time or more            oneDNN's order: its p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -34,7 +34,9 @@ _WORTH_A_COPY = 16
 #: the most texts, the most logits, and the fewest weights for which a screen gains time
 _SCREENED_ROWS, _SCREENED_LOGITS, _SCREENED_WEIGHTS = 32, 256, 1 << 20
 
-_State: TypeAlias = list[tuple[int, int]]
+_Layer: TypeAlias = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+
+Made = TypeVar("Made")
 
 
 class WeightCopies:
@@ -44,10 +46,9 @@ class WeightCopies:
     """
 
     def __init__(self) -> None:
-        # A copy, the state of the weights that it was made of, and the weights: as long as they are held, no other
+        # The state of the weights, the weights, and what was made of them. As long as the weights are held, no other
         # tensor can have their addresses.
-        self._screen: tuple[OutputScreen, _State, list[Tensor]] | None = None
-        self._packed: tuple[list[Tensor], _State, list[Tensor]] | None = None
+        self._kept: dict[str, tuple[list[tuple[int, int]], Sequence[Tensor], Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> WeightCopies:
         return WeightCopies()
@@ -55,19 +56,13 @@ class WeightCopies:
     def __reduce__(self) -> tuple[type[WeightCopies], tuple[()]]:
         return WeightCopies, ()
 
-    def screen(self, weight: Tensor, columns: int) -> OutputScreen:
-        """The screen of ``weight`` [real, h], for logits [b, columns]."""
-        state = _state([weight])
-        if self._screen is None or self._screen[1] != state:
-            self._screen = OutputScreen(weight, columns), state, [weight]
-        return self._screen[0]
-
-    def packed(self, weights: list[Tensor]) -> list[Tensor]:
-        """The packed copies of ``weights``."""
-        state = _state(weights)
-        if self._packed is None or self._packed[1] != state:
-            self._packed = [pack(weight) for weight in weights], state, weights
-        return self._packed[0]
+    def of(self, weights: Sequence[Tensor], kind: str, make: Callable[[Sequence[Tensor]], Made]) -> Made:
+        """The result of ``make(weights)``. It is made if ``kind`` has none, or was made of other values."""
+        state = [(weight.data_ptr(), weight._version) for weight in weights]
+        if kind not in self._kept or self._kept[kind][0] != state:
+            self._kept[kind] = state, weights, make(weights)
+        made: Made = self._kept[kind][2]
+        return made
 
 
 @contextlib.contextmanager
@@ -77,27 +72,34 @@ def fast_weights(model: GPT, rows: int, count: int, sampling: Sampling, real: in
     real: this rank's columns of the output layer that are no padding. Gives the screen of these, or None where there is
     none. The model's weights must not change in the block. It communicates nothing, and a rank's copies are its own.
     """
-    weight = model.embedding.weight.detach()
+    weight = model.output_layer.weight.detach()
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if not available(weight) or not (frozen or count >= _WORTH_A_COPY):
         yield None
         return
     copies = vars(model).setdefault("weight_copies", WeightCopies()) if frozen else WeightCopies()
-    screen = None
-    layers: list[ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding] = []
-    if rows <= _SCREENED_ROWS and 0 < screened(sampling) <= min(_SCREENED_LOGITS, real):
-        screen = copies.screen(weight[:real], len(weight)) if weight[:real].numel() >= _SCREENED_WEIGHTS else None
+    screen, packed = None, []
+    counted, large = screened(sampling), weight[:real].numel() >= _SCREENED_WEIGHTS
+    if rows <= _SCREENED_ROWS and large and 0 < counted <= min(_SCREENED_LOGITS, real):
+        screen = copies.of([weight[:real]], "screen", lambda found: OutputScreen(found[0], len(weight)))
     if rows >= PACKED_ROWS:
-        layers = [one for one in model.modules() if isinstance(one, ColumnParallelLinear | RowParallelLinear)]
+        linear = (one for one in model.modules() if isinstance(one, ColumnParallelLinear | RowParallelLinear))
+        packed = _packed(copies, "layers", [one for one in linear if one is not model.output_layer])
         if screen is None:
-            layers.append(model.embedding)
+            packed += _packed(copies, "output", [model.output_layer])
     try:
-        for layer, packed in zip(layers, copies.packed([one.weight.detach() for one in layers]), strict=True):
-            layer.packed = packed
+        for layer, copy in packed:
+            layer.packed = copy
         yield screen
     finally:
-        for layer in layers:
+        for layer, _ in packed:
             layer.packed = None
+
+
+def _packed(copies: WeightCopies, kind: str, layers: Sequence[_Layer]) -> list[tuple[_Layer, Tensor]]:
+    """The layers, each with the packed copy of its weight."""
+    made = copies.of([one.weight.detach() for one in layers], kind, lambda weights: [pack(one) for one in weights])
+    return list(zip(layers, made, strict=True))
 
 
 def screened(sampling: Sampling) -> int:
@@ -105,8 +107,3 @@ def screened(sampling: Sampling) -> int:
     if sampling.repetition_penalty != 1:
         return 0
     return 1 if sampling.temperature == 0 else sampling.top_k
-
-
-def _state(weights: list[Tensor]) -> _State:
-    """A value that differs after a weight was replaced, or changed in place."""
-    return [(weight.data_ptr(), weight._version) for weight in weights]

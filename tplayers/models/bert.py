@@ -20,7 +20,8 @@ from tplayers.placement import Normal, Placement, add_parameter
 from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 from tplayers.rng import Randomness
 
-from .transformer import Transformer, TransformerConfig
+from .config import TransformerConfig
+from .transformer import Transformer
 
 #: a label that does not count
 IGNORED = -100
@@ -210,7 +211,7 @@ class MaskedTokenHead(nn.Module):
         self.dense = ReplicatedLinear(
             config.hidden_size, config.hidden_size, init=Normal(config.init_method_std), **split
         )
-        self.norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, **split)
+        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon, **split)
         columns = Placement((config.padded_vocab_size,), dim=0, index=comm.rank, count=comm.size)
         add_parameter(self, "bias", columns, dtype)
 

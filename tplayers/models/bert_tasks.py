@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream
-from tplayers.attention import needed
+from tplayers.attention.self_attention import needed
 from tplayers.linear import ReplicatedLinear
 from tplayers.placement import Normal
 from tplayers.regions import gather_from_tensor_parallel_region

@@ -3,73 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.attention import DropoutMask, SelfAttention, needed, real_tokens
+from tplayers.attention.key_value_cache import KeyValueCache
+from tplayers.attention.rotary import Rotation, frequencies, rotation
+from tplayers.attention.self_attention import SelfAttention, needed, real_tokens
 from tplayers.block import NormPlacement, TransformerBlock
 from tplayers.checks import require_within
 from tplayers.embedding import VocabParallelEmbedding, looked_up
-from tplayers.key_value_cache import KeyValueCache
 from tplayers.mlp import Gelu
-from tplayers.norm import LayerNorm
+from tplayers.norm import NORMS, LayerNorm, RMSNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
-from tplayers.recompute import Recompute
 from tplayers.rng import Randomness, dropout
 
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The sizes and options that `GPTConfig` and `BERTConfig` share; the defaults are the paper's.
-
-    ffn_hidden_size: None for 4 * hidden_size. make_vocab_size_divisible_by: the vocabulary is padded to a multiple of
-    this at every TP size, so that the model is the same at every TP size.
-    sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
-    attention_dropout_mask: as in `SelfAttention`.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int
-    max_position_embeddings: int
-    ffn_hidden_size: int | None = None
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    init_method_std: float = 0.02
-    layernorm_epsilon: float = 1e-5
-    make_vocab_size_divisible_by: int = 1024
-    sequence_parallel: bool = False
-    recompute: Recompute = None
-    attention_dropout_mask: DropoutMask = "position"
-
-    @property
-    def ffn_size(self) -> int:
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
-        return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
-
-    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
-        """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
-
-        ranks: the ranks of the whole job, if known; ``tensor`` must divide this number, too.
-        """
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
-            )
-        require_divisible(
-            tensor, num_attention_heads=self.num_attention_heads, hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_size, padded_vocab_size=self.padded_vocab_size,
-            **({} if ranks is None else {"ranks": ranks}),
-        )  # fmt: skip
+from .config import TransformerConfig
 
 
 class Transformer(nn.Module):
@@ -84,10 +35,10 @@ class Transformer(nn.Module):
     Inside, activations are [s, b, h], so that a sequence shard is contiguous.
     """
 
-    position_embedding: nn.Parameter
+    position_embedding: nn.Parameter  # if positions are learned
     token_type_embedding: nn.Parameter  # if there are token types
-    embedding_norm: LayerNorm  # in a post-LN model
-    final_norm: LayerNorm  # in a pre-LN model
+    embedding_norm: LayerNorm | RMSNorm  # in a post-LN model
+    final_norm: LayerNorm | RMSNorm  # in a pre-LN model
 
     def __init__(
         self,
@@ -109,7 +60,7 @@ class Transformer(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self._num_tokentypes = num_tokentypes
         self._norm_placement = norm_placement
-        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        hidden, eps, norm = config.hidden_size, config.norm_epsilon, NORMS[config.normalization]
         init = Normal(config.init_method_std)
         # The branches add up along the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
         output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
@@ -117,16 +68,20 @@ class Transformer(nn.Module):
         self.embedding = VocabParallelEmbedding(
             config.padded_vocab_size, hidden, comm, overlap_stream=overlap_stream, init=init, dtype=dtype, **split
         )
-        positions = Placement((config.max_position_embeddings, hidden), init, partial=config.sequence_parallel)
-        add_parameter(self, "position_embedding", positions, dtype)
+        self._rotary = config.position_embedding_type == "rope"
+        if not self._rotary:
+            positions = Placement((config.max_position_embeddings, hidden), init, partial=config.sequence_parallel)
+            add_parameter(self, "position_embedding", positions, dtype)
         if num_tokentypes:
             types = Placement((num_tokentypes, hidden), init, partial=config.sequence_parallel)
             add_parameter(self, "token_type_embedding", types, dtype)
         if norm_placement == "post":
-            self.embedding_norm = LayerNorm(hidden, eps, dtype=dtype, **split)
+            self.embedding_norm = norm(hidden, eps, dtype=dtype, **split)
         self.layers = nn.ModuleList(
             TransformerBlock(
-                hidden, config.num_attention_heads, config.ffn_size, comm, causal=causal, gelu=gelu,
+                hidden, config.num_attention_heads, config.ffn_size, comm, causal=causal,
+                head_size=config.head_size, query_groups=config.query_groups, bias=config.add_bias_linear,
+                qkv_bias=config.qkv_bias, gelu=gelu, swiglu=config.swiglu, normalization=config.normalization,
                 norm_placement=norm_placement, hidden_dropout=config.hidden_dropout,
                 attention_dropout=config.attention_dropout, dropout_mask=config.attention_dropout_mask, eps=eps,
                 recompute=config.recompute, overlap_stream=overlap_stream,
@@ -135,7 +90,7 @@ class Transformer(nn.Module):
             for number in range(config.num_layers)
         )  # fmt: skip
         if norm_placement == "pre":
-            self.final_norm = LayerNorm(hidden, eps, dtype=dtype, **split)
+            self.final_norm = norm(hidden, eps, dtype=dtype, **split)
 
     def hidden_states(
         self,
@@ -168,10 +123,14 @@ class Transformer(nn.Module):
             if cache is not None:
                 raise ValueError("a key-value cache excludes sequence_parallel, because a new token has no shards")
             first, end = self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size
-        positions = slice(first, end) if cache is None else cache.begin(s)
-        of_positions = self.position_embedding[positions]  # [s, h], or [b, s, h] where the rows differ
-        of_positions = of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1)
-        x: Tensor = self.embedding(tokens.t()) + of_positions
+        x: Tensor = self.embedding(tokens.t())
+        turned = None
+        if self._rotary:
+            turned = self._rotation(slice(0, s) if cache is None else cache.begin(s))
+        else:
+            positions = slice(first, end) if cache is None else cache.begin(s)
+            of_positions = self.position_embedding[positions]  # [s, h], or [b, s, h] where the rows differ
+            x = x + (of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1))
         if self._num_tokentypes:
             x = x + self._of_types(tokens, token_types, first, end)
         elif token_types is not None:
@@ -183,7 +142,7 @@ class Transformer(nn.Module):
         if padding is not None:
             padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
         for number, layer in enumerate(self.layers):
-            x = layer(x, randomness, padding, None if cache is None else cache.layers[number])
+            x = layer(x, randomness, padding, None if cache is None else cache.layers[number], turned)
         if self._norm_placement == "pre":
             normed: Tensor = self.final_norm(x)
             return normed
@@ -195,9 +154,17 @@ class Transformer(nn.Module):
         assert isinstance(attention, SelfAttention)
         weight = self.embedding.weight
         return KeyValueCache(
-            len(self.layers), batch, attention.num_heads, attention.head_size, capacity, dtype=weight.dtype,
+            len(self.layers), batch, attention.kv_heads, attention.head_size, capacity, dtype=weight.dtype,
             device=weight.device,
         )  # fmt: skip
+
+    def _rotation(self, positions: slice | Tensor) -> Rotation:
+        """The rotation of queries and keys at ``positions``, the same in every layer."""
+        config, weight = self._sizes, self.embedding.weight
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=weight.device)
+        turns = frequencies(config.head_size, config.rotary_base, config.rope_scaling, weight.device)
+        return rotation(positions, turns, weight.dtype)
 
     def _of_types(self, tokens: Tensor, token_types: Tensor | None, first: int, end: int) -> Tensor:
         """The embedding of the token types at positions ``first`` to ``end``: [end - first, b, h]."""

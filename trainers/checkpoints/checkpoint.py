@@ -82,12 +82,14 @@ def model_placements(model: nn.Module) -> dict[str, Placement]:
 def read_state(found: Path, config: TrainConfig) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
-    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's.
+    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's. One that the checkpoint's
+    version did not have has its default there.
     """
     state = saved_state(found, verify=config.verify_checkpoints)
+    saved = {item.name: item.default for item in fields(config)} | state.settings
     for item in fields(config):
         if item.metadata["fixed"]:
-            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), state.settings)
+            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
     return Progress(
         state.iteration,
         state.iteration if state.updates is None else state.updates,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tplayers.attention import DROPOUT_MASKS
+from tplayers.attention.self_attention import DROPOUT_MASKS
 from tplayers.block import NORM_PLACEMENTS
 from tplayers.mlp import GELUS
 from trainers import presets

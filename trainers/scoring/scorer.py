@@ -97,7 +97,7 @@ def _score_batch(model: GPT, passages: Sequence[Passage], *, predict: bool) -> l
     hidden = model.hidden_states(tokens[:, :-1].to(device))[places.to(device), rows.to(device)]  # [targets, h]
     losses, best = [], []
     for part in _parts(len(targets), model.embedding.weight.shape[0]):
-        logits = model.embedding.logits(hidden[part])
+        logits = model.logits(hidden[part])
         if predict:
             best.append(vocab_parallel_argmax(logits, model.comm, model.config.vocab_size))
         # In float64 the sum over the vocabulary adds no error of its own to that of the logits.

@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator
+from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, GPTConfig, Randomness, Sampling, generate
+from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
+from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.host_copy import to_device
+from tplayers.models.config import POSITION_EMBEDDINGS
+from tplayers.norm import NORMS
 from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import between, option
+from trainers.options import ABOVE_ZERO, HEADS, LENGTH, WIDTH, at_least, between, given, option, require
 from trainers.run.evaluation import Mean
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
@@ -44,9 +47,82 @@ class GPTTrainConfig(TransformerTrainConfig):
 
     sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=between(0, 2**16))
 
+    # the Llama family
+    normalization: str = option("LayerNorm", "the norm of all layers", choices=tuple(NORMS), fixed=True)
+    swiglu: bool = option(False, "the feed-forward block is SwiGLU instead of GELU", fixed=True)
+    position_embedding_type: str = option(
+        "learned_absolute", "positions: a table that is added to the embedding, or rotary positions",
+        choices=POSITION_EMBEDDINGS, fixed=True,
+    )  # fmt: skip
+    rotary_base: float = option(10000.0, "theta of rotary positions", valid=at_least(1), fixed=True)
+    use_rope_scaling: bool = option(False, "scale the frequencies of rotary positions", fixed=True)
+    rope_scaling_type: str = option(
+        "llama3", "with --use-rope-scaling: divide all frequencies, or the low ones alone as Llama 3.1 does",
+        choices=SCALING_KINDS, fixed=True,
+    )  # fmt: skip
+    rope_scaling_factor: float = option(
+        8.0, "with --use-rope-scaling: what frequencies are divided by", valid=at_least(1), fixed=True
+    )
+    rope_low_freq_factor: float = option(
+        1.0, "with llama3: waves longer than the original positions by this are divided", valid=ABOVE_ZERO, fixed=True
+    )
+    rope_high_freq_factor: float = option(
+        4.0, "with llama3: waves shorter than the original positions by this stay", valid=ABOVE_ZERO, fixed=True
+    )
+    rope_original_max_position_embeddings: int = option(
+        8192, "with llama3: the positions before the context was made longer", valid=LENGTH, fixed=True
+    )
+    group_query_attention: bool = option(False, "several query heads share a head of keys and values", fixed=True)
+    num_query_groups: int | None = option(
+        None, "with --group-query-attention: the heads of keys and values (default 1)", valid=HEADS, fixed=True
+    )
+    kv_channels: int | None = option(
+        None, "size of an attention head (default hidden-size / num-attention-heads)", valid=WIDTH, fixed=True
+    )
+    disable_bias_linear: bool = option(False, "no biases in linear layers", fixed=True)
+    add_qkv_bias: bool = option(
+        False, "biases in the layers of queries, keys and values, also with --disable-bias-linear", fixed=True
+    )
+    untie_embeddings_and_output_weights: bool = option(False, "the output layer has a weight of its own", fixed=True)
+    pad_attention_heads: bool = option(
+        False, "pad heads that the tensor-parallel size does not divide with heads of zeros"
+    )
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        rope = self.position_embedding_type == "rope"
+        require(
+            self.group_query_attention or self.num_query_groups is None,
+            f"{given(self, 'num_query_groups')}: needs --group-query-attention",
+        )
+        require(rope or not self.use_rope_scaling, "--use-rope-scaling: needs --position-embedding-type rope")
+        try:
+            self.rope_scaling()
+        except ValueError as error:
+            raise UsageError(f"--use-rope-scaling: {error}") from error
+
+    def rope_scaling(self) -> RopeScaling | None:
+        """The scaling of rotary positions; None for none. Raises ValueError where its numbers do not fit."""
+        if not self.use_rope_scaling:
+            return None
+        return RopeScaling(
+            self.rope_scaling_type, self.rope_scaling_factor, self.rope_low_freq_factor, self.rope_high_freq_factor,  # type: ignore[arg-type]
+            self.rope_original_max_position_embeddings,
+        )  # fmt: skip
+
     def model(self) -> GPTConfig:
         """The model's shape. ``vocab_size`` must be known."""
-        return GPTConfig(**self.shape())
+        groups = (self.num_query_groups or 1) if self.group_query_attention else None
+        return GPTConfig(
+            **self.shape(), normalization=self.normalization, swiglu=self.swiglu,  # type: ignore[arg-type]
+            position_embedding_type=self.position_embedding_type,  # type: ignore[arg-type]
+            rotary_base=self.rotary_base, rope_scaling=self.rope_scaling(), num_query_groups=groups,
+            kv_channels=self.kv_channels, add_bias_linear=not self.disable_bias_linear,
+            add_qkv_bias=self.add_qkv_bias,
+            untie_embeddings_and_output_weights=self.untie_embeddings_and_output_weights,
+            pad_attention_heads=self.pad_attention_heads,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
-from tplayers import initialize
-from tplayers.attention import DROPOUT_MASKS
+from tplayers import TransformerConfig, initialize
+from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
 from trainers.config import TrainConfig, overlapped
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 from trainers.options import (
+    ABOVE_ZERO,
     FRACTION,
     HEADS,
     LAYERS,
@@ -37,12 +38,6 @@ from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
-
-
-class ModelShape(Protocol):
-    """The part of a model's configuration, such as `tplayers.GPTConfig`, that its settings need."""
-
-    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,7 @@ class TransformerTrainConfig(TextConfig, ABC):
     init_method_std: float = option(
         0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
     )
+    norm_epsilon: float = option(1e-5, "added to the variance in all norms", valid=ABOVE_ZERO, fixed=True)
     make_vocab_size_divisible_by: int = option(
         1024, "pad the vocabulary to a multiple of this, at every TP size", valid=VOCABULARY, fixed=True
     )
@@ -133,7 +129,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
 
     @abstractmethod
-    def model(self) -> ModelShape:
+    def model(self) -> TransformerConfig:
         """The model's shape. ``vocab_size`` must be known."""
 
     def shape(self) -> dict[str, Any]:
@@ -145,7 +141,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
             "max_position_embeddings": self.positions, "ffn_hidden_size": self.ffn_hidden_size,
             "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
-            "init_method_std": self.init_method_std,
+            "init_method_std": self.init_method_std, "norm_epsilon": self.norm_epsilon,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "sequence_parallel": self.sequence_parallel, "recompute": recompute,
             "attention_dropout_mask": self.attention_dropout_mask,
@@ -159,11 +155,12 @@ class TransformerTrainConfig(TextConfig, ABC):
         """
         assert self.vocab_size is not None
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
-        width, multiple = self.hidden_size, self.make_vocab_size_divisible_by
-        ffn = self.ffn_hidden_size or 4 * width
-        rows = -(-self.vocab_size // multiple) * multiple
-        layer = (4 * width * width + 2 * width * ffn) // tensor
-        weights = self.num_layers * layer + rows * width // tensor + self.positions * width
+        model, width = self.model(), self.hidden_size
+        columns = 2 * (model.num_attention_heads + model.query_groups) * model.head_size
+        layer = width * (columns + (3 if model.swiglu else 2) * model.ffn_size) // tensor
+        tables = (2 if model.untie_embeddings_and_output_weights else 1) * model.padded_vocab_size * width // tensor
+        learned = self.positions * width if model.position_embedding_type == "learned_absolute" else 0
+        weights = self.num_layers * layer + tables + learned
         kept = 1 if self.recompute_granularity == "full" else self.num_layers
         inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
         there = machine_memory(self.device)

@@ -57,6 +57,62 @@ def test_paper_headline_numbers():
     assert cost.model_flops(shape, 512) / step < 0.7 * 15.1e15
 
 
+# ---- the Llama family ---------------------------------------------------------------------------------------
+
+LLAMA = {"gated": True, "rms_norm": True, "rotary": True, "biases": False}
+#: shapes, and the number of parameters of the published weights
+PUBLISHED = {
+    "Llama 2 7B": (TransformerShape(32, 4096, 32, 4096, 32000, ffn=11008, untied=True, **LLAMA), 6_738_415_616),
+    "Llama 3 8B": (
+        TransformerShape(32, 4096, 32, 8192, 128256, ffn=14336, kv_heads=8, untied=True, **LLAMA), 8_030_261_248,
+    ),
+    "Qwen 2 0.5B": (
+        TransformerShape(24, 896, 14, 32768, 151936, ffn=4864, kv_heads=2, qkv_biases=True, **LLAMA), 494_032_768,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_the_llama_family(name):
+    shape, published = PUBLISHED[name]
+    assert cost.parameters(shape) == published
+    for tensor in (1, 2):
+        assert sum(size for _, size in cost.parameter_sizes(shape, tensor)) == cost.parameters(shape, tensor)
+
+
+def test_flops_and_key_value_memory_of_llama_3():
+    shape, count = PUBLISHED["Llama 3 8B"]
+    short = TransformerShape(**{**vars(shape), "seq": 1})
+    matrices = count - 128256 * 4096 - 65 * 4096  # without the embedding and the norms
+    assert cost.model_flops(short, 1) == 6 * matrices + 3 * 32 * 4 * 4096
+    assert cost.key_value_bytes(shape, 1, 8192, element_bytes=2) == 2**30  # 128 KiB a token
+    for tensor in (8, 16, 32):  # 16 and 32 ranks share heads
+        assert cost.key_value_bytes(shape, 1, 8192, tensor, element_bytes=2) == 2**30 / 8
+
+
+def test_ranks_that_share_a_head_gather_it():
+    shape, _ = PUBLISHED["Llama 3 8B"]
+    assert cost.key_value_collectives(shape, 2, 8) == []
+    head = 2 * 8192 * 2 * 128 * 2  # keys and values of 2 sequences, in half precision
+    found = cost.key_value_collectives(shape, 2, 32, recompute="full")
+    assert [(one.operation, one.phase, one.size, one.ranks, one.count) for one in found] == [
+        ("all_gather", "forward", head, 4, 32), ("reduce_scatter", "backward", head, 4, 32),
+        ("all_gather", "recompute", head, 4, 32),
+    ]  # fmt: skip
+    (token,) = (one for one in cost.generation_collectives(shape, 3, 16) if "share" in one.why)
+    assert (token.size, token.ranks, token.count) == (2 * 3 * 128 * 4, 2, 32)
+
+
+def test_shapes_that_do_not_exist():
+    with pytest.raises(ValueError, match="kv_heads=3 does not divide heads=8"):
+        TransformerShape(1, 32, 8, 8, 16, kv_heads=3)
+    with pytest.raises(ValueError, match="head=0: at least 1"):
+        TransformerShape(1, 32, 8, 8, 16, head=0)
+    with pytest.raises(ValueError, match="size 4 neither divides kv_heads=6"):
+        TransformerShape(1, 48, 12, 8, 16, kv_heads=6).require_tensor_parallel(4)
+    TransformerShape(1, 31, 8, 8, 16, head=12).require_tensor_parallel(4)
+
+
 # ---- seeds: megatron-lm-explained ---------------------------------------------------------------------------
 
 

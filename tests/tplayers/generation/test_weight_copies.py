@@ -23,8 +23,9 @@ def small(monkeypatch):
     monkeypatch.setattr(weight_copies, "_SCREENED_WEIGHTS", 1)
 
 
-def gpt(comm, seed=9):
-    model = GPT(GPTConfig(2, 32, 4, VOCAB, 64, init_method_std=0.3, make_vocab_size_divisible_by=64), comm)
+def gpt(comm, seed=9, **options):
+    config = GPTConfig(2, 32, 4, VOCAB, 64, init_method_std=0.3, make_vocab_size_divisible_by=64, **options)
+    model = GPT(config, comm)
     initialize(model, seed)
     return model
 
@@ -35,10 +36,10 @@ def real(model):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_k=8)], ids=["greedy", "top-k"])
-@pytest.mark.parametrize("rows", [1, 3, 6])
-def test_the_text_is_that_of_the_weights_themselves(group, small, monkeypatch, sampling, rows):
+@pytest.mark.parametrize(("rows", "untied"), [(1, False), (3, True), (6, False), (6, True)])
+def test_the_text_is_that_of_the_weights_themselves(group, small, monkeypatch, sampling, rows, untied):
     """With a screen, and from 4 texts on with packed weights."""
-    model = gpt(group.comm)
+    model = gpt(group.comm, untie_embeddings_and_output_weights=untied, num_query_groups=4 - 2 * untied)
     prompts = [[(7 * row + 3 * n * n) % VOCAB for n in range(3 + row)] for row in range(rows)]
     screens = []
     logits = output_screen.OutputScreen.logits
@@ -79,6 +80,7 @@ def test_copies_of_frozen_weights_are_kept_until_these_change(group, small):
             return screen, model.layers[0].mlp.up.packed
 
     first = copies()
+    generate(model, [[5, 6]], 2, sampling=Sampling())  # uses neither of them
     assert all(one is two for one, two in zip(first, copies(), strict=True))
     with torch.no_grad():
         for mine, new in zip(model.parameters(), other.parameters(), strict=True):
@@ -109,7 +111,7 @@ def test_copies_are_no_part_of_the_model(group, small):
     kept = vars(model)["weight_copies"]
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):  # noqa: S301 - made here
         assert isinstance(other, WeightCopies)
-        assert vars(other) == {"_screen": None, "_packed": None}
+        assert vars(other) == {"_kept": {}}
 
 
 @pytest.mark.parametrize(

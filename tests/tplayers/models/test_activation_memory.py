@@ -19,6 +19,11 @@ PUBLISHED = {
         {"sequence_parallel": True, "norm_placement": "post", "causal": False, "gelu": "erf"},
         lambda t: 34 / t + SCORES / t,
     ),
+    # Queries, context, keys and values of 1/4 of the heads; gate, up and their product of 2 h each.
+    "tensor, Llama": (
+        {"normalization": "RMSNorm", "swiglu": True, "query_groups": 1, "bias": False, "ffn": 2 * H},
+        lambda t: 10 + (2 * 2 + 3 * 4) / t + 2 * 2 / HEADS + SCORES / t,
+    ),
     "tensor + sequence + full": ({"sequence_parallel": True, "recompute": "full"}, lambda t: 2 / t),
 }
 
@@ -46,8 +51,16 @@ def kept_bytes(layer, x):
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_bytes_kept(group, record_property, case):
     options, formula = PUBLISHED[case]
+    ffn = options.get("ffn", 4 * H)
     layer = TransformerBlock(
-        H, HEADS, 4 * H, group.comm, hidden_dropout=0.1, attention_dropout=0.1, dtype=torch.bfloat16, **options
+        H,
+        HEADS,
+        ffn,
+        group.comm,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        dtype=torch.bfloat16,
+        **{name: value for name, value in options.items() if name != "ffn"},
     )
     initialize(layer, 1)
     rows = S // group.size if options.get("sequence_parallel") else S

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
+from tplayers.checks import require_within
+from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from tplayers.placement import Normal, require_divisible
+from tplayers.recompute import recomputed
+from tplayers.regions import gather_from_sequence_parallel_region
+from tplayers.rng import Randomness, dropout, head_offsets, seeded
 
-from .checks import require_within
 from .key_value_cache import LayerCache
-from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
-from .placement import Normal, require_divisible
-from .recompute import recomputed
-from .rng import Randomness, dropout, head_offsets, seeded
+from .rotary import Rotation
 
 #: How the mask of attention dropout is drawn. "position": as a function of position, which is the same at every TP and
 #: DP size. "fused": by the kernel that computes attention, anew on each rank.
@@ -31,8 +33,16 @@ class SelfAttention(nn.Module):
 
     One all-reduce forward and one backward.
 
-    hidden_size, num_heads: of the whole layer. ``num_heads`` must divide the hidden size, and ``comm.size`` must divide
-    the heads (else ValueError). The rows of the fused weight are [queries; keys; values], each ordered by head.
+    hidden_size, num_heads: of the whole layer. ``comm.size`` must divide the heads (else ValueError). The rows of the
+    fused weight are [queries; keys; values], each ordered by head.
+    head_size: None for hidden_size / num_heads, which must then be an integer (else ValueError).
+    query_groups: heads of keys and values (grouped queries, Ainslie et al. 2023); None for ``num_heads``. If they are
+        fewer, query head i uses number i // (num_heads / query_groups), and there are two weights: that of the queries,
+        and [keys; values]. Both read x through one f. ``comm.size`` divides the groups, or the groups divide it (else
+        ValueError). In the second case a rank holds a part of the rows of one head of keys and values. The ranks that
+        share it, a `Communicator.block` of the group, all-gather its keys and values, and a reduce-scatter in the
+        backward sums their gradients.
+    bias, qkv_bias: of the projection, and of queries, keys and values.
     output_init: initial values of the projection that ends the residual branch.
     site: the name of this layer's dropout mask.
     sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
@@ -50,7 +60,10 @@ class SelfAttention(nn.Module):
         is real. No token attends to the others; in a sample without real tokens all count as real. None: all are real.
 
     cache: this layer's keys and values of the tokens before x. x attends to them, too, and its own are added
-        (`KeyValueCache`). It needs ``causal``, evaluation mode and no ``padding`` (else ValueError).
+        (`KeyValueCache`). It needs ``causal``, evaluation mode and no ``padding`` (else ValueError). It
+        holds `kv_heads` of this rank, with rotated keys.
+
+    rotation: turns queries and keys, of the positions of the whole sequence (`rotary.Rotation`); None: does not.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
@@ -64,6 +77,10 @@ class SelfAttention(nn.Module):
         comm: Communicator,
         *,
         causal: bool = True,
+        head_size: int | None = None,
+        query_groups: int | None = None,
+        bias: bool = True,
+        qkv_bias: bool = True,
         attention_dropout: float = 0.0,
         dropout_mask: DropoutMask = "position",
         sequence_parallel: bool = False,
@@ -77,32 +94,50 @@ class SelfAttention(nn.Module):
         super().__init__()
         if dropout_mask not in DROPOUT_MASKS:
             raise ValueError(f"dropout_mask={dropout_mask!r} must be one of {', '.join(DROPOUT_MASKS)}")
-        if hidden_size % num_heads:
+        if head_size is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
         require_divisible(comm.size, num_attention_heads=num_heads)
+        head_size = hidden_size // num_heads if head_size is None else head_size
+        groups = num_heads if query_groups is None else query_groups
+        require_heads(comm.size, num_heads, groups, head_size)
         self.num_heads = num_heads // comm.size
         self.heads = range(comm.rank * self.num_heads, (comm.rank + 1) * self.num_heads)
         self.rank = comm.rank
-        self.head_size = hidden_size // num_heads
+        self.head_size = head_size
+        #: heads of keys and values that this rank computes with
+        self.kv_heads = max(groups // comm.size, 1)
+        #: ranks that share a head of keys and values, or None
+        self.sharing = comm.block(comm.size // groups) if comm.size > groups else None
+        self.comm = comm
+        self.sequence_parallel = sequence_parallel
+        self.overlap_stream = overlap_stream
         self.causal = causal
         self.attention_dropout = attention_dropout
         self.dropout_mask = dropout_mask
         self.site = site
         self.recompute_core = recompute_core
-        self.qkv = ColumnParallelLinear(
-            hidden_size, 3 * hidden_size, comm, blocks=3,
-            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
-        )  # fmt: skip
+        split: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel, "overlap_stream": overlap_stream, "init": init, "dtype": dtype
+        }  # fmt: skip
+        self.grouped = groups != num_heads
+        if self.grouped:
+            self.query = ColumnParallelLinear(hidden_size, num_heads * head_size, comm, qkv_bias, **split)
+            self.key_value = ColumnParallelLinear(
+                hidden_size, 2 * groups * head_size, comm, qkv_bias, blocks=2, **split
+            )
+        else:
+            self.qkv = ColumnParallelLinear(hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, **split)
         self.projection = RowParallelLinear(
-            hidden_size, hidden_size, comm, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
-        )
-        self._offsets = head_offsets(self.heads, self.qkv.weight.device)
+            num_heads * head_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init,
+            dtype=dtype,
+        )  # fmt: skip
+        self._offsets = head_offsets(self.heads, self.projection.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
         # torch moves and empties a module by this method. The offsets are no buffer, because `to_empty` would lose
         # their values.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._offsets = head_offsets(self.heads, self.qkv.weight.device)
+        self._offsets = head_offsets(self.heads, self.projection.weight.device)
         return self
 
     def forward(
@@ -111,16 +146,19 @@ class SelfAttention(nn.Module):
         randomness: Randomness | None = None,
         padding: Tensor | None = None,
         cache: LayerCache | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         if cache is not None and (not self.causal or self.training or padding is not None):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
-        qkv = self.qkv(x)
-        s, b, _ = qkv.shape
-        shape = (s, b, self.num_heads, self.head_size)
-        q, k, v = (part.view(shape).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))  # [b, heads, s, d]
+        q, k, v = self._projected(x)
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        b, _, s, _ = q.shape
         if cache is not None:
             seen = cache.extend(k, v)
-            context = F.scaled_dot_product_attention(q, seen.keys, seen.values, seen.mask, is_causal=seen.causal)
+            context = F.scaled_dot_product_attention(
+                q, seen.keys, seen.values, seen.mask, is_causal=seen.causal, enable_gqa=self.grouped
+            )
         else:
             drawn = self._drawn(randomness)
             bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
@@ -130,6 +168,26 @@ class SelfAttention(nn.Module):
                 context = self._core(q, k, v, drawn, bias)
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, num_heads, s, d], keys and values [b, kv_heads, s, d] of this rank."""
+        if not self.grouped:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            return self._heads(q), self._heads(k), self._heads(v)
+        q, kv = column_parallel_linears(
+            x, [(layer.weight, layer.bias, layer.packed) for layer in (self.query, self.key_value)], self.comm,
+            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
+        )  # fmt: skip
+        if self.sharing is not None:
+            s, b, _ = kv.shape
+            kv = gather_from_sequence_parallel_region(kv.view(s, b, 2, -1), self.sharing, dim=-1).flatten(2)
+        k, v = kv.chunk(2, dim=-1)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _heads(self, part: Tensor) -> Tensor:
+        """[s, b, heads * d] as [b, heads, s, d]."""
+        s, b, _ = part.shape
+        return part.view(s, b, -1, self.head_size).permute(1, 2, 0, 3)
 
     def _drawn(self, randomness: Randomness | None) -> Tensor | int | None:
         """The keys [b, heads] of a mask by position, the seed of a fused mask, or None for no dropout."""
@@ -148,17 +206,45 @@ class SelfAttention(nn.Module):
         """The values weighted by attention. drawn: see `_drawn`. bias: see `_bias`."""
         causal = self.causal and bias is None  # else the bias says what comes later, too
         if drawn is None:
-            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=self.grouped)
         if isinstance(drawn, int):
             with seeded(drawn, q.device):
-                return F.scaled_dot_product_attention(q, k, v, bias, self.attention_dropout, causal)
+                return F.scaled_dot_product_attention(
+                    q, k, v, bias, self.attention_dropout, causal, enable_gqa=self.grouped
+                )
+        shape = q.shape
+        if self.grouped:  # the rows of all queries of a group are those of one matrix; a repeated k would be kept
+            q = q.reshape(shape[0], self.kv_heads, -1, shape[3])
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
+        if self.grouped:
+            scores = scores.view(*shape[:3], -1)
         # An addition keeps nothing for its backward; masked_fill would keep the mask.
         if causal:
             scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
         elif bias is not None:
             scores.add_(bias)
-        return dropout(scores.softmax(dim=-1), self.attention_dropout, drawn) @ v
+        weights = dropout(scores.softmax(dim=-1), self.attention_dropout, drawn)
+        if not self.grouped:
+            return weights @ v
+        return (weights.view(shape[0], self.kv_heads, -1, shape[2]) @ v).view(shape)
+
+
+def require_heads(tensor: int, heads: int, groups: int, head_size: int) -> None:
+    """Raise ValueError unless ``groups`` heads of keys and values serve ``heads`` query heads on ``tensor`` ranks."""
+    if not 1 <= groups <= heads or heads % groups:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(f"num_query_groups={groups} does not divide num_attention_heads={heads}; {fitting} do")
+    if groups != heads and groups % tensor and tensor % groups:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+        raise ValueError(
+            f"tensor-model-parallel size {tensor} neither divides num_query_groups={groups} nor is a multiple of it; "
+            f"sizes that would work: {fitting}"
+        )
+    if tensor > groups and head_size % (tensor // groups):
+        raise ValueError(
+            f"tensor-model-parallel size {tensor}: {tensor // groups} ranks share each of num_query_groups={groups} "
+            f"heads of keys and values, and do not divide its size kv_channels={head_size}"
+        )
 
 
 def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .host_copy import to_device
+from tplayers.host_copy import to_device
 
 
 class Seen(NamedTuple):

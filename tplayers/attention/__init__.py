@@ -1,0 +1,1 @@
+"""Attention: its layer, the cache of keys and values, and rotary positions."""

@@ -1,0 +1,133 @@
+"""TransformerConfig: the sizes and options that all models of text share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from commengine.cost import TransformerShape
+from tplayers.attention.rotary import RopeScaling
+from tplayers.attention.self_attention import DropoutMask, require_heads
+from tplayers.norm import Normalization, require_normalization
+from tplayers.placement import require_divisible
+from tplayers.recompute import Recompute
+
+#: How a model knows positions: by a table that is learned and added to the embedding, or by rotating queries and keys.
+PositionEmbedding: TypeAlias = Literal["learned_absolute", "rope"]
+
+POSITION_EMBEDDINGS = ("learned_absolute", "rope")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes and options that `GPTConfig` and `BERTConfig` share; the defaults are the paper's GPT.
+
+    ffn_hidden_size: None for 4 * hidden_size, or with ``swiglu`` for Megatron-LM's 2 / 3 of it in multiples of 64.
+    make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this at every TP size, so that the model is
+    the same at every TP size.
+    sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
+    attention_dropout_mask: as in `SelfAttention`.
+
+    The Llama family is a `GPT` with other values of these:
+
+    normalization, norm_epsilon: of all norms, "LayerNorm" or "RMSNorm". swiglu: the MLP is SwiGLU instead of GELU.
+    position_embedding_type: "learned_absolute" or "rope". rotary_base, rope_scaling: of "rope" (`RopeScaling`).
+    num_query_groups: heads of keys and values, each of which num_attention_heads / num_query_groups query heads share
+        (Ainslie et al. 2023); None for as many as query heads.
+    kv_channels: the size of a head; None for hidden_size / num_attention_heads.
+    add_bias_linear: biases in all linear layers. add_qkv_bias: in those of queries, keys and values at least.
+    untie_embeddings_and_output_weights: the output layer has a weight of its own.
+    pad_attention_heads: heads that the tensor group does not divide are padded with heads of zeros.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+    norm_epsilon: float = 1e-5
+    make_vocab_size_divisible_by: int = 1024
+    sequence_parallel: bool = False
+    recompute: Recompute = None
+    attention_dropout_mask: DropoutMask = "position"
+    normalization: Normalization = "LayerNorm"
+    swiglu: bool = False
+    position_embedding_type: PositionEmbedding = "learned_absolute"
+    rotary_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    pad_attention_heads: bool = False
+
+    def __post_init__(self) -> None:
+        require_normalization(self.normalization)
+        if self.position_embedding_type not in POSITION_EMBEDDINGS:
+            known = ", ".join(POSITION_EMBEDDINGS)
+            raise ValueError(f"position_embedding_type={self.position_embedding_type!r} must be one of {known}")
+
+    @property
+    def ffn_size(self) -> int:
+        """The width of the feed-forward block."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return max(int(4 * self.hidden_size * 2 / 3) // 64, 1) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """The size of an attention head."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def query_groups(self) -> int:
+        """The heads of keys and values."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of keys and values."""
+        return self.query_groups != self.num_attention_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the layers of queries, keys and values have biases."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
+        return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+
+    def cost_shape(self, seq: int, model: str = "gpt") -> TransformerShape:
+        """The shape for `commengine.cost`'s formulas: sequences of ``seq`` tokens, and "gpt" or "bert"."""
+        return TransformerShape(
+            self.num_layers, self.hidden_size, self.num_attention_heads, seq, self.padded_vocab_size, model,
+            ffn=self.ffn_size, kv_heads=self.query_groups, head=self.kv_channels, gated=self.swiglu,
+            rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
+            biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,
+        )  # fmt: skip
+
+    def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
+        """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
+
+        ranks: the ranks of the whole job, if known; ``tensor`` must divide this number, too.
+        """
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
+            )
+        require_divisible(
+            tensor, num_attention_heads=self.num_attention_heads,
+            **({"hidden_size": self.hidden_size} if self.kv_channels is None else {}),
+            ffn_hidden_size=self.ffn_size, padded_vocab_size=self.padded_vocab_size,
+            **({} if ranks is None else {"ranks": ranks}),
+        )  # fmt: skip
+        require_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size)
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise ValueError(f"rotary positions need heads of an even size; kv_channels={self.head_size} is odd")
