@@ -251,9 +251,14 @@ def _tokenizer(settings: TransformerTrainConfig, asked: str | os.PathLike[str] |
     except (OSError, ValueError) as error:
         hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
         raise UsageError(f"--tokenizer-model: {error}{hint}") from error
-    assert settings.vocab_size is not None
-    if found.vocab_size > settings.vocab_size:
-        raise UsageError(
-            f"--tokenizer-model {path}: has {found.vocab_size} tokens, and the model only {settings.vocab_size}"
-        )
+    require_vocabulary(found, path, settings.vocab_size)
     return found
+
+
+def require_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int | None) -> None:
+    """Raise UsageError unless a model with ``vocab_size`` tokens has all those of the tokenizer in ``path``."""
+    assert vocab_size is not None
+    if tokenizer.vocab_size > vocab_size:
+        raise UsageError(
+            f"--tokenizer-model {path}: has {tokenizer.vocab_size} tokens, and the model only {vocab_size}"
+        )

@@ -119,14 +119,7 @@ class TransformerTrainConfig(TextConfig, ABC):
 
         ``vocab_size`` must be known.
         """
-        try:
-            self.model().require_parallel(self.tensor_model_parallel_size, ranks=ranks)
-        except ValueError as error:
-            words = as_flags(
-                str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size"), type(self)
-            )
-            padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
-            raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
+        require_split(self.model(), self, ranks)
 
     @abstractmethod
     def model(self) -> TransformerConfig:
@@ -177,6 +170,20 @@ class TransformerTrainConfig(TextConfig, ABC):
     def batch_size(self, replicas: int) -> int:
         """The samples of a global batch on ``replicas`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * replicas
+
+
+def require_split(shape: ModelShape, settings: TrainConfig, ranks: int) -> None:
+    """Raise UsageError, with the sizes that would work, unless a model of ``shape`` splits over ``ranks`` ranks.
+
+    settings: of the command, which have the tensor-parallel size and the options that the message names.
+    """
+    try:
+        shape.require_parallel(settings.tensor_model_parallel_size, ranks=ranks)
+    except ValueError as error:
+        words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
+        padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
+        words = words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")
+        raise UsageError(as_flags(words, type(settings))) from error
 
 
 class NewBatches(Protocol):
