@@ -172,7 +172,7 @@ class TransformerTrainConfig(TextConfig, ABC):
         return self.global_batch_size or self.micro_batch_size * replicas
 
 
-def require_split(shape: ModelShape, settings: TrainConfig, ranks: int) -> None:
+def require_split(shape: TransformerConfig, settings: TrainConfig, ranks: int) -> None:
     """Raise UsageError, with the sizes that would work, unless a model of ``shape`` splits over ``ranks`` ranks.
 
     settings: of the command, which have the tensor-parallel size and the options that the message names.
