@@ -187,7 +187,7 @@ class SelfAttention(nn.Module):
             q, k, v = self.qkv(x).chunk(3, dim=-1)
             return self._heads(q), self._heads(k), self._heads(v)
         q, kv = column_parallel_linears(
-            x, [(self.query.weight, self.query.bias), (self.key_value.weight, self.key_value.bias)], self.comm,
+            x, [(layer.weight, layer.bias, layer.packed) for layer in (self.query, self.key_value)], self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
         )  # fmt: skip
         if self.sharing is not None:
