@@ -180,6 +180,31 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--micro-batch-size", str(2**24), "--global-batch-size", str(2**25), "--seq-length", "4096"],
         ["the model needs", f"--micro-batch-size {2**24}"],
     ),
+    "a norm that does not exist": (["--normalization", "L2"], ["--normalization", "L2", "RMSNorm"]),
+    "query groups without grouped queries": (
+        ["--num-query-groups", "2"],
+        ["--num-query-groups 2: needs --group-query-attention"],
+    ),
+    "query groups that do not divide the heads": (
+        ["--group-query-attention", "--num-query-groups", "3"],
+        [r"--num-query-groups 3 does not divide --num-attention-heads 4; \[1, 2, 4\] do"],
+    ),
+    "scaling of positions that are learned": (
+        ["--use-rope-scaling"],
+        ["--use-rope-scaling: needs --position-embedding-type rope"],
+    ),
+    "scaling without a middle": (
+        ["--position-embedding-type", "rope", "--use-rope-scaling", "--rope-low-freq-factor", "4"],
+        ["--rope-low-freq-factor 4.0: must be below --rope-high-freq-factor 4.0"],
+    ),
+    "rotated heads of an odd size": (
+        ["--position-embedding-type", "rope", "--kv-channels", "5"],
+        ["--kv-channels 5 is odd"],
+    ),
+    "grouped queries that no memory holds": (
+        ["--hidden-size", "1048576", "--num-layers", "100", "--group-query-attention", "--swiglu"],
+        ["the model needs [\\d,.]+ GB a rank", "--hidden-size 1048576"],
+    ),
     "verified mock data": (["--verify-data"], ["--verify-data: mock data"]),
     "a data set with a changed byte": (
         ["{plain}", "--vocab-size", "9", "--data-path", "{dir}/flipped", "--verify-data"],

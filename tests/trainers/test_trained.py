@@ -73,6 +73,13 @@ def renamed(parameters, head):
     parameters[f"{head}.weight"] = parameters.popitem()[1]
 
 
+LLAMA = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
+    "kv_channels": 12, "disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True,
+    "norm_epsilon": 1e-6,
+}  # fmt: skip
+
+
 def sizes(world):
     return [1, world.size] if world.size > 1 else [1]
 
@@ -83,6 +90,7 @@ def test_the_weights_are_those_of_the_file_at_every_size(world, saved, grids, to
     """Whatever wrote it: tensor-parallel, bf16 under a sharded optimizer, with shards of the sequence."""
     runs = {
         "split": {"tensor_model_parallel_size": world.size, "sequence_parallel": True},
+        "llama": LLAMA | {"tensor_model_parallel_size": world.size},
         "bf16": {"bf16": True, "use_distributed_optimizer": True, "tokenizer_model": str(tokenizer), "vocab_size": 300},
     }
     for name, settings in runs.items():
@@ -93,6 +101,7 @@ def test_the_weights_are_those_of_the_file_at_every_size(world, saved, grids, to
             assert isinstance(one.model, GPT) and not one.model.training and one.model.comm.size == tensor
             assert (one.kind, one.iteration, one.checkpoint.name) == ("gpt", 2, "iter_0000002")
             assert one.settings.tensor_model_parallel_size == tensor and not one.model.config.sequence_parallel
+            assert (one.model.config.norm_epsilon == 1e-6) == (name == "llama")
             placed = placements(one.model)
             assert placed.keys() == whole.keys()
             for key, parameter in one.model.named_parameters():

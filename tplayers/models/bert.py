@@ -25,6 +25,11 @@ from .transformer import Transformer
 
 #: a label that does not count
 IGNORED = -100
+#: the fields of `TransformerConfig` that only a GPT may change
+_OF_DECODERS = (
+    "normalization", "swiglu", "position_embedding_type", "rope_scaling", "num_query_groups", "kv_channels",
+    "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,13 @@ class BERTConfig(TransformerConfig):
     gelu: Gelu = "erf"
     head_gelu: Gelu | None = None
     binary_head: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _OF_DECODERS:
+            value, default = getattr(self, name), getattr(TransformerConfig, name)
+            if value != default:
+                raise ValueError(f"{name}={value!r}: a BERT has {default!r}; only a GPT may differ")
 
 
 class BERTEncoder(Transformer):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from commengine import UsageError
-from tplayers import BERTConfig
+from tplayers import BERTConfig, TransformerConfig
 from trainers import presets
 from trainers.checkpoints import run_folder
 from trainers.options import given, require
@@ -203,6 +203,7 @@ class FinetuneConfig(FinetuneFlags):
             recompute=recompute, attention_dropout_mask=self.attention_dropout_mask,  # type: ignore[arg-type]
             norm_placement=self.norm_placement, gelu=self.gelu,  # type: ignore[arg-type]
             pad_attention_heads=self.pad_attention_heads,
+            norm_epsilon=TransformerConfig.norm_epsilon if self.norm_epsilon is None else self.norm_epsilon,
         )  # fmt: skip
         require_split(found, self, ranks)
         return found
@@ -212,4 +213,6 @@ def _default_of(name: str, saved: Mapping[str, Any]) -> Any:
     """The value of a setting of the model; a run leaves out what follows from another setting."""
     if name == "max_position_embeddings":
         return saved.get(name) or saved.get("seq_length")
+    if name == "norm_epsilon":  # which older versions did not have
+        return saved.get(name) or TransformerConfig.norm_epsilon
     return saved.get(name)

@@ -14,6 +14,7 @@ from tplayers.mlp import GELUS
 from trainers import presets
 from trainers.config import RATE, TrainConfig
 from trainers.options import (
+    ABOVE_ZERO,
     AT_LEAST_ONE,
     FRACTION,
     HEADS,
@@ -36,7 +37,7 @@ TASKS = ("mnli", "qqp", "squad", "race")
 #: the settings that the model has from its pretraining
 SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
-    "make_vocab_size_divisible_by", "norm_placement", "gelu",
+    "make_vocab_size_divisible_by", "norm_placement", "gelu", "norm_epsilon",
 )  # fmt: skip
 FINITE = ValidRange(math.isfinite, "must be a finite number")
 #: tokens of an answer, of a question and the like
@@ -143,7 +144,7 @@ class FinetuneFlags(TrainConfig):
         valid=NOT_EMPTY,
     )  # fmt: skip
     # the model: from the pretrained run
-    num_layers: int | None = option(None, "must be the pretrained model's, as the next eight", valid=LAYERS, fixed=True)
+    num_layers: int | None = option(None, "must be the pretrained model's, as the next nine", valid=LAYERS, fixed=True)
     hidden_size: int | None = option(None, "width of the residual stream", valid=WIDTH, fixed=True)
     num_attention_heads: int | None = option(None, "attention heads", valid=HEADS, fixed=True)
     ffn_hidden_size: int | None = option(None, "width of the feed-forward block", valid=WIDTH, fixed=True)
@@ -154,3 +155,5 @@ class FinetuneFlags(TrainConfig):
     )
     norm_placement: str | None = option(None, "place of the layer norms", choices=NORM_PLACEMENTS, fixed=True)
     gelu: str | None = option(None, "GELU by the error function or not", choices=tuple(GELUS), fixed=True)
+    # Not fixed: checkpoints of older versions lack it, and `FinetuneConfig.of_model` compares it.
+    norm_epsilon: float | None = option(None, "added to the variance in all norms", valid=ABOVE_ZERO)

@@ -61,8 +61,9 @@ def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
     if not is_fine_tuned(saved):
         raise UsageError(f"{words}: is no run of finetune, so it has learnt no task; to train it, give --save DIR")
     settings = read_settings(found, FinetuneFlags, saved)
-    needed = ("task", "seq_length", *SHAPE)
-    if lacking := [name for name in needed if name != "ffn_hidden_size" and not getattr(settings, name)]:
+    # A run may leave the width to its default, and older versions had one epsilon only.
+    needed = {"task", "seq_length", *SHAPE} - {"ffn_hidden_size", "norm_epsilon"}
+    if lacking := sorted(name for name in needed if not getattr(settings, name)):
         raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {lacking[0]} is missing"))
     return settings.to_json()
 

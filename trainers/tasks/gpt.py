@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, UsageError
+from commengine import Communicator
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
@@ -94,13 +94,11 @@ class GPTTrainConfig(TransformerTrainConfig):
             f"{given(self, 'num_query_groups')}: needs --group-query-attention",
         )
         require(rope or not self.use_rope_scaling, "--use-rope-scaling: needs --position-embedding-type rope")
-        try:
-            self.rope_scaling()
-        except ValueError as error:
-            raise UsageError(f"--use-rope-scaling: {error}") from error
+        low, high = given(self, "rope_low_freq_factor"), given(self, "rope_high_freq_factor")
+        require(self.rope_low_freq_factor < self.rope_high_freq_factor, f"{low}: must be below {high}")
 
     def rope_scaling(self) -> RopeScaling | None:
-        """The scaling of rotary positions; None for none. Raises ValueError where its numbers do not fit."""
+        """The scaling of rotary positions; None for none."""
         if not self.use_rope_scaling:
             return None
         return RopeScaling(

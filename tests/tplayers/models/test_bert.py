@@ -278,3 +278,10 @@ def test_counts_of_the_papers_models():
         with torch.device("meta"):
             model = BERT(shape, SimpleNamespace(rank=0, size=1))
         assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_what_only_a_gpt_may_have():
+    with pytest.raises(ValueError, match="normalization='RMSNorm': a BERT has 'LayerNorm'; only a GPT may differ"):
+        config(normalization="RMSNorm")
+    with pytest.raises(ValueError, match="untie_embeddings_and_output_weights=True: a BERT has False"):
+        config(untie_embeddings_and_output_weights=True)

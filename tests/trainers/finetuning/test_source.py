@@ -40,6 +40,11 @@ def test_the_settings_of_a_pretrained_run(tmp_path):
     assert words == f"--load {tmp_path / 'bert'}" and settings["hidden_size"] == 32
     found = FinetuneConfig(load="x").of_model(settings, words)
     assert (found.num_layers, found.max_position_embeddings, found.norm_placement) == (2, 16, "pre")
+    assert found.norm_epsilon == 1e-5
+    older = {name: value for name, value in settings.items() if name != "norm_epsilon"}
+    assert FinetuneConfig(load="x").of_model(older, words).norm_epsilon == 1e-5
+    converted = FinetuneConfig(load="x", task="race")
+    assert converted.of_model(settings | {"norm_epsilon": 1e-12}, words).shape(1).norm_epsilon == 1e-12
     with pytest.raises(UsageError, match=r"--hidden-size 64: the model of --load .*bert has 32"):
         FinetuneConfig(load="x", hidden_size=64).of_model(settings, words)
 
