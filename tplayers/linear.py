@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +70,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         block = out_features // blocks
         filled = PaddedFeatures((block,), (block,)) if padding is None else padding
-        require_divisible(comm.size, out_features=math.prod(filled.padded))
+        require_divisible(comm.size, out_features=filled.total)
         if gather_output and blocks > 1:
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
@@ -132,15 +131,15 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         filled = PaddedFeatures((in_features,), (in_features,)) if padding is None else padding
-        require_divisible(comm.size, in_features=math.prod(filled.padded))
+        require_divisible(comm.size, in_features=filled.total)
         self.comm = comm
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        weight = Placement(
-            (out_features, in_features), init, dim=1, index=comm.rank, count=comm.size,
-            view=(out_features, *filled.sizes), padded=(out_features, *filled.padded),
-        )  # fmt: skip
-        add_parameter(self, "weight", weight, dtype)
+        view, more = (out_features, *filled.sizes), (out_features, *filled.padded)
+        split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
+        add_parameter(
+            self, "weight", Placement((out_features, in_features), init, view=view, padded=more, **split), dtype
+        )
         if bias:
             # The bias is replicated and added after the sum. Every rank therefore computes its whole gradient without
             # communication, or with sequence_parallel the part of its sequence shard.

@@ -89,7 +89,7 @@ class Placement:
         return self.dim is not None
 
     def _require_padded(self) -> None:
-        first, view, sizes = len(self.view) if self.dim is None else self.dim, self.view, self.padded
+        view, sizes, first = self.view, self.padded, len(self.view) if self.dim is None else self.dim
         if len(sizes) != len(view) or sizes[:first] != view[:first] or any(map(int.__lt__, sizes, view)):
             raise ValueError(f"{view} cannot be padded to {sizes}: only dimensions from {self.dim} on may grow")
         if math.prod(sizes[first:]) % self.count:
@@ -101,21 +101,16 @@ class Placement:
         return math.prod((self.padded or self.view)[self.dim :]) // self.count
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """(First element, its place in the part, number) of the runs of real elements that this rank holds.
+        """(First in the global tensor, first in this rank's stretch, number) of the stretch's runs of real elements.
 
-        For each index of the dimensions before ``dim``, and counted from there: the first element in the global tensor,
-        then in this rank's stretch. All other elements of the stretch are zeros. ``dim`` must be given.
+        They are the same for each index of the dimensions before ``dim``, which must be given, and count from there.
         """
         low, high = self.index * self.stretch, (self.index + 1) * self.stretch
-        found = []
-        for real, place, length in self._real_runs():
-            start, end = max(place, low), min(place + length, high)
-            if start < end:
-                found.append((real + start - place, start - low, end - start))
-        return found
+        cut = ((real, place, max(place, low), min(place + length, high)) for real, place, length in self._real_runs())
+        return [(real + start - place, start - low, end - start) for real, place, start, end in cut if start < end]
 
     def _real_runs(self) -> list[tuple[int, int, int]]:
-        """(First element without zeros, with zeros, number) of the runs of real elements of the dimensions from dim."""
+        """(First without zeros, first with zeros, number) of the runs of real elements in all ranks' stretches."""
         view, padded = self.view[self.dim :], (self.padded or self.view)[self.dim :]
         last = max((d for d in range(len(view)) if view[d] != padded[d]), default=0)
         inner, outer = math.prod(view[last + 1 :]), range(math.prod(view[:last]))
@@ -193,6 +188,11 @@ class PaddedFeatures:
 
     sizes: tuple[int, ...]
     padded: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The number of padded features."""
+        return math.prod(self.padded)
 
 
 def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: torch.dtype | None = None) -> None:

@@ -69,7 +69,9 @@ def config(heads, kind="gpt", **changes):
         "max_position_embeddings": S, "make_vocab_size_divisible_by": 16, "num_query_groups": groups,
         "ffn_hidden_size": 12, "hidden_dropout": 0.1, "attention_dropout": 0.2, "pad_attention_heads": True, **changes,
     }  # fmt: skip
-    return (BERTConfig if kind == "bert" else GPTConfig)(**fields)
+    if kind == "gpt":
+        return GPTConfig(**fields)
+    return BERTConfig(**fields | {"hidden_size": 4 * count, "kv_channels": None})
 
 
 def step(model, comm):
