@@ -27,7 +27,6 @@ TESTED_BY = {
     "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],
     "commengine/operations.py": ["test_operations_tables.py"],
-    "commengine/rank_zero.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_layer_options.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
     "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],

@@ -35,6 +35,9 @@ SHARED_FROM = 1 << 20
 #: bytes; where a rank's rows in the file are shorter, it reads the rows of all ranks and drops those of the others
 SHORT_ROW = 64 << 10
 
+#: rows that are so few that short parts of them are read one by one
+_FEW_ROWS = 8
+
 
 def ranges(
     described: Mapping[str, tuple[torch.dtype, Placement]],
@@ -42,14 +45,12 @@ def ranges(
     comm: Communicator,
     *,
     metadata: Mapping[str, str] | None = None,
-    starts: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
     """This rank's (first byte in the file, bytes); the ranks' ranges together are the file.
 
     described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
     any order that is the same on every rank; an iterator is advanced when the caller is done with the tensor before.
-    metadata: of the file. starts: for tensors whose ranks have contiguous parts of unequal sizes, whatever their
-    placement says: the byte of the global tensor at which this rank's part begins.
+    metadata: of the file.
     The bytes are valid until the next range is asked for. Collective over ``comm``: every rank must exhaust it.
     """
     header, stored = lay_out(described, metadata)
@@ -58,14 +59,16 @@ def ranges(
     for number, (name, tensor) in enumerate(tensors):
         part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         start, placement = stored[name].start, described[name][1]
-        if starts is not None and name in starts:
-            yield from _cut(start, starts[name], part)
-        elif not placement.sharded or placement.count == 1:
+        if not placement.sharded or (placement.count == 1 and not placement.padded):
             yield from _cut(start, *_share(part, number, comm))
+        elif placement.padded and math.prod(placement.view[: placement.dim]) == 1:
+            size = tensor.element_size()
+            for first, place, count in placement.runs():
+                yield from _cut(start, first * size, part[place * size : (place + count) * size])
         elif (outer := math.prod(placement.view[: placement.dim])) == 1:
             yield from _cut(start, comm.rank * part.numel(), part)
         elif part.numel():
-            yield from _exchanged(start, part.view(outer, -1), comm)
+            yield from _exchanged(start, part.view(outer, -1), comm, placement)
 
 
 def file_size(described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None) -> int:
@@ -88,8 +91,8 @@ def _share(whole: Tensor, number: int, comm: Communicator) -> tuple[int, Tensor]
     return comm.rank * each, whole[comm.rank * each : (comm.rank + 1) * each]
 
 
-def _exchanged(start: int, part: Tensor, comm: Communicator) -> Iterator[tuple[int, memoryview]]:
-    """Whole rows of a tensor of which each rank has a part of every row: ``part`` [rows, bytes]."""
+def _exchanged(start: int, part: Tensor, comm: Communicator, placement: Placement) -> Iterator[tuple[int, memoryview]]:
+    """Whole rows, without padding, of a tensor of which each rank has a part of every row: ``part`` [rows, bytes]."""
     outer, width = part.shape
     most = max(1, CHUNK // (comm.size * width))
     top = 0
@@ -103,7 +106,8 @@ def _exchanged(start: int, part: Tensor, comm: Communicator) -> Iterator[tuple[i
         mine = top + comm.rank * rows
         whole = received.view(comm.size, rows, width).transpose(0, 1).reshape(rows, -1)[: max(0, outer - mine)]
         if len(whole):
-            yield start + mine * comm.size * width, _bytes(whole.reshape(-1))
+            real = placement.without_padding(whole) if placement.padded else whole
+            yield start + mine * real.shape[1], _bytes(real.reshape(-1))
         top += rows * comm.size
 
 
@@ -163,6 +167,10 @@ def fill_part(read: Callable[[Tensor, int], None], dtype: torch.dtype, placement
         return
     view, sizes = placement.view or (1,), placement.part_view or (1,)
     out = out.view(sizes) if out.dim() == 0 else out
+    if placement.padded:
+        with _filled(out, dtype) as target:
+            _read_padded(read, target, dtype.itemsize, placement)
+        return
     split = placement.dim if placement.count > 1 else None
     inner = math.prod(view[1:]) * dtype.itemsize
     if split in (None, 0):  # one range of bytes
@@ -210,6 +218,27 @@ def _read_rows(read: Callable[[Tensor, int], None], target: Tensor, first: int, 
         block = whole[: min(most, rows - top)]
         read(block.view(-1), (first + top) * count * width)
         target[top : top + most] = block[:, index]
+
+
+def _read_padded(read: Callable[[Tensor, int], None], target: Tensor, size: int, placement: Placement) -> None:
+    """Fill ``target`` [bytes], a part with padding, of elements of ``size`` bytes."""
+    target.zero_()
+    rows, runs = target.view(-1, placement.stretch * size), placement.runs()
+    width = math.prod(placement.view[placement.dim :]) * size  # of a row in the file
+    if all(number * size >= SHORT_ROW for *_, number in runs) or len(rows) <= _FEW_ROWS:
+        for row in range(len(rows)):
+            for first, place, number in runs:
+                read(rows[row, place * size : (place + number) * size], row * width + first * size)
+        return
+    most = max(1, BLOCK // width)
+    whole = torch.empty(min(most, len(rows)), width, dtype=torch.uint8)
+    for top in range(0, len(rows), most):
+        block = whole[: min(most, len(rows) - top)]
+        read(block.view(-1), top * width)
+        for first, place, number in runs:
+            rows[top : top + most, place * size : (place + number) * size] = block[
+                :, first * size : (first + number) * size
+            ]
 
 
 def fill(file: int, path: Path, begin: int, target: Tensor, start: int) -> None:

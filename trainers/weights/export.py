@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, BERTConfig, GPTConfig, Placement, placements
+from tplayers import GPT, BERTConfig, GPTConfig, placements
 from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import disk, parallel_safetensors
 
@@ -83,16 +82,13 @@ def export(
     on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
     on_rank_zero(world, lambda: _told(folder, lambda: disk.make_empty(beside)))
     pieces = list(_pieces(model, None if head is None else head.ours))
-    described = {piece.name: (dtype, _whole(piece)) for piece, _ in pieces}
+    described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
     problem: OSError | None = None
     if grid.data.rank == 0:
-        starts = {piece.name: _start(piece, dtype) for piece, _ in pieces if piece.rows is not None}
-        parts = ((piece.name, _part(piece, values)) for piece, values in pieces)
+        parts = ((piece.name, piece.of(values).contiguous()) for piece, values in pieces)
         path = beside / SAFETENSORS
         with disk.RangeWriter(path) as file:
-            for start, data in parallel_safetensors.ranges(
-                described, parts, grid.tensor, metadata=METADATA, starts=starts
-            ):
+            for start, data in parallel_safetensors.ranges(described, parts, grid.tensor, metadata=METADATA):
                 file.write(start, data)
         problem = None if file.problem is None else disk.named(file.problem, path)
 
@@ -129,28 +125,6 @@ def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirP
     for tensor in hugging_face_tensors(model.config, head):
         for piece in pieces_of(tensor, placed[tensor.ours], model.config.vocab_size):
             yield piece, values[tensor.ours].detach()
-
-
-def _whole(piece: TheirPart) -> Placement:
-    """The placement with which a piece is laid out in the file: without vocabulary padding."""
-    return piece.placement if piece.rows is None else Placement(piece.shape)
-
-
-def _part(piece: TheirPart, values: Tensor) -> Tensor:
-    """This rank's bytes of a piece."""
-    if piece.rows is None:
-        return piece.of(values).contiguous()
-    return values[: max(0, min(len(values), piece.rows - _first(piece)))]
-
-
-def _first(piece: TheirPart) -> int:
-    """The first row of the vocabulary that this rank has."""
-    placement = piece.placement
-    return placement.index * placement.local_shape[0] if placement.sharded else 0
-
-
-def _start(piece: TheirPart, dtype: torch.dtype) -> int:
-    return _first(piece) * math.prod(piece.shape[1:]) * dtype.itemsize
 
 
 def copy_small_files(origin: Path, folder: Path) -> Mapping[str, str]:

@@ -18,7 +18,6 @@ from trainers.checkpoints.parallel_safetensors import fill_part, some
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, HuggingFaceTensor, family, hugging_face_tensors, ignored
 from .model_settings import model_settings
-from .other_model import fill_vocabulary
 from .tensor_files import FileTensor, TensorFiles
 from .tokenizer_files import tokenizer_file
 
@@ -88,19 +87,21 @@ class HuggingFaceModel:
             pieces = pieces_of(tensor, placements[tensor.ours], config.vocab_size)
             for piece in pieces:
                 one = self._named[piece.name]
-                if one.shape != piece.shape:
-                    said = f"{piece.name} is {list(one.shape)}, and by config.json it must be {list(piece.shape)}"
+                if one.shape != piece.placement.shape:
+                    needed = list(piece.placement.shape)
+                    said = f"{piece.name} is {list(one.shape)}, and by config.json it must be {needed}"
                     raise ValueError(f"{one.path}: {said}")
-            found[tensor.ours] = partial(self._fill, pieces, placements[tensor.ours])
+            found[tensor.ours] = partial(self._fill, pieces)
         return found
 
-    def _fill(self, pieces: list[TheirPart], placement: Placement, target: Tensor) -> None:
+    def _fill(self, pieces: list[TheirPart], target: Tensor) -> None:
         for piece in pieces:
-            one = self._named[piece.name]
-            if piece.rows is not None:
-                fill_vocabulary(target, placement, piece.rows, partial(_fill_rows, one))
-            else:
-                fill_part(one.read, one.dtype, piece.placement, piece.of(target))
+            one, part = self._named[piece.name], piece.of(target)
+            direct = part.is_contiguous() or not piece.placement.padded
+            filled = part if direct else torch.empty(part.shape, dtype=one.dtype)
+            fill_part(one.read, one.dtype, piece.placement, filled.view(piece.placement.part_view))
+            if not direct:
+                part.copy_(filled)
 
     def close(self) -> None:
         """Close the files."""
@@ -109,72 +110,65 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True)
 class TheirPart:
-    """One of Hugging Face's tensors, and the part of it that this rank's part of one of ours has.
+    """One of Hugging Face's tensors, and this rank's part of it, which is a part of one of ours.
 
-    name, shape: theirs. placement: of theirs, so that a rank's part of theirs is in its part of ours. of: gives the
-    view of our part [local shape] that is the part of theirs, in the shape ``placement.part_view``. rows: if the rows
-    are the vocabulary, their number without padding; then ``placement`` is of the padded tensor.
+    name, placement: of theirs. of: gives the view of our part [local shape] that is the part of theirs [local shape].
     """
 
     name: str
-    shape: tuple[int, ...]
     placement: Placement
     of: Callable[[Tensor], Tensor]
-    rows: int | None = None
 
 
 def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[TheirPart]:
-    """The pieces of one of our tensors, of which this rank has the part that ``placement`` says.
+    """The parts of Hugging Face's tensors in this rank's part of one of ours, which ``placement`` says.
 
     vocabulary: the tokens without padding.
     """
     if tensor.vocabulary:
-        (name,) = tensor.theirs
-        return [TheirPart(name, (vocabulary, *placement.shape[1:]), placement, lambda part: part, vocabulary)]
+        placement = _without_padding(placement, vocabulary)
     count = len(tensor.theirs)
-    if count == 1:
-        return [_piece(tensor.theirs[0], tensor.transposed, placement, partial(_viewed, placement.part_view))]
-    blocks = placement
-    if placement.view[0] != count:  # a tensor that every rank holds whole, and that is not viewed in blocks
-        blocks = replace(placement, view=(count, placement.shape[0] // count, *placement.shape[1:]))
-    if blocks.dim == 0:
-        raise ValueError(f"{tensor.ours} is split between its blocks {', '.join(tensor.theirs)}")
-    rows = placement.shape[0] // count
-    block = replace(
-        blocks,
-        shape=(rows, *placement.shape[1:]),
-        view=blocks.view[1:],
-        dim=None if blocks.dim is None else blocks.dim - 1,
-    )
+    block = placement if count == 1 else _block(placement, tensor)
+    their = _turned(block) if tensor.transposed else block
     return [
-        _piece(name, tensor.transposed, block, partial(_block, blocks.part_view, number))
+        TheirPart(name, their, partial(_part_of, count, number, tensor.transposed))
         for number, name in enumerate(tensor.theirs)
     ]
 
 
-def _piece(name: str, transposed: bool, placement: Placement, of: Callable[[Tensor], Tensor]) -> TheirPart:
-    if not transposed:
-        return TheirPart(name, placement.shape, placement, of)
-    last = len(placement.view) - 1
-    turned = replace(
-        placement, shape=placement.shape[::-1], view=(placement.view[-1], *placement.view[:-1]),
-        dim=None if placement.dim is None else (placement.dim + 1) % (last + 1),
+def _part_of(count: int, number: int, transposed: bool, part: Tensor) -> Tensor:
+    block = part.chunk(count)[number] if count > 1 else part
+    return block.t() if transposed else block
+
+
+def _without_padding(placement: Placement, vocabulary: int) -> Placement:
+    """The placement of a tensor whose padded rows are not in the file: of the same part."""
+    at = placement.view.index(placement.shape[0])
+    view = (*placement.view[:at], vocabulary, *placement.view[at + 1 :])
+    return replace(placement, shape=(vocabulary, *placement.shape[1:]), view=view, padded=placement.view)
+
+
+def _block(placement: Placement, tensor: HuggingFaceTensor) -> Placement:
+    """The placement of each of the equal blocks of rows that are Hugging Face's tensors."""
+    count, rows = len(tensor.theirs), placement.shape[0]
+    view, padded, dim = placement.view, placement.padded, placement.dim
+    if dim is None:  # every rank holds it whole
+        view = (count, rows // count, *placement.shape[1:])
+    elif view[0] != count or dim == 0:
+        raise ValueError(f"{tensor.ours} is not split within its blocks {', '.join(tensor.theirs)}")
+    return replace(
+        placement, shape=(rows // count, *placement.shape[1:]), view=view[1:], padded=padded[1:],
+        dim=None if dim is None else dim - 1,
     )  # fmt: skip
-    return TheirPart(name, turned.shape, turned, lambda part: of(part).movedim(-1, 0))
 
 
-def _viewed(shape: tuple[int, ...], part: Tensor) -> Tensor:
-    return part.view(shape)
-
-
-def _block(shape: tuple[int, ...], number: int, part: Tensor) -> Tensor:
-    return part.view(shape)[number]
-
-
-def _fill_rows(one: FileTensor, target: Tensor, first: int) -> None:
-    size = math.prod(one.shape[1:]) * one.dtype.itemsize
-    whole = Placement(tuple(target.shape))
-    fill_part(lambda block, start: one.read(block, first * size + start), one.dtype, whole, target)
+def _turned(placement: Placement) -> Placement:
+    """The placement of the transposed tensor; a vector has none."""
+    view, padded, rows = placement.view, placement.padded, placement.shape[0]
+    first = next(at for at in range(1, len(view)) if math.prod(view[:at]) == rows)  # of the columns' dimensions
+    dim = None if placement.dim is None else (placement.dim - first) % len(view)
+    view, padded = (sizes[first:] + sizes[:first] for sizes in (view, padded))
+    return replace(placement, shape=placement.shape[::-1], view=view, padded=padded, dim=dim)
 
 
 def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig) -> dict[str, FileTensor]:

@@ -41,16 +41,3 @@ class OtherModel(Protocol):
 
     def close(self) -> None:
         """Close the files."""
-
-
-def fill_vocabulary(target: Tensor, placement: Placement, rows: int, fill: Callable[[Tensor, int], None]) -> None:
-    """Fill this rank's rows of a tensor whose first dimension is the padded vocabulary; rows of padding become 0.
-
-    rows: of the vocabulary without padding. fill: called with the rows of ``target`` that are no padding, and with the
-    number of the first of them; not if there are none.
-    """
-    first = placement.index * len(target) if placement.sharded else 0
-    real = max(0, min(len(target), rows - first))
-    target[real:].zero_()
-    if real:
-        fill(target[:real], first)
