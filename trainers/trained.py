@@ -172,7 +172,7 @@ def _load_other(
             multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
             settings = replace(
                 settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
-                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16,
+                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16, pad_attention_heads=True,
             )  # fmt: skip
             settings.require_split(grid.world.size)
             return settings.to_json()
