@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +56,7 @@ class SmallFiles:
         copied = [name for name in COPIED if origin is not None and (origin / name).is_file()]
         for name in copied:
             assert origin is not None
-            shutil.copyfile(origin / name, folder / name)
+            disk.write(folder / name, (origin / name).read_bytes())
         if self.tokenizer_model is not None and not any("token" in name or "vocab" in name for name in copied):
             for name, content in written_tokenizer(self.tokenizer_model).items():
                 disk.write(folder / name, content)
@@ -127,11 +126,15 @@ def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirP
             yield piece, values[tensor.ours].detach()
 
 
-def copy_small_files(origin: Path, folder: Path) -> Mapping[str, str]:
-    """Copy config.json and the tokenizer's files of ``origin`` into a new ``folder``. On one rank. Raises OSError."""
+def copy_small_files(origin: Path, folder: Path) -> Mapping[str, Path]:
+    """Copy config.json and the tokenizer's files of ``origin`` into a new ``folder``: the copies by their names.
+
+    On one rank. Raises OSError.
+    """
     disk.make_empty(folder)
-    found = {}
+    found: dict[str, Path] = {}
     for name in (CONFIG, *COPIED):
         if (origin / name).is_file():
-            found[name] = str(shutil.copyfile(origin / name, folder / name))
+            found[name] = folder / name
+            disk.write(found[name], (origin / name).read_bytes())
     return found

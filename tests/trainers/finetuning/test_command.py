@@ -83,9 +83,9 @@ def outcomes(root, pretrain, tiny):
     commands["resumed"] = (2, again)
     for name, (ranks, flags) in LAYOUTS.items():
         commands[name] = (ranks, start("mnli", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
-    folder = f"hf:{root / 'bert' / 'iter_0000001' / 'hf'}"  # with its own tokenizer
-    words = start("mnli", *DROPPED, *WHOLE, "--micro-batch-size", 2, "--save", root / "from transformers")
-    words = [folder if word == root / "bert" else word for word in words if word not in vocab]
+    folder = f"hf:{root / 'bert' / 'iter_0000001' / 'hf'}"
+    words = start("mnli", *DROPPED, "--micro-batch-size", 2, "--save", root / "from transformers")
+    words = [folder if word == root / "bert" else word for word in words]
     commands["from transformers"] = (1, words)
     commands["early"] = (1, start("mnli", "--task", "mnli", "--train-iters", 5, "--save", root / "early"))
     for ranks in (1, 2):

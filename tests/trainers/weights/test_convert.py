@@ -8,13 +8,16 @@ import pytest
 import tokenizers
 import torch
 
-from commengine import ProcessGrid
+from commengine import ProcessGrid, UsageError
+from tests.support.weights.megatron_files import contents, write_megatron
+from tplayers import BERTConfig, GPTConfig
 from trainers.checkpoints import run_state
 from trainers.data.corpus import open_corpus
 from trainers.data.tokenizer import Tokenizer
 from trainers.options import OptionError, parse
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.trained import load_trained
+from trainers.weights.hugging_face import from_hugging_face
 
 STEPS, SEQUENCE, BATCH = 20, 12, 8
 TRAINING = {
@@ -104,6 +107,37 @@ def test_masters_are_the_files_values(world, theirs, folder):
         rows = min(len(values), len(wanted[name]))  # padded otherwise
         assert values.dtype == torch.float32 and torch.equal(values[:rows], wanted[name][:rows]), name
     trainer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["GPT-2", "MegatronBert"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_megatron_lm_becomes_a_folder_of_transformers(world, theirs, folder, command, name, ranks):
+    model = theirs(name)
+    if name == "GPT-2":
+        shape = GPTConfig(2, 32, 8, 57, 16, make_vocab_size_divisible_by=1)
+    else:
+        shape = BERTConfig(2, 32, 8, 57, 16, ffn_hidden_size=24, make_vocab_size_divisible_by=1)
+    if world.rank == 0:
+        ours = {key: values.detach() for key, values in from_hugging_face(model.state_dict(), shape).items()}
+        settings = {"attn_mask_type": None, **({} if name == "GPT-2" else {"bias_gelu_fusion": False})}
+        write_megatron(folder / "in", contents(ours, 8, version=2, ranks=ranks, padded=64, **settings))
+    world.barrier()
+    size = ("--tensor-model-parallel-size", world.size)
+    words = ("--from", "megatron", folder / "in", "--save", folder / "run", *size)
+    with pytest.raises(UsageError, match=r"--from megatron.*vocab|--load megatron:.*vocab"):
+        command(world, *words)
+    command(world, *words, "--vocab-size", 57)
+    command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
+    back, told = type(model).from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(told.values())
+    state = back.state_dict()
+    assert all(torch.equal(state[key], values) for key, values in model.state_dict().items())
+    with torch.no_grad():
+        tokens = torch.arange(10)[None]
+        (mine, *_), (wanted, *_) = back.eval()(tokens, return_dict=False), model(tokens, return_dict=False)
+        assert (mine - wanted).norm() < 1e-4 * wanted.norm()  # the epsilon of the norms differs
+    world.barrier()
 
 
 def test_the_model_comes_from_the_folder_and_flags_must_agree(tmp_path, theirs, changed):
