@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from commengine import UsageError
 from trainers.checkpoints import checkpoint
@@ -18,12 +18,6 @@ from trainers.weights.other_model import OtherModel
 ASKED = ("vocab_size", "num_attention_heads")
 
 
-class OfTask(Protocol):
-    """The class of the settings of one kind of model: `TransformerTrainConfig`'s subclasses."""
-
-    task: ClassVar[str]
-
-
 def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mapping[str, Any]:
     """The settings that ``--load`` gives: those of another program's model, or of a run that came from one.
 
@@ -32,10 +26,10 @@ def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mappi
     another kind of model.
     """
     if of_other_program(load):
-        with_other = open_other(load, **{name: _given(kind, name, value) for name in ASKED})
-        with_other.close()
-        require_kind(load, with_other, kind.task)
-        return _of_fields(kind, with_other.settings)
+        other = open_other(load, **{name: _given(kind, name, value) for name in ASKED})
+        other.close()
+        require_kind(load, other, kind.task)
+        return _of_fields(kind, other.settings)
     if (found := checkpoint.find(Path(load))) is None:
         return {}
     saved = checkpoint.saved_state(found, verify=False).settings

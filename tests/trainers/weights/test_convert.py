@@ -192,6 +192,7 @@ def outcomes(pretrain, theirs, tmp_path_factory):
     file = cut / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     full.mkdir()
+    (root / "text").write_text("a b c d e f g h " * 9)
     (full / "something").touch()
     run, two = str(root / "run"), ["--tensor-model-parallel-size", "2"]
     commands = {
@@ -207,6 +208,8 @@ def outcomes(pretrain, theirs, tmp_path_factory):
         "out": ("convert", ["--load", root / "trained", "--to", "hf", root / "out", *two]),
         "bert": ("convert", ["--from", "hf", bert, "--save", root / "bert-run"]),
         "generate": ("generate", ["--load", f"hf:{gpt}", "--prompt", "a b c", "--max-new-tokens", "4"]),
+        "evaluate": ("evaluate", ["--load", f"hf:{gpt}", "--task", "perplexity", "--data", root / "text", *two]),
+        "bert trained": ("pretrain_bert", ["--load", f"hf:{bert}", "--save", root / "tuned", *TINY[:-2], *two]),
         "both": ("convert", ["--from", "hf", gpt, "--save", run, "--load", run, "--to", "hf", full]),
         "neither": ("convert", []),
         "no folder": ("convert", ["--from", "hf", root / "nowhere", "--save", root / "x"]),
@@ -237,7 +240,7 @@ class Hostile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["in", "over", "train", "go on", "every", "none", "out", "bert", "generate"]
+    "name", ["in", "over", "train", "go on", "every", "none", "out", "bert", "generate", "evaluate", "bert trained"]
 )  # fmt: skip
 def test_good_commands(outcomes, name):
     _, outcome = outcomes
@@ -286,5 +289,9 @@ def test_what_the_folders_hold(outcomes):
     state = json.loads((root / "run" / "iter_0000000" / "state.json").read_text())
     assert state["settings"]["converted_from"] == f"hf:{root / 'gpt'}"
     assert (root / "run" / "hf_files" / "config.json").read_bytes() == (root / "gpt" / "config.json").read_bytes()
+    _, told = transformers.AutoModelForPreTraining.from_pretrained(
+        root / "tuned" / "iter_0000002" / "hf", output_loading_info=True
+    )
+    assert not any(told.values())
     kept = json.loads((root / "bert-run" / "iter_0000000" / "state.json").read_text())["settings"]
     assert kept["tokenizer_model"] == str(root / "bert-run" / "hf_files" / "vocab.txt")
