@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,11 +15,26 @@ from .errors import UsageError, one_line
 
 T = TypeVar("T")
 
+#: seconds between two looks of a rank that waits for rank 0
+_LOOK_SECONDS = 1e-3
+
 
 def broadcast_json(world: Communicator, value: Any) -> Any:
     """Return rank 0's ``value``, which must be representable in JSON, on every rank. Collective."""
     encoded = json.dumps(value).encode() if world.rank == 0 else b""
     return json.loads(_broadcast_bytes(world, encoded, 0))
+
+
+def wait_for_json(world: Communicator, value: Any) -> Any:
+    """Do the same as `broadcast_json` where rank 0 may come hours after the others. Collective.
+
+    A rank that waits for rank 0 sleeps between two looks, and leaves its core to others. world: a communicator without
+    a timeout.
+    """
+    everybody = world.mpi.Ibarrier()
+    while not everybody.Test():
+        time.sleep(_LOOK_SECONDS)
+    return broadcast_json(world, value)
 
 
 def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:

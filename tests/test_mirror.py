@@ -27,7 +27,6 @@ TESTED_BY = {
     "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],
     "commengine/operations.py": ["test_operations_tables.py"],
-    "commengine/rank_zero.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_layer_options.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
     "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
@@ -82,6 +81,7 @@ TESTED_BY = {
     "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/parameter_set.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
+    "trainers/weights/megatron_settings.py": ["trainers/weights/test_megatron.py"],
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands
 BENCH_TESTED_BY: dict[str, list[str]] = {

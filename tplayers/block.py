@@ -40,7 +40,7 @@ class TransformerBlock(nn.Module):
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same. padding, cache, rotation: as in `SelfAttention`.
-    head_size, query_groups, qkv_bias: as in `SelfAttention`. bias: of the projection and of the MLP.
+    head_size, query_groups, pad_heads, qkv_bias: as in `SelfAttention`. bias: of the projection and of the MLP.
     gelu: as in `MLP`. swiglu: the MLP is `SwiGLU` instead. normalization, eps: of both norms.
     norm_placement: "pre" or "post" (else ValueError).
     site: the name of this layer in its dropout masks, such as "layers.3".
@@ -60,6 +60,7 @@ class TransformerBlock(nn.Module):
         causal: bool = True,
         head_size: int | None = None,
         query_groups: int | None = None,
+        pad_heads: bool = False,
         bias: bool = True,
         qkv_bias: bool = True,
         gelu: Gelu = "tanh",
@@ -92,7 +93,8 @@ class TransformerBlock(nn.Module):
         norm = NORMS[normalization]
         self.attention_norm = norm(hidden_size, eps, sequence_parallel=sequence_parallel, dtype=dtype)
         self.attention = SelfAttention(
-            hidden_size, num_heads, comm, causal=causal, head_size=head_size, query_groups=query_groups, bias=bias,
+            hidden_size, num_heads, comm, causal=causal, head_size=head_size, query_groups=query_groups,
+            pad_heads=pad_heads, bias=bias,
             qkv_bias=qkv_bias, attention_dropout=attention_dropout, dropout_mask=dropout_mask,
             sequence_parallel=sequence_parallel, recompute_core=recompute == "selective",
             overlap_stream=overlap_stream, init=init, output_init=output_init, site=f"{site}.attention", dtype=dtype,

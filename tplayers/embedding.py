@@ -24,7 +24,7 @@ class VocabParallelEmbedding(nn.Module):
     num_embeddings: rows of the whole table, which ``comm.size`` must divide (else ValueError).
     sequence_parallel: return this rank's sequence shard along dim 0, by one reduce-scatter instead of the all-reduce.
         ``comm.size`` must divide that dimension (else ValueError). `logits` then takes such a shard.
-    overlap_stream: for `logits`, as in `column_parallel_linear`.
+    overlap_stream, packed: for `logits`, as in `column_parallel_linear`.
 
     forward: tokens int64 [...], equal on all ranks -> [..., embedding_dim], equal on all ranks. Raises ValueError for a
     token outside the table, on the host if not compiled. `logits` is the output layer, tied to the same table.
@@ -32,6 +32,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
+    packed: Tensor | None = None
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class VocabParallelEmbedding(nn.Module):
         """
         return column_parallel_linear(
             x, self.weight, bias, self.comm,
-            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
+            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream, packed=self.packed,
         )  # fmt: skip
 
 

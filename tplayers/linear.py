@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
-from .placement import Constant, Normal, Placement, add_parameter, require_divisible
+from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .regions import (
     communicates,
     gather_from_tensor_parallel_region,
@@ -25,8 +25,8 @@ from .regions import (
 
 DEFAULT_INIT = Normal(0.02)
 
-#: numbers of rows for which `_product` has another way
-FEW_ROWS = range(6, 33)
+#: the fewest rows for which a product with a packed weight is faster
+PACKED_ROWS = 4
 
 
 class ColumnParallelLinear(nn.Module):
@@ -35,10 +35,12 @@ class ColumnParallelLinear(nn.Module):
     in_features, out_features: of the whole layer. ``comm.size`` must divide out_features (else ValueError).
     comm: the tensor group. gather_output: return the whole Y instead of this rank's part.
     blocks: the output features are this many equal blocks, and each block is split over the ranks (3 for a fused QKV).
+    padding: of each block; its zeros are in the parts, not in the global tensors.
     init: initial values of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
     sequence_parallel: x is this rank's sequence shard along dim 0 (Korthikanti et al. 2022, section 4.2.2).
     overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
         (`column_parallel_linear`).
+    packed: a copy of the weight by `pack`, which products without a backward may use; None for none.
 
     forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size] (or [..., out_features]).
     One all-reduce of x's gradient backward (f).
@@ -48,6 +50,7 @@ class ColumnParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    packed: Tensor | None = None
 
     def __init__(
         self,
@@ -58,32 +61,37 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         *,
         blocks: int = 1,
+        padding: PaddedFeatures | None = None,
         sequence_parallel: bool = False,
         overlap_stream: Stream | None = None,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_divisible(comm.size, out_features=out_features // blocks)
+        block = out_features // blocks
+        filled = PaddedFeatures((block,), (block,)) if padding is None else padding
+        require_divisible(comm.size, out_features=filled.total)
         if gather_output and blocks > 1:
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
-        block = out_features // blocks
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
-        weight = Placement((out_features, in_features), init, view=(blocks, block, in_features), **split)
+        view, more = (blocks, *filled.sizes), (blocks, *filled.padded)
+        weight = Placement(
+            (out_features, in_features), init, view=(*view, in_features), padded=(*more, in_features), **split
+        )
         add_parameter(self, "weight", weight, dtype)
         if bias:
-            add_parameter(self, "bias", Placement((out_features,), view=(blocks, block), **split), dtype)
+            add_parameter(self, "bias", Placement((out_features,), view=view, padded=more, **split), dtype)
         else:
             self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_parallel_linear(
             x, self.weight, self.bias, self.comm,
-            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
+            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream, packed=self.packed,
         )  # fmt: skip
         return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
 
@@ -92,9 +100,11 @@ class RowParallelLinear(nn.Module):
     """Y = X A^T + b with A split by input features: rank i computes X_i A_i^T, g sums, then b is added once.
 
     in_features, out_features: of the whole layer. ``comm.size`` must divide in_features (else ValueError).
+    padding: of the input features; as in `ColumnParallelLinear`, and x has them, too.
     input_is_parallel: x is already this rank's part. If False, x is equal on all ranks, and the layer splits it.
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
+    packed: as in `ColumnParallelLinear`.
 
     forward: x [..., in_features / comm.size] (or [..., in_features]) -> [..., out_features], equal on all ranks.
     One all-reduce of the output forward (g).
@@ -104,6 +114,7 @@ class RowParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    packed: Tensor | None = None
 
     def __init__(
         self,
@@ -113,17 +124,22 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         *,
+        padding: PaddedFeatures | None = None,
         sequence_parallel: bool = False,
         init: Normal | Constant = DEFAULT_INIT,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_divisible(comm.size, in_features=in_features)
+        filled = PaddedFeatures((in_features,), (in_features,)) if padding is None else padding
+        require_divisible(comm.size, in_features=filled.total)
         self.comm = comm
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        weight = Placement((out_features, in_features), init, dim=1, index=comm.rank, count=comm.size)
-        add_parameter(self, "weight", weight, dtype)
+        view, more = (out_features, *filled.sizes), (out_features, *filled.padded)
+        split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
+        add_parameter(
+            self, "weight", Placement((out_features, in_features), init, view=view, padded=more, **split), dtype
+        )
         if bias:
             # The bias is replicated and added after the sum. Every rank therefore computes its whole gradient without
             # communication, or with sequence_parallel the part of its sequence shard.
@@ -134,7 +150,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
-        y = _product(x, self.weight)
+        y = _product(x, self.weight, None, self.packed)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, self.comm)
         else:
@@ -179,6 +195,7 @@ def column_parallel_linear(
     *,
     sequence_parallel: bool = False,
     overlap_stream: Stream | None = None,
+    packed: Tensor | None = None,
 ) -> Tensor:
     """The region f and then x A_i^T + b_i, as one autograd Function that reduces the gradient of x in place.
 
@@ -190,43 +207,49 @@ def column_parallel_linear(
     overlap_stream: a stream of ``comm``. On it x's gradient is reduced while the gradients of weight and bias are
         computed, and the shard is gathered while x's gradient is computed. Without it the same collectives run in the
         same order, and the computation waits for each of them. A compiled backward does not use it.
+    packed: a copy of ``weight`` by `pack`, which a product without a backward may use.
     """
     (y,) = column_parallel_linears(
-        x, [(weight, bias)], comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream
+        x, [(weight, bias, packed)], comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream
     )
     return y
 
 
 def column_parallel_linears(
     x: Tensor,
-    layers: Sequence[tuple[Tensor, Tensor | None]],
+    layers: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
     comm: Communicator,
     *,
     sequence_parallel: bool = False,
     overlap_stream: Stream | None = None,
 ) -> tuple[Tensor, ...]:
-    """The region f once, and then `column_parallel_linear` of x with the weight and the bias of each of ``layers``.
+    """The region f once, and then `column_parallel_linear` of x with weight, bias and packed weight of each of
+    ``layers``.
 
     The layers communicate as one: x is gathered once, and their gradients of x are added up before the one all-reduce.
     """
     if not communicates(comm) or not (torch.is_grad_enabled() or sequence_parallel):
         # Without a backward nothing communicates; a Function costs 20 us a call.
-        return tuple(_product(x, weight, bias) for weight, bias in layers)
-    tensors = [tensor for layer in layers for tensor in layer]
+        return tuple(_product(x, *layer) for layer in layers)
+    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
     return _ColumnParallelLinears.apply(x, comm, sequence_parallel, overlap_stream, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``; without a backward and of a few rows on the host, the same by a product that is faster there.
+def pack(weight: Tensor) -> Tensor:
+    """A copy of ``weight`` [out, in] in the order in which oneDNN's product with a few rows reads it.
 
-    If x has so few rows, as when several texts are generated together, MKL needs a third less time for weight x^T than
-    for x weight^T. With fewer rows it needs more.
+    ``weight`` is in float32 on the host. Of 8 rows the product needs half as long as MKL's of the weight itself.
     """
-    few = not torch.is_grad_enabled() and x.is_cpu and x.dtype == torch.float32 and not torch.compiler.is_compiling()
-    if not few or x.numel() // x.shape[-1] not in FEW_ROWS:
+    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+    return copy
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    """``F.linear``; from ``packed``, a copy of the weight, if there is one, no backward and rows enough."""
+    if packed is None or torch.is_grad_enabled() or x.numel() < PACKED_ROWS * x.shape[-1]:
         return F.linear(x, weight, bias)
-    y = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous().view(*x.shape[:-1], -1)
-    return y if bias is None else y.add_(bias)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y
 
 
 class _ColumnParallelLinears(torch.autograd.Function):

@@ -49,6 +49,9 @@ class Placement:
     index, count: this rank holds part ``index`` of ``count`` equal parts.
     view: the shape in which the global tensor is split. It differs from ``shape`` if the parts are not contiguous
         blocks of a dimension of ``shape``: (3, hidden, hidden) with dim 1 for a fused QKV weight [3 * hidden, hidden].
+    padded: the sizes of ``view`` after zeros are appended to dimensions from ``dim`` on; () for none. The parts then
+        hold these zeros, too, and the global tensor does not. A part is one of ``count`` equal stretches of the padded
+        dimensions from ``dim`` on, in row-major order; without zeros these are the equal parts of ``dim``.
     partial: each rank of the tensor group computes only its sequence shard's part of the gradient, and the parts must
         be summed over the group (`sum_partial_gradients`). It says nothing about the values, so two placements that
         differ only in it are equal.
@@ -60,6 +63,7 @@ class Placement:
     index: int = 0
     count: int = 1
     view: tuple[int, ...] = ()
+    padded: tuple[int, ...] = ()
     partial: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +71,11 @@ class Placement:
             object.__setattr__(self, "view", self.shape)
         if math.prod(self.view) != math.prod(self.shape):
             raise ValueError(f"a tensor of shape {self.shape} cannot be viewed as {self.view}")
-        if self.dim is not None and self.view[self.dim] % self.count:
+        if self.padded == self.view:
+            object.__setattr__(self, "padded", ())
+        if self.padded:
+            self._require_padded()
+        elif self.dim is not None and self.view[self.dim] % self.count:
             raise ValueError(f"dimension {self.dim} of {self.view} does not divide into {self.count} equal parts")
         if math.prod(self.local_shape) != math.prod(self.part_view):
             split = f"one of {self.count} parts of dim {self.dim} of {self.view}"
@@ -80,9 +88,42 @@ class Placement:
         """Whether the ranks hold different parts."""
         return self.dim is not None
 
+    def _require_padded(self) -> None:
+        view, sizes, first = self.view, self.padded, len(self.view) if self.dim is None else self.dim
+        if len(sizes) != len(view) or sizes[:first] != view[:first] or any(map(int.__lt__, sizes, view)):
+            raise ValueError(f"{view} cannot be padded to {sizes}: only dimensions from {self.dim} on may grow")
+        if math.prod(sizes[first:]) % self.count:
+            raise ValueError(f"dimensions {self.dim} and later of {sizes} do not divide into {self.count} equal parts")
+
+    @property
+    def stretch(self) -> int:
+        """The elements of a part for each index of the dimensions before ``dim``, which must be given."""
+        return math.prod((self.padded or self.view)[self.dim :]) // self.count
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(First in the global tensor, first in this rank's stretch, number) of the stretch's runs of real elements.
+
+        They are the same for each index of the dimensions before ``dim``, which must be given, and count from there.
+        """
+        low, high = self.index * self.stretch, (self.index + 1) * self.stretch
+        cut = ((real, place, max(place, low), min(place + length, high)) for real, place, length in self._real_runs())
+        return [(real + start - place, start - low, end - start) for real, place, start, end in cut if start < end]
+
+    def _real_runs(self) -> list[tuple[int, int, int]]:
+        """(First without zeros, first with zeros, number) of the runs of real elements in all ranks' stretches."""
+        view, padded = self.view[self.dim :], (self.padded or self.view)[self.dim :]
+        last = max((d for d in range(len(view)) if view[d] != padded[d]), default=0)
+        inner, outer = math.prod(view[last + 1 :]), range(math.prod(view[:last]))
+        length, places = view[last] * inner, [0]
+        for size, more in zip(view[:last], padded[:last], strict=True):
+            places = [place * more + n for place in places for n in range(size)]
+        return [(number * length, places[number] * padded[last] * inner, length) for number in outer]
+
     @property
     def part_view(self) -> tuple[int, ...]:
-        """The shape of this rank's part of ``view``."""
+        """The shape of this rank's part of ``view``; with padding the split dimensions are one."""
+        if self.padded:
+            return (*self.view[: self.dim], self.stretch)
         sizes = list(self.view)
         if self.dim is not None:
             sizes[self.dim] //= self.count
@@ -98,9 +139,13 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter: the global tensor's, with the dimension that is split divided by ``count``."""
+        """The shape of the parameter: the global tensor's, with the dimension that is split padded, and divided."""
         sizes = list(self.shape)
-        if self.dim is not None:
+        if self.padded:
+            before = math.prod(self.view[: self.dim])
+            within = next(d for d in range(len(sizes)) if math.prod(sizes[: d + 1]) > before)
+            sizes[within] = sizes[within] * math.prod(self.padded) // math.prod(self.view) // self.count
+        elif self.dim is not None:
             end = math.prod(self.view[: self.dim]) * self.view[self.dim]
             within = next(d for d in range(len(sizes)) if math.prod(sizes[: d + 1]) >= end)
             sizes[within] //= self.count
@@ -112,6 +157,12 @@ class Placement:
             raise ValueError(f"expected a global tensor of shape {self.shape}, got {tuple(whole.shape)}")
         if self.dim is None:
             return whole
+        if self.padded:
+            rows = whole.reshape(math.prod(self.view[: self.dim]), -1)
+            part = rows.new_zeros(rows.shape[0], self.stretch)
+            for first, place, number in self.runs():
+                part[:, place : place + number] = rows[:, first : first + number]
+            return part.reshape(self.local_shape)
         size = self.part_view[self.dim]
         return whole.reshape(self.view).narrow(self.dim, self.index * size, size).reshape(self.local_shape)
 
@@ -119,7 +170,29 @@ class Placement:
         """The global tensor, from the ``count`` ranks' parts in rank order."""
         if self.dim is None:
             return parts[0]
+        if self.padded:
+            rows = torch.cat([part.reshape(-1, self.stretch) for part in parts], dim=1)
+            return self.without_padding(rows).reshape(self.shape)
         return torch.cat([part.reshape(self.part_view) for part in parts], dim=self.dim).reshape(self.shape)
+
+    def without_padding(self, rows: Tensor) -> Tensor:
+        """The real elements of ``rows`` [n, stretch * count], which the parts of all ranks have side by side."""
+        width = rows.shape[1] // (self.stretch * self.count)  # more than 1 where an element is several bytes
+        real = [rows[:, place * width : (place + number) * width] for _, place, number in self._real_runs()]
+        return torch.cat(real, dim=1)
+
+
+@dataclass(frozen=True)
+class PaddedFeatures:
+    """Features of a layer that are viewed as ``sizes`` and filled up with zeros to ``padded`` before they are split."""
+
+    sizes: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The number of padded features."""
+        return math.prod(self.padded)
 
 
 def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: torch.dtype | None = None) -> None:

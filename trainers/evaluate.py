@@ -17,6 +17,7 @@ from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
+from .data import text_files
 from .run.startup import job_config
 from .scoring import lambada, results, texts
 from .scoring.passages import Passage, Windows
@@ -67,7 +68,7 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     path = str(config.data)
 
     def read() -> texts.Texts:
-        lines = list(lambada.texts_of(path, config.json_key))
+        lines = list(text_files.read_lines(path, config.json_key))
         if not lines:
             raise ValueError(f"{path}: has no text")
         rows = lambada.encoded(lines, trained.tokenizer)

@@ -31,7 +31,6 @@ from .data.tokenizer import SMALLEST_BPE, Tokenizer
 from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
 from .options import OptionError, Parser, ValidRange, between
 
-_JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
 #: of ``--lang``; sentencex splits a language that it does not know as English
@@ -184,7 +183,7 @@ class _Source:
         for text in self._texts:
             yield TextPiece(text, True, len(text.encode()))
         for path in self._args.input or ():
-            if path.lower().endswith(_JSON_LINES):
+            if text_files.is_json_lines(path):
                 yield from text_files.read_json_lines(path, self._args.json_key)
             elif self._args.split_on_blank_lines:
                 yield from text_files.read_paragraphs(path)

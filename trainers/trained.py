@@ -80,7 +80,8 @@ class Trained:
     """A model that a run has trained.
 
     model: in eval mode, on the grid's device, with this rank's shards of it.
-    settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism and no recomputation. kind:
+    settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
+    ``pad_attention_heads``, so that the grid need not divide the heads. kind:
     "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved.
     """
 
@@ -129,8 +130,9 @@ def load_trained(
         kind_found = _kind_of(found, state.parameters, kind)
         settings = _settings(found, kind_found, state.settings)
         settings = replace(
-            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None
-        )
+            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None,
+            pad_attention_heads=True,
+        )  # fmt: skip
         settings.require_split(grid.world.size)
         return [str(found), kind_found, state.iteration, settings.to_json()]
 
@@ -251,9 +253,14 @@ def _tokenizer(settings: TransformerTrainConfig, asked: str | os.PathLike[str] |
     except (OSError, ValueError) as error:
         hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
         raise UsageError(f"--tokenizer-model: {error}{hint}") from error
-    assert settings.vocab_size is not None
-    if found.vocab_size > settings.vocab_size:
-        raise UsageError(
-            f"--tokenizer-model {path}: has {found.vocab_size} tokens, and the model only {settings.vocab_size}"
-        )
+    require_vocabulary(found, path, settings.vocab_size)
     return found
+
+
+def require_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int | None) -> None:
+    """Raise UsageError unless a model with ``vocab_size`` tokens has all those of the tokenizer in ``path``."""
+    assert vocab_size is not None
+    if tokenizer.vocab_size > vocab_size:
+        raise UsageError(
+            f"--tokenizer-model {path}: has {tokenizer.vocab_size} tokens, and the model only {vocab_size}"
+        )

@@ -20,6 +20,7 @@ from bench.contests.serving import serve
 from commengine import Communicator, launch, trace
 from tplayers import GPT, Sampling, generate
 from tplayers.generation.choice import TokenChooser
+from tplayers.generation.weight_copies import fast_weights
 
 
 def whole_text(task: GenerationTask, model: GPT) -> Callable[[], float]:
@@ -34,16 +35,17 @@ def one_token(task: GenerationTask, model: GPT) -> Callable[[], float]:
     """
     prompts = torch.tensor(task.prompts())
     cache = model.new_cache(task.batch, task.prompt_tokens)
-    columns = model.embedding.weight.shape[0]
-    chooser = TokenChooser(model.comm, task.vocab_size, columns, Sampling(temperature=0), prompts.device)
+    columns, greedy = model.embedding.weight.shape[0], Sampling(temperature=0)
+    chooser = TokenChooser(model.comm, task.vocab_size, columns, greedy, prompts.device)
     with torch.no_grad():
         model.hidden_states(prompts[:, :-1], cache=cache)
     cache.advance([task.prompt_tokens - 1] * task.batch)
 
     def step() -> float:
-        with torch.no_grad():
+        with torch.no_grad(), fast_weights(model, task.batch, 1, greedy, chooser.real) as screen:
             hidden = model.hidden_states(prompts[:, -1:], cache=cache)[0]
-            tokens, _ = chooser.choose(model.logits(hidden), None)
+            logits = None if screen is None else screen.logits(hidden, 1)
+            tokens, _ = chooser.choose(model.logits(hidden) if logits is None else logits, None)
         return checksum([tokens.tolist()])
 
     return step
@@ -68,7 +70,7 @@ def main(world: Communicator) -> None:
     options.add_argument("--trace", metavar="FILE", help="file for the collectives of a token, as JSON")
     arguments = options.parse_args()
     task = GenerationTask.load(arguments.task)
-    model = task.model(world)
+    model = task.model(world).requires_grad_(False)  # as a model that a run has trained
     if arguments.trace is not None:
         found = communication(task, model)
         if world.rank == 0:

@@ -2,10 +2,10 @@
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt, signals]; signals: a list of
-[place, iteration, rank, name], where the rank sends itself a signal in a "step", a "save" or an "evaluation" of this
-iteration. OUTCOMES: for each run, the exit code,
-standard output and standard error of each of its ranks.
+whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt, signals, standard input]; signals: a list
+of [place, iteration, rank, name], where the rank sends itself a signal in a "step", a "save" or an "evaluation" of this
+iteration; standard input: the text for rank 0. OUTCOMES: for each run, the exit code, standard output and standard
+error of each of its ranks.
 """
 
 import io
@@ -72,8 +72,9 @@ class Signals:
                 self.heard.wait(HEARING_S)
 
 
-def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, object]:
+def run(comm: MPI.Intracomm, arguments: list[str], command: str, said: str) -> dict[str, object]:
     sys.argv = [command, *arguments]
+    sys.stdin = io.StringIO(said if comm.rank == 0 else "")
     out, err = io.StringIO(), Tee()
     with redirect_stdout(out), redirect_stderr(err), launch.abort_on_error():
         try:
@@ -93,11 +94,11 @@ def run(comm: MPI.Intracomm, arguments: list[str], command: str) -> dict[str, ob
 if __name__ == "__main__":
     runs, outcomes = map(Path, sys.argv[1:])
     world, mine, signals = MPI.COMM_WORLD, [], Signals()
-    for ranks, arguments, command, planned in json.loads(runs.read_text()):
+    for ranks, arguments, command, planned, said in json.loads(runs.read_text()):
         signals.planned = planned
         part = world.Split(0 if world.rank < ranks else 1)
         if world.rank < ranks:
-            mine.append(run(part, arguments, command))
+            mine.append(run(part, arguments, command, said))
         else:
             mine.append(None)
         done = world.Ibarrier()

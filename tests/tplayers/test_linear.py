@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import commengine
 from tplayers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, placements, sum_partial_gradients
+from tplayers.linear import PACKED_ROWS, pack
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -51,9 +52,9 @@ def test_column(group, random, close, blocks, bias, shape):
     close(group.gradients(layer), grads)
 
 
-@pytest.mark.parametrize("rows", [1, 6, 8, 32, 33])
-def test_few_rows_without_a_backward(group, rows):
-    """In float32 on the host, where some numbers of rows have a product of their own."""
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 33])
+def test_products_with_packed_weights(group, rows):
+    """In float32 on the host, without a backward; with one the weight itself is used, also from a few rows on."""
     whole = group.size * 24
     for layer, split in (
         (ColumnParallelLinear(IN, whole, group.comm), False), (RowParallelLinear(whole, IN, group.comm), True),
@@ -63,11 +64,18 @@ def test_few_rows_without_a_backward(group, rows):
             for number, (name, placement) in enumerate(placements(layer).items()):
                 weights[name] = torch.randn(placement.shape, generator=torch.Generator().manual_seed(number))
                 layer.get_parameter(name).copy_(placement.part(weights[name]))
-            x = torch.randn((1, rows, whole if split else IN), generator=torch.Generator().manual_seed(7))
-            found = layer(group.mine(x) if split else x)
+        x = torch.randn((1, rows, whole if split else IN), generator=torch.Generator().manual_seed(7))
         truth = F.linear(x.double(), weights["weight"].double(), weights["bias"].double()).float()
-        torch.testing.assert_close(found, truth if split else group.mine(truth), rtol=1e-5, atol=1e-4)
+        truth, x = (truth, group.mine(x)) if split else (group.mine(truth), x)
+        layer.packed = pack(layer.weight.detach())
+        with torch.no_grad():
+            found = layer(x)
+        torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-4)
         assert found.is_contiguous()
+        layer.packed = pack(torch.zeros_like(layer.weight))
+        with torch.no_grad():
+            assert (torch.equal(layer(x), layer.bias.expand_as(found))) == (rows >= PACKED_ROWS)
+        torch.testing.assert_close(layer(x), truth, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

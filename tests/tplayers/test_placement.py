@@ -64,6 +64,39 @@ def test_part_view_and_start_say_where_a_part_lies(placements):
         assert torch.equal(box.reshape(placement.local_shape), placement.part(whole))
 
 
+@st.composite
+def all_padded_parts(draw):
+    """The placements of all parts of a tensor that is padded in dimensions from ``dim`` on, within one of its own."""
+    before, after = (tuple(draw(st.lists(st.integers(1, 3), max_size=2))) for _ in range(2))
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda found: max(found) > 1)))
+    padded = tuple(size + draw(st.integers(0, 3)) for size in sizes)
+    total = padded[0] if padded == sizes else math.prod(padded)
+    count = draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
+    shape, split = (*before, math.prod(sizes), *after), {"dim": len(before), "count": count}
+    view, more = (*before, *sizes, *after), (*before, *padded, *after)
+    return [Placement(shape, index=index, view=view, padded=more, **split) for index in range(count)]
+
+
+@given(all_padded_parts())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_padded_parts_are_those_of_the_tensor_with_zeros(placements):
+    first = placements[0]
+    dim, sizes = first.dim, first.padded or first.view
+    whole = torch.arange(1, math.prod(first.shape) + 1).view(first.shape)
+    filled = torch.zeros(sizes, dtype=whole.dtype)
+    filled[tuple(map(slice, first.view))] = whole.view(first.view)
+    outer = math.prod(sizes[:dim])
+    expected = filled.view(outer, -1).chunk(first.count, dim=1)
+    parts = [placement.part(whole) for placement in placements]
+    for placement, part, other in zip(placements, parts, expected, strict=True):
+        assert part.shape == placement.local_shape and math.prod(placement.part_view) == part.numel()
+        assert torch.equal(part.reshape(outer, -1), other)
+        runs = sorted((place, place + number) for _, place, number in placement.runs())
+        assert sum(end - start for start, end in runs) * outer == int((part != 0).sum())
+    assert torch.equal(first.assemble(parts), whole)
+    assert first.sharded
+
+
 def test_replicated():
     placement = Placement((3, 4))
     whole = torch.arange(12).view(3, 4)
@@ -94,6 +127,11 @@ def test_view_inside_a_later_dimension():
         ({"shape": (4, 3), "view": (4, 4)}, "cannot be viewed as"),
         ({"shape": (4, 3), "dim": 1, "count": 2}, "dimension 1 of .* does not divide into 2"),
         ({"shape": (3, 4), "view": (12,), "dim": 0, "count": 3}, "no shape like"),
+        ({"shape": (5, 4), "padded": (6, 4)}, r"\(5, 4\) cannot be padded to \(6, 4\): only dimensions from None on"),
+        ({"shape": (5, 4), "dim": 1, "padded": (6, 4)}, "cannot be padded to .*: only dimensions from 1 on may grow"),
+        ({"shape": (5, 4), "dim": 0, "padded": (4, 4)}, r"cannot be padded to \(4, 4\)"),
+        ({"shape": (5, 4), "dim": 0, "padded": (6,)}, r"cannot be padded to \(6,\)"),
+        ({"shape": (5, 4), "dim": 0, "padded": (7, 4), "count": 3}, "dimensions 0 and later of .* do not divide"),
     ],
 )
 def test_what_cannot_be_split_is_refused(options, words):

@@ -39,7 +39,7 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run a command as each of several (ranks, arguments[, signals]), in one job (tests/jobs/commands.py).
+    """Run a command as each of several (ranks, arguments[, signals[, input]]), in one job (tests/jobs/commands.py).
 
     command: of all of them, or a list with the command of each.
     """
@@ -51,7 +51,7 @@ def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Out
         folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
         commands = [command] * len(runs) if isinstance(command, str) else command
         given = [
-            [n, [str(word) for word in words], name, *(more or [[]])]
+            [n, [str(word) for word in words], name, *more, *([], "")[len(more) :]]
             for (n, words, *more), name in zip(runs, commands, strict=True)
         ]
         (folder / "runs.json").write_text(json.dumps(given))

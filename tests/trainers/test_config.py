@@ -5,6 +5,7 @@ import torch
 
 from commengine import UsageError
 from trainers.config import bucket_size
+from trainers.finetuning.config import FinetuneConfig
 from trainers.tasks.gpt import GPTTrainConfig
 
 
@@ -30,3 +31,23 @@ def test_buckets_are_larger_on_devices_and_on_many_ranks(device, ranks, size):
 def test_which_checkpoints_are_kept_must_make_sense(settings, said):
     with pytest.raises(UsageError, match=said):
         GPTTrainConfig(mock_data=True, vocab_size=8, **settings).validate(1)
+
+
+@pytest.mark.parametrize(
+    "require",
+    [
+        lambda **sizes: GPTTrainConfig(**sizes).require_split(2),
+        lambda **sizes: FinetuneConfig(**sizes, norm_placement="pre", gelu="erf").shape(2),
+    ],
+    ids=["pretraining", "finetuning"],
+)
+def test_a_model_that_does_not_split_is_told_in_the_words_of_the_options(require):
+    sizes = {"num_layers": 1, "hidden_size": 12, "vocab_size": 9, "make_vocab_size_divisible_by": 5, "seq_length": 8,
+             "max_position_embeddings": 8, "tensor_model_parallel_size": 2}  # fmt: skip
+    require(num_attention_heads=4, **sizes)
+    with pytest.raises(UsageError) as raised:
+        require(num_attention_heads=3, **sizes)
+    said = str(raised.value)
+    assert said.startswith("--tensor-model-parallel-size 2 does not divide all of --num-attention-heads 3, ")
+    assert "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: 10, " in said
+    assert said.endswith("ranks: 2; sizes that would work: [1]; --pad-attention-heads adds heads of zeros")

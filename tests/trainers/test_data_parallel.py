@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commengine import CollectiveError, ProcessGrid, trace
+from tests.support.training.failing import Fails
 from tplayers import MLP, initialize
 from trainers.checks.replicas import checksum
 from trainers.data_parallel import DataParallel
@@ -264,15 +265,6 @@ def test_recomputed_layers_are_sent_once(world, reentrant):
 
 
 def test_after_a_backward_that_failed_the_next_one_is_right(world):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("on purpose")
-
     whole = samples(EACH * world.size)
     x, y = part(world, whole)
     net = used(Net())

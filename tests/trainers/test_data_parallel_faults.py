@@ -5,19 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.training.failing import Fails
 from trainers.data_parallel import DataParallel
 
 pytestmark = [pytest.mark.mpi(min_size=2)]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("on purpose")
 
 
 def pair():

@@ -31,7 +31,6 @@ WRITING = {
     "drawn": (1, DRAWN),
     "drawn, tensor 2": (2, [*DRAWN, "--tensor-model-parallel-size", "2"]),
     "drawn, data 2": (2, [*DRAWN, "--micro-batch-size", "1"]),
-    "drawn, tensor 2 x data 2": (4, [*DRAWN, "--tensor-model-parallel-size", "2"]),
     "greedy": (2, [*GREEDY, "--tensor-model-parallel-size", "2", "--json", "{dir}/greedy.json"]),
     "with prompts": (1, [*GREEDY, "--print-prompt"]),
     "in float64": (1, [*GREEDY, "--dtype", "float64"]),
@@ -46,6 +45,10 @@ WRITING = {
          "--tensor-model-parallel-size", "2", "--temperature", "1000"],
     ),
 }  # fmt: skip
+#: it ends by /quit, because Open MPI's launcher does not tell the ranks that a pipe has ended
+CONVERSATION = ["--load", "{dir}/gpt", "-i", "--temperature", "0", "--max-new-tokens", "4",
+                "--tensor-model-parallel-size", "2"]  # fmt: skip
+SAID = "the cat\n" * 3 + "/new\nthe cat\n/quit\n"
 
 #: arguments on two ranks, and what the one line of the error must say, as patterns
 ONE = ["--prompt", "a"]
@@ -112,9 +115,10 @@ def outcomes(folder, pretrain, tiny, mock):
         "bert": (1, [*of_bert, "--save", folder / "bert"]),
         **WRITING,
         **{name: (2, words) for name, (words, _) in REFUSED.items()},
+        "conversation": (2, CONVERSATION, [], SAID),
     }
     commands = ["pretrain_gpt", "pretrain_gpt", "pretrain_bert", *["generate"] * (len(runs) - 3)]
-    words = [(n, [str(word).format(dir=folder) for word in given]) for n, given in runs.values()]
+    words = [(n, [str(word).format(dir=folder) for word in given], *more) for n, given, *more in runs.values()]
     return dict(zip(runs, pretrain(*words, command=commands), strict=True))
 
 
@@ -127,6 +131,14 @@ def texts(outcome):
 @pytest.mark.parametrize("name", [name for name in WRITING if name.startswith("drawn, ")])
 def test_every_layout_writes_the_same_texts(outcomes, name):
     assert texts(outcomes[name]) == texts(outcomes["drawn"])
+
+
+@pytest.mark.long
+def test_four_ranks_write_the_same_texts(outcomes, folder, pretrain):
+    """Tensor 2 x data 2. A job of four ranks costs twice one of two."""
+    words = [word.format(dir=folder) for word in (*DRAWN, "--tensor-model-parallel-size", "2")]
+    (found,) = pretrain((4, words), command="generate")
+    assert texts(found) == texts(outcomes["drawn"])
 
 
 def test_json_has_what_was_written(outcomes, folder):
@@ -199,19 +211,23 @@ def test_refused_with_one_line_on_rank_zero(outcomes, name):
     assert outcome.err[0].count("\n") == 1 and not outcome.err[1], outcome.err
 
 
-def test_a_conversation_remembers_until_it_is_told_not_to(outcomes, folder):
-    """After three lines the model's positions are full; after /new the first line gets its first answer again.
+def test_a_conversation_remembers_until_it_is_told_not_to(outcomes):
+    """After three lines the model's positions are full; after /new the first line gets its first answer again."""
+    found = outcomes["conversation"]
+    answers = texts(found).splitlines()
+    assert len(answers) == 4 and answers[0] == answers[3] == outcomes["one"].out[0][: len(answers[0])] != ""
+    assert "/quit" in found.err[0] and found.err[0].count("tokens of the conversation are forgotten") == 1
+    assert not found.err[1]
 
-    It ends by /quit, because Open MPI's launcher does not tell the ranks that a pipe has ended.
-    """
-    assert set(outcomes["gpt"].codes) == {0}
-    options = ["--load", str(folder / "gpt"), "--temperature", "0", "--max-new-tokens", "4"]
-    words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "trainers.generate", "-i", *options]
+
+@pytest.mark.long
+def test_a_conversation_through_mpiexec(outcomes, folder):
+    """The launcher hands standard input to rank 0 alone."""
+    options = [word.format(dir=folder) for word in CONVERSATION]
+    words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "trainers.generate", *options]
     done = subprocess.run(
-        [*words, "--tensor-model-parallel-size", "2"], input="the cat\n" * 3 + "/new\nthe cat\n/quit\n", text=True,
-        env=mpirun.environment(), cwd=mpirun.ROOT, capture_output=True, timeout=100, check=False,
+        words, input=SAID, text=True, env=mpirun.environment(), cwd=mpirun.ROOT, capture_output=True, timeout=100,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    answers = done.stdout.splitlines()
-    assert len(answers) == 4 and answers[0] == answers[3] == outcomes["one"].out[0][: len(answers[0])] != ""
-    assert "/quit" in done.stderr and done.stderr.count("tokens of the conversation are forgotten") == 1
+    assert done.stdout == texts(outcomes["conversation"])

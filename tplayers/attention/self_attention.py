@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 from tplayers.checks import require_within
 from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear, column_parallel_linears
-from tplayers.placement import Normal, require_divisible
+from tplayers.placement import Normal
 from tplayers.recompute import recomputed
 from tplayers.regions import gather_from_sequence_parallel_region
 from tplayers.rng import Randomness, dropout, head_offsets, seeded
 
+from .head_split import split_heads
 from .key_value_cache import LayerCache
 from .rotary import Rotation
 
@@ -42,6 +43,8 @@ class SelfAttention(nn.Module):
         ValueError). In the second case a rank holds a part of the rows of one head of keys and values. The ranks that
         share it, a `Communicator.block` of the group, all-gather its keys and values, and a reduce-scatter in the
         backward sums their gradients.
+    pad_heads: heads that ``comm.size`` does not fit are padded with heads of zeros (`split_heads`). They add nothing to
+        the output, get gradients of 0, and stay 0; the global tensors do not have them (`Placement.padded`).
     bias, qkv_bias: of the projection, and of queries, keys and values.
     output_init: initial values of the projection that ends the residual branch.
     site: the name of this layer's dropout mask.
@@ -79,6 +82,7 @@ class SelfAttention(nn.Module):
         causal: bool = True,
         head_size: int | None = None,
         query_groups: int | None = None,
+        pad_heads: bool = False,
         bias: bool = True,
         qkv_bias: bool = True,
         attention_dropout: float = 0.0,
@@ -96,18 +100,19 @@ class SelfAttention(nn.Module):
             raise ValueError(f"dropout_mask={dropout_mask!r} must be one of {', '.join(DROPOUT_MASKS)}")
         if head_size is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
-        require_divisible(comm.size, num_attention_heads=num_heads)
         head_size = hidden_size // num_heads if head_size is None else head_size
         groups = num_heads if query_groups is None else query_groups
-        require_heads(comm.size, num_heads, groups, head_size)
-        self.num_heads = num_heads // comm.size
-        self.heads = range(comm.rank * self.num_heads, (comm.rank + 1) * self.num_heads)
+        heads = split_heads(comm.size, num_heads, groups, head_size, pad=pad_heads)
+        self.num_heads = heads.local_heads
+        self.heads = heads.heads(comm.rank)
+        #: query heads that are no padding among keys and values of others
+        self.real_heads = heads.real_heads(comm.rank)
         self.rank = comm.rank
         self.head_size = head_size
         #: heads of keys and values that this rank computes with
-        self.kv_heads = max(groups // comm.size, 1)
+        self.kv_heads = heads.local_groups
         #: ranks that share a head of keys and values, or None
-        self.sharing = comm.block(comm.size // groups) if comm.size > groups else None
+        self.sharing = comm.block(heads.sharing) if heads.sharing > 1 else None
         self.comm = comm
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
@@ -120,16 +125,21 @@ class SelfAttention(nn.Module):
             "sequence_parallel": sequence_parallel, "overlap_stream": overlap_stream, "init": init, "dtype": dtype
         }  # fmt: skip
         self.grouped = groups != num_heads
+        of_queries, of_groups = heads.query_features(head_size), heads.group_features(head_size)
         if self.grouped:
-            self.query = ColumnParallelLinear(hidden_size, num_heads * head_size, comm, qkv_bias, **split)
+            self.query = ColumnParallelLinear(
+                hidden_size, num_heads * head_size, comm, qkv_bias, padding=of_queries, **split
+            )
             self.key_value = ColumnParallelLinear(
-                hidden_size, 2 * groups * head_size, comm, qkv_bias, blocks=2, **split
+                hidden_size, 2 * groups * head_size, comm, qkv_bias, blocks=2, padding=of_groups, **split
             )
         else:
-            self.qkv = ColumnParallelLinear(hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, **split)
+            self.qkv = ColumnParallelLinear(
+                hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, padding=of_groups, **split
+            )
         self.projection = RowParallelLinear(
-            num_heads * head_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init,
-            dtype=dtype,
+            num_heads * head_size, hidden_size, comm, bias, padding=of_queries, sequence_parallel=sequence_parallel,
+            init=output_init, dtype=dtype,
         )  # fmt: skip
         self._offsets = head_offsets(self.heads, self.projection.weight.device)
 
@@ -166,6 +176,8 @@ class SelfAttention(nn.Module):
                 context = recomputed(self._core, q, k, v, drawn, bias)
             else:
                 context = self._core(q, k, v, drawn, bias)
+        if self.real_heads < self.num_heads:  # else the padding of the projection would get a gradient
+            context = F.pad(context[:, : self.real_heads], (0, 0, 0, 0, 0, self.num_heads - self.real_heads))
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
 
@@ -175,7 +187,7 @@ class SelfAttention(nn.Module):
             q, k, v = self.qkv(x).chunk(3, dim=-1)
             return self._heads(q), self._heads(k), self._heads(v)
         q, kv = column_parallel_linears(
-            x, [(self.query.weight, self.query.bias), (self.key_value.weight, self.key_value.bias)], self.comm,
+            x, [(layer.weight, layer.bias, layer.packed) for layer in (self.query, self.key_value)], self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
         )  # fmt: skip
         if self.sharing is not None:
@@ -227,24 +239,6 @@ class SelfAttention(nn.Module):
         if not self.grouped:
             return weights @ v
         return (weights.view(shape[0], self.kv_heads, -1, shape[2]) @ v).view(shape)
-
-
-def require_heads(tensor: int, heads: int, groups: int, head_size: int) -> None:
-    """Raise ValueError unless ``groups`` heads of keys and values serve ``heads`` query heads on ``tensor`` ranks."""
-    if not 1 <= groups <= heads or heads % groups:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(f"num_query_groups={groups} does not divide num_attention_heads={heads}; {fitting} do")
-    if groups != heads and groups % tensor and tensor % groups:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
-        raise ValueError(
-            f"tensor-model-parallel size {tensor} neither divides num_query_groups={groups} nor is a multiple of it; "
-            f"sizes that would work: {fitting}"
-        )
-    if tensor > groups and head_size % (tensor // groups):
-        raise ValueError(
-            f"tensor-model-parallel size {tensor}: {tensor // groups} ranks share each of num_query_groups={groups} "
-            f"heads of keys and values, and do not divide its size kv_channels={head_size}"
-        )
 
 
 def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:

@@ -17,7 +17,9 @@ from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
+from .output_screen import OutputScreen
 from .sampling import Sampling
+from .weight_copies import fast_weights, screened
 
 
 def generate(
@@ -48,7 +50,8 @@ def generate(
     long as the whole window.
 
     Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
-    CollectiveMismatch. Raises TypeError for a token that is no integer, and ValueError for an argument out of its range
+    CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
+    (`weight_copies`). Raises TypeError for a token that is no integer, and ValueError for an argument out of its range
     and where the model's logits are not finite; on all ranks. The model is in evaluation mode meanwhile, without
     sequence parallelism, and no gradient is kept.
     """
@@ -67,8 +70,12 @@ def generate(
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
-    with _evaluating(model), torch.no_grad():
-        for step, chosen in enumerate(_steps(model, rows, max_new_tokens, sampling, seed, slide)):
+    chooser = TokenChooser(
+        model.comm, model.config.vocab_size, model.embedding.weight.shape[0], sampling, model.embedding.weight.device
+    )
+    fast = fast_weights(model, len(rows), max_new_tokens, sampling, chooser.real)
+    with _evaluating(model), torch.no_grad(), fast as screen:
+        for step, chosen in enumerate(_steps(model, rows, max_new_tokens, chooser, screen, seed, slide)):
             for row, token in chosen:
                 row.new.append(token)
                 ended = token in stops
@@ -102,12 +109,11 @@ class _Row:
 
 
 def _steps(
-    model: GPT, rows: Sequence[_Row], count: int, sampling: Sampling, seed: int, slide: int
-) -> Iterator[list[tuple[_Row, int]]]:
+    model: GPT, rows: Sequence[_Row], count: int, chooser: TokenChooser, screen: OutputScreen | None, seed: int,
+    slide: int,
+) -> Iterator[list[tuple[_Row, int]]]:  # fmt: skip
     """The next token of each row that has not ended, step by step. The caller appends it, and ends rows."""
-    positions, device = model.config.max_position_embeddings, model.embedding.weight.device
-    columns = model.embedding.weight.shape[0]
-    chooser = TokenChooser(model.comm, model.config.vocab_size, columns, sampling, device)
+    positions, device, sampling = model.config.max_position_embeddings, chooser.device, chooser.sampling
     seen = _Seen(rows, chooser) if sampling.repetition_penalty != 1 else None
     active, cache = list(rows), None
     for step in range(count if rows else 0):
@@ -121,7 +127,9 @@ def _steps(
             last = to_device(torch.tensor([[row.new[-1]] for row in active]), device)
             hidden = model.hidden_states(last, cache=cache)[0]
             cache.advance([1] * len(active))
-        logits = model.logits(hidden)
+        logits = None if screen is None else screen.logits(hidden, screened(sampling))
+        if logits is None:
+            logits = model.logits(hidden)
         keys = None
         if sampling.temperature > 0:
             of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]

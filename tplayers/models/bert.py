@@ -14,7 +14,7 @@ from tplayers.block import NormPlacement
 from tplayers.checks import require_within
 from tplayers.cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from tplayers.linear import ReplicatedLinear
-from tplayers.mlp import GELUS, Gelu
+from tplayers.mlp import GELUS, Gelu, require_gelu
 from tplayers.norm import LayerNorm
 from tplayers.placement import Normal, Placement, add_parameter
 from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
@@ -39,13 +39,15 @@ class BERTConfig(TransformerConfig):
     num_tokentypes: token types, of which the model has an embedding each; 0 for none.
     norm_placement: as in `TransformerBlock`. "pre" is the paper's (Figure 7 b). "post" (Figure 7 a) is that of the
         first BERT and of Hugging Face's ``BertModel``.
-    gelu: of the layers and of the head of masked tokens, as in `MLP`.
+    gelu: of the layers, as in `MLP`. head_gelu: of the head of masked tokens; None for that of the layers. By default
+        Megatron-LM has "tanh" in the layers and "erf" in the head.
     binary_head: whether the model has the pooler and the sentence-order head.
     """
 
     num_tokentypes: int = 2
     norm_placement: NormPlacement = "pre"
     gelu: Gelu = "erf"
+    head_gelu: Gelu | None = None
     binary_head: bool = True
 
     def __post_init__(self) -> None:
@@ -219,7 +221,8 @@ class MaskedTokenHead(nn.Module):
     def __init__(self, config: BERTConfig, comm: Communicator, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
-        self.gelu = config.gelu
+        self.gelu = config.head_gelu or config.gelu
+        require_gelu(self.gelu)
         self.dense = ReplicatedLinear(
             config.hidden_size, config.hidden_size, init=Normal(config.init_method_std), **split
         )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from commengine.cost import TransformerShape
+from tplayers.attention.head_split import split_heads
 from tplayers.attention.rotary import RopeScaling
-from tplayers.attention.self_attention import DropoutMask, require_heads
+from tplayers.attention.self_attention import DropoutMask
 from tplayers.norm import Normalization, require_normalization
 from tplayers.placement import require_divisible
 from tplayers.recompute import Recompute
@@ -122,12 +123,13 @@ class TransformerConfig:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
             )
+        pad, heads = self.pad_attention_heads, {"num_attention_heads": self.num_attention_heads}
+        if self.kv_channels is None:
+            heads["hidden_size"] = self.hidden_size  # that of all heads together
         require_divisible(
-            tensor, num_attention_heads=self.num_attention_heads,
-            **({"hidden_size": self.hidden_size} if self.kv_channels is None else {}),
-            ffn_hidden_size=self.ffn_size, padded_vocab_size=self.padded_vocab_size,
-            **({} if ranks is None else {"ranks": ranks}),
+            tensor, **({} if pad else heads), ffn_hidden_size=self.ffn_size,
+            padded_vocab_size=self.padded_vocab_size, **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
-        require_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size)
+        split_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size, pad=pad)
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions need heads of an even size; kv_channels={self.head_size} is odd")

@@ -10,6 +10,7 @@ from torch import Tensor
 from commengine import Communicator, Stream
 from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
+from tplayers.embedding import VocabParallelEmbedding
 from tplayers.linear import ColumnParallelLinear
 from tplayers.placement import Normal
 from tplayers.rng import Randomness
@@ -75,6 +76,11 @@ class GPT(Transformer):
             logits, labels.t(), self.comm, vocab_size=self.config.vocab_size, overwrite=True
         )
         return losses.t()
+
+    @property
+    def output_layer(self) -> ColumnParallelLinear | VocabParallelEmbedding:
+        """The layer of which the weight [padded vocabulary / comm.size, h] gives this rank's logits."""
+        return self.output if self.config.untie_embeddings_and_output_weights else self.embedding
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [..., padded vocabulary / comm.size] of the result of `hidden_states` [..., h].

@@ -80,7 +80,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             TransformerBlock(
                 hidden, config.num_attention_heads, config.ffn_size, comm, causal=causal,
-                head_size=config.head_size, query_groups=config.query_groups, bias=config.add_bias_linear,
+                head_size=config.head_size, query_groups=config.query_groups,
+                pad_heads=config.pad_attention_heads, bias=config.add_bias_linear,
                 qkv_bias=config.qkv_bias, gelu=gelu, swiglu=config.swiglu, normalization=config.normalization,
                 norm_placement=norm_placement, hidden_dropout=config.hidden_dropout,
                 attention_dropout=config.attention_dropout, dropout_mask=config.attention_dropout_mask, eps=eps,

@@ -192,12 +192,14 @@ def load_model(found: Path, model: nn.Module, world: Communicator, *, verify: bo
     if verify:
         on_every_rank(world, lambda: compare(found, world.rank, world.size, file=MODEL))
     named = dict(named_values(model))
+    in_host = {name: one for name, one in named.items() if one.device.type == "cpu" and one.is_contiguous()}
 
     def read() -> None:
         try:
             with torch.no_grad():
-                for name, values in read_model(found, model):
-                    named[name].copy_(values)
+                for name, values in read_model(found, model, into=in_host):
+                    if values is not in_host.get(name):
+                        named[name].copy_(values)
         except (ValueError, OSError) as error:
             raise cannot_load(found, error) from error
 
@@ -235,8 +237,12 @@ def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimize
     optimizer.set_updates(progress.updates)
 
 
-def read_model(found: Path, model: nn.Module, leave_out: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def read_model(
+    found: Path, model: nn.Module, leave_out: Collection[str] = (), into: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(Name, this rank's values) of the model's parameters and buffers in the checkpoint, but those to leave out.
+
+    into: as for `parallel_safetensors.read`.
 
     Raises ValueError, naming the file, if it is of another model, and OSError.
     """
@@ -244,4 +250,4 @@ def read_model(found: Path, model: nn.Module, leave_out: Collection[str] = ()) -
     other = {name for name, one in named_values(model) if not one.dtype.is_floating_point}
     wanted = parts.keys() - set(leave_out)
     if wanted:
-        yield from parallel_safetensors.read(found / MODEL, parts, wanted=wanted, any_dtype=other)
+        yield from parallel_safetensors.read(found / MODEL, parts, wanted=wanted, any_dtype=other, into=into)

@@ -6,9 +6,11 @@ tensor alternate in the file, the ranks first exchange them through the engine, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,22 @@ from commengine import Communicator
 from tplayers import Placement
 
 from . import disk
-from .safetensors_file import StoredTensor, lay_out, read_layout
+from .safetensors_file import lay_out, read_layout
 
-#: bytes of the longest range that is written or read at once
+#: bytes of the longest range that is written at once
 CHUNK = 32 << 20
+
+#: bytes that are read at once where they do not go to their place directly: they stay in a core's cache
+BLOCK = 4 << 20
 
 #: bytes from which on all ranks share in writing a tensor that each of them holds whole
 SHARED_FROM = 1 << 20
 
 #: bytes; where a rank's rows in the file are shorter, it reads the rows of all ranks and drops those of the others
 SHORT_ROW = 64 << 10
+
+#: rows that are so few that short parts of them are read one by one
+_FEW_ROWS = 8
 
 
 def ranges(
@@ -48,12 +56,16 @@ def ranges(
     for number, (name, tensor) in enumerate(tensors):
         part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         start, placement = stored[name].start, described[name][1]
-        if not placement.sharded or placement.count == 1:
+        if not placement.sharded or (placement.count == 1 and not placement.padded):
             yield from _cut(start, *_share(part, number, comm))
+        elif placement.padded and math.prod(placement.view[: placement.dim]) == 1:
+            size = tensor.element_size()
+            for first, place, count in placement.runs():
+                yield from _cut(start, first * size, part[place * size : (place + count) * size])
         elif (outer := math.prod(placement.view[: placement.dim])) == 1:
             yield from _cut(start, comm.rank * part.numel(), part)
         elif part.numel():
-            yield from _exchanged(start, part.view(outer, -1), comm)
+            yield from _exchanged(start, part.view(outer, -1), comm, placement)
 
 
 def file_size(described: Mapping[str, tuple[torch.dtype, Placement]]) -> int:
@@ -76,8 +88,8 @@ def _share(whole: Tensor, number: int, comm: Communicator) -> tuple[int, Tensor]
     return comm.rank * each, whole[comm.rank * each : (comm.rank + 1) * each]
 
 
-def _exchanged(start: int, part: Tensor, comm: Communicator) -> Iterator[tuple[int, memoryview]]:
-    """Whole rows of a tensor of which each rank has a part of every row: ``part`` [rows, bytes]."""
+def _exchanged(start: int, part: Tensor, comm: Communicator, placement: Placement) -> Iterator[tuple[int, memoryview]]:
+    """Whole rows, without padding, of a tensor of which each rank has a part of every row: ``part`` [rows, bytes]."""
     outer, width = part.shape
     most = max(1, CHUNK // (comm.size * width))
     top = 0
@@ -91,7 +103,8 @@ def _exchanged(start: int, part: Tensor, comm: Communicator) -> Iterator[tuple[i
         mine = top + comm.rank * rows
         whole = received.view(comm.size, rows, width).transpose(0, 1).reshape(rows, -1)[: max(0, outer - mine)]
         if len(whole):
-            yield start + mine * comm.size * width, _bytes(whole.reshape(-1))
+            real = placement.without_padding(whole) if placement.padded else whole
+            yield start + mine * real.shape[1], _bytes(real.reshape(-1))
         top += rows * comm.size
 
 
@@ -107,10 +120,12 @@ def read(
     *,
     wanted: Container[str] | None = None,
     any_dtype: Container[str] = (),
+    into: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's parts of the file's tensors, one after the other, in new memory. It reads these parts only.
 
     wanted: the names that this rank needs; None: all. any_dtype: the names of tensors that need not be real numbers.
+    into: by name, the contiguous host tensors that are filled and given in place of new memory; of any dtype.
 
     Raises ValueError, naming the file, if names, shapes or dtypes differ, and OSError if it cannot be read.
     """
@@ -120,7 +135,7 @@ def read(
         if set(stored) != set(placements):
             missing, extra = sorted(set(placements) - set(stored)), sorted(set(stored) - set(placements))
             faults = [("lacks", missing), ("has unknown", extra)]
-            raise ValueError(f"{path}: {'; '.join(f'{word} {_some(names)}' for word, names in faults if names)}")
+            raise ValueError(f"{path}: {'; '.join(f'{word} {some(names)}' for word, names in faults if names)}")
         for name, placement in placements.items():
             one = stored[name]
             if one.shape != placement.shape:
@@ -128,34 +143,107 @@ def read(
             if not one.dtype.is_floating_point and name not in any_dtype:
                 raise ValueError(f"{path}: {name} is of {one.dtype}; a parameter or its state is never")
             if wanted is None or name in wanted:
-                yield name, _part(file, path, one, placement)
+                part = None if into is None else into.get(name)
+                if part is None:
+                    part = torch.empty(placement.local_shape, dtype=one.dtype)
+                fill_part(partial(fill, file, path, one.start), one.dtype, placement, part.view(placement.part_view))
+                yield name, part
     finally:
         os.close(file)
 
 
-def _part(file: int, path: Path, one: StoredTensor, placement: Placement) -> Tensor:
-    part = torch.empty(placement.local_shape, dtype=one.dtype)
-    rows = math.prod(placement.view[: placement.dim]) if placement.sharded else 1
-    if not part.numel():
-        return part
-    target = part.view(-1).view(torch.uint8).view(rows, -1)
-    width, (index, count) = target.shape[1], (placement.index, placement.count) if placement.sharded else (0, 1)
-    if count == 1 or width >= SHORT_ROW:
+def fill_part(read: Callable[[Tensor, int], None], dtype: torch.dtype, placement: Placement, out: Tensor) -> None:
+    """Fill ``out`` with this rank's part of a global tensor.
+
+    read: fills a host tensor of bytes with those of the global tensor, in row-major order, from a given byte on.
+    dtype: of the global tensor. out: a host tensor of the shape ``placement.part_view``, of any strides and dtype.
+
+    A contiguous tensor of this dtype is filled in place; for any other, a block of `BLOCK` bytes is read at a time.
+    """
+    if not out.numel():
+        return
+    view, sizes = placement.view or (1,), placement.part_view or (1,)
+    out = out.view(sizes) if out.dim() == 0 else out
+    if placement.padded:
+        with _filled(out, dtype) as target:
+            _read_padded(read, target, dtype.itemsize, placement)
+        return
+    split = placement.dim if placement.count > 1 else None
+    inner = math.prod(view[1:]) * dtype.itemsize
+    if split in (None, 0):  # one range of bytes
+        start = placement.part_start[0] * inner if split == 0 else 0
+        for low, high in _blocks(len(out), inner):
+            with _filled(out[low:high], dtype) as target:
+                read(target, start + low * inner)
+        return
+    assert split is not None
+    rows, width = math.prod(view[1:split]), math.prod(sizes[split:]) * dtype.itemsize
+    index, count = placement.index, placement.count
+    for low, high in _blocks(len(out), inner):
+        with _filled(out[low:high], dtype) as target:
+            _read_rows(read, target.view((high - low) * rows, width), low * rows, index, count)
+
+
+def _blocks(rows: int, size: int) -> Iterator[tuple[int, int]]:
+    """(First, end) of runs of ``rows`` rows of ``size`` bytes; a run has at most `BLOCK` bytes, or one row."""
+    most = max(1, BLOCK // max(size, 1))
+    for low in range(0, rows, most):
+        yield low, min(low + most, rows)
+
+
+@contextlib.contextmanager
+def _filled(out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The bytes of a contiguous tensor of ``dtype`` that has the values of ``out`` when the block ends."""
+    if out.is_contiguous() and out.dtype == dtype:
+        yield out.view(-1).view(torch.uint8)
+    else:
+        block = torch.empty(out.shape, dtype=dtype)
+        yield block.view(-1).view(torch.uint8)
+        out.copy_(block)
+
+
+def _read_rows(read: Callable[[Tensor, int], None], target: Tensor, first: int, index: int, count: int) -> None:
+    """Fill ``target`` [rows, width] with part ``index`` of ``count`` of each row from number ``first`` on."""
+    rows, width = target.shape
+    if width >= SHORT_ROW:
         for row in range(rows):
-            _fill(file, path, target[row], one.start + (row * count + index) * width)
-        return part
-    most = max(1, CHUNK // (count * width))
+            read(target[row], ((first + row) * count + index) * width)
+        return
+    most = max(1, BLOCK // (count * width))
     whole = torch.empty(min(most, rows), count, width, dtype=torch.uint8)
     for top in range(0, rows, most):
         block = whole[: min(most, rows - top)]
-        _fill(file, path, block.view(-1), one.start + top * count * width)
+        read(block.view(-1), (first + top) * count * width)
         target[top : top + most] = block[:, index]
-    return part
 
 
-def _fill(file: int, path: Path, target: Tensor, start: int) -> None:
-    """Fill ``target`` [bytes] from byte ``start`` of the file on."""
-    left = _bytes(target)
+def _read_padded(read: Callable[[Tensor, int], None], target: Tensor, size: int, placement: Placement) -> None:
+    """Fill ``target`` [bytes], a part with padding, of elements of ``size`` bytes."""
+    target.zero_()
+    rows, runs = target.view(-1, placement.stretch * size), placement.runs()
+    width = math.prod(placement.view[placement.dim :]) * size  # of a row in the file
+    if all(number * size >= SHORT_ROW for *_, number in runs) or len(rows) <= _FEW_ROWS:
+        for row in range(len(rows)):
+            for first, place, number in runs:
+                read(rows[row, place * size : (place + number) * size], row * width + first * size)
+        return
+    most = max(1, BLOCK // width)
+    whole = torch.empty(min(most, len(rows)), width, dtype=torch.uint8)
+    for top in range(0, len(rows), most):
+        block = whole[: min(most, len(rows) - top)]
+        read(block.view(-1), top * width)
+        for first, place, number in runs:
+            rows[top : top + most, place * size : (place + number) * size] = block[
+                :, first * size : (first + number) * size
+            ]
+
+
+def fill(file: int, path: Path, begin: int, target: Tensor, start: int) -> None:
+    """Fill ``target`` [bytes] from byte ``begin + start`` of an open file on.
+
+    Raises ValueError, naming ``path``, where the file ends too early.
+    """
+    left, start = _bytes(target), begin + start
     while left:
         count = os.preadv(file, [left], start)
         if not count:
@@ -163,5 +251,6 @@ def _fill(file: int, path: Path, target: Tensor, start: int) -> None:
         start, left = start + count, left[count:]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of ``names``, for an error message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainers.data.text_files import TextFileError, json_row, read_text, whole
+from trainers.data.text_files import TextFileError, is_json_lines, json_row, read_text, whole
 
-JSON_LINES = (".jsonl", ".json")  # Megatron-LM calls its JSON lines .json
 #: a line longer than this is an error, so that a file without newlines cannot fill the memory
 LONGEST_LINE = 1 << 30
 
@@ -67,11 +66,6 @@ class Rows:
                     yield json_row("", line, self.key)
             except TextFileError as error:
                 raise _at_line(block.path, begin, error) from error
-
-
-def is_json_lines(path: str) -> bool:
-    """Whether a file's name says that it has a JSON object on each line."""
-    return path.lower().endswith(JSON_LINES)
 
 
 def blocks(paths: Sequence[str], rows: Rows, size: int) -> list[Block]:

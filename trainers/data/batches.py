@@ -47,15 +47,23 @@ class GlobalBatches(ABC, Generic[Batch]):
 
     def __call__(self, k: int) -> Iterator[Batch]:
         """This rank's microbatches of global batch ``k``, in order."""
-        first = k * self.size + self._offset
-        for start in range(first, first + self._mine, self.micro):
+        for start in self.of_rank(k)[:: self.micro]:
             yield self._microbatch(range(start, start + self.micro))
+
+    def of_rank(self, k: int) -> range:
+        """The numbers of this rank's samples in global batch ``k``."""
+        first = k * self.size + self._offset
+        return range(first, first + self._mine)
 
     def _microbatch(self, numbers: range) -> Batch:
         end = len(self.samples) if isinstance(self.samples, Samples) else None
         past_end = [end is not None and number >= end for number in numbers]
-        rows = [self.samples[0 if past else number] for past, number in zip(past_end, numbers, strict=True)]
+        rows = [self.sample(0 if past else number) for past, number in zip(past_end, numbers, strict=True)]
         return self.microbatch(rows, numbers, past_end)
+
+    def sample(self, number: int) -> Any:
+        """Sample ``number`` of the stream, or of the samples of an evaluation."""
+        return self.samples[number]
 
     def sources(self, k: int) -> list[SourceRecord]:
         """What the first k global batches of a stream read of each source; see `SampleStream.read`."""

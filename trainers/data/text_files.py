@@ -12,9 +12,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainers.files.reading import require_regular
+
 # Characters that are read, or encoded, at a time: few enough that a batch of pieces keeps all threads busy.
 BLOCK = 1 << 14
 _CUT_BEFORE = frozenset(" \n\t\r")
+#: ends of the names of files with a JSON object on each line; Megatron-LM calls its JSON lines .json
+_JSON_LINES = (".jsonl", ".json")
 
 
 class TextFileError(ValueError):
@@ -27,6 +31,11 @@ class TextPiece(NamedTuple):
     text: str
     last: bool
     size: int
+
+
+def is_json_lines(path: str | os.PathLike[str]) -> bool:
+    """Whether a file's name says that it has a JSON object on each line."""
+    return os.fspath(path).lower().endswith(_JSON_LINES)
 
 
 def read_text(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
@@ -73,6 +82,19 @@ def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[TextPiec
         if line.strip():
             row = json_row(f"{os.fspath(path)}: line {number}", line, key)
             yield TextPiece(row[key], True, len(raw))
+
+
+def read_lines(path: str | os.PathLike[str], key: str) -> Iterator[tuple[str, str]]:
+    """(The file and the line, the text) of each line that is not blank, without the line's end.
+
+    A line of a file of JSON lines (`is_json_lines`) is an object with the text under ``key``. Raises TextFileError,
+    with the line's number, for a line that holds no text, InputFileError if there is no such regular file, and OSError.
+    """
+    is_json = is_json_lines(path)
+    for number, raw in _lines(require_regular(path)):
+        line, where = _decode(path, number, raw).rstrip("\r\n"), f"{os.fspath(path)}: line {number}"
+        if line.strip():
+            yield where, (json_row(where, line, key)[key] if is_json else line)
 
 
 def json_row(where: str, line: str, key: str) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
         self.part, self.vocab_size, self.unusable = part, vocab_size, unusable
         self._fixed, self._multiple = fixed, math.lcm(multiple, _MULTIPLE)
         self._longest: int | None = None
+        #: this rank's samples of the global batch, where its longest one had to be found
+        self._read: dict[int, TaskSample] = {}
 
     def __call__(self, k: int) -> Iterator[LabelledMicrobatch]:
         """This rank's microbatches of global batch ``k``, in order."""
@@ -93,11 +95,22 @@ class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
         yield from super().__call__(k)
 
     def _longest_of(self, k: int) -> int:
+        """The length of global batch ``k``. Every rank reads all of it, and keeps its own samples for `sample`."""
         numbers = range(k * self.size, (k + 1) * self.size)
         if isinstance(self.samples, Samples):
             numbers = range(numbers.start, min(numbers.stop, len(self.samples)))
-        longest = max(int(self.samples[number].length.max()) for number in numbers)
+        mine, self._read, longest = self.of_rank(k), {}, 0
+        for number in numbers:
+            one = self.samples[number]
+            longest = max(longest, int(one.length.max()))
+            if number in mine:
+                self._read[number] = one
         return -(-longest // self._multiple) * self._multiple
+
+    def sample(self, number: int) -> TaskSample:
+        """Sample ``number``, which is encoded once: what `_longest_of` has read is not read again."""
+        found: TaskSample = self._read[number] if number in self._read else self.samples[number]
+        return found
 
     def microbatch(self, rows: Sequence[TaskSample], numbers: range, past_end: Sequence[bool]) -> LabelledMicrobatch:
         tokens, types, lengths, labels = (

@@ -11,7 +11,8 @@ from commengine import UsageError
 from tplayers import BERTConfig, TransformerConfig
 from trainers import presets
 from trainers.checkpoints import run_folder
-from trainers.options import as_flags, given, require
+from trainers.options import given, require
+from trainers.tasks.transformer import require_split
 
 from . import source
 from .flags import SHAPE, TASKS, FinetuneFlags
@@ -201,14 +202,10 @@ class FinetuneConfig(FinetuneFlags):
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, sequence_parallel=self.sequence_parallel,
             recompute=recompute, attention_dropout_mask=self.attention_dropout_mask,  # type: ignore[arg-type]
             norm_placement=self.norm_placement, gelu=self.gelu,  # type: ignore[arg-type]
+            pad_attention_heads=self.pad_attention_heads,
             norm_epsilon=TransformerConfig.norm_epsilon if self.norm_epsilon is None else self.norm_epsilon,
         )  # fmt: skip
-        try:
-            found.require_parallel(self.tensor_model_parallel_size, ranks=ranks)
-        except ValueError as error:
-            words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
-            words = words.replace("padded_vocab_size=", "the padded vocabulary: ").replace("ranks=", "ranks: ")
-            raise UsageError(as_flags(words, type(self))) from error
+        require_split(found, self, ranks)
         return found
 
 

@@ -20,7 +20,7 @@ from .formats.pairs import Pair
 from .formats.race import CHOICES, ChoiceQuestion
 
 Tokens = npt.NDArray[np.int64]
-#: the special tokens of a sample
+#: tokens of a sample that are no text: [CLS] A [SEP] B [SEP]
 FRAME = 3
 #: articles of RACE whose tokens are kept, because the questions of one stand together in an evaluation
 _KEPT_ARTICLES = 64

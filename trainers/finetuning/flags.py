@@ -100,6 +100,7 @@ class FinetuneFlags(TrainConfig):
     )
     attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
     attention_dropout_mask: str = option("position", "as in pretrain_bert", choices=DROPOUT_MASKS)
+    pad_attention_heads: bool = option(False, "as in pretrain_bert")
     recompute_granularity: str | None = option(
         None, "as in pretrain_bert (default none)", choices=("full", "selective", "none")
     )

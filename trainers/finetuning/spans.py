@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from commengine import Communicator, Stream
 from tplayers import BERTConfig, BERTSpans
@@ -37,7 +38,8 @@ class SQuADTask(DownstreamTask):
         assert config.squad_version is not None
         self.version = config.squad_version
         self._windows = WindowRules(self.seq_length, config.doc_stride, config.max_query_length)
-        self._answers = AnswerRules(config.n_best_size, config.max_answer_length)
+        self._rules = AnswerRules(config.n_best_size, config.max_answer_length)
+        self._last: tuple[WindowSamples, Tensor, dict[str, QuestionAnswers]] | None = None
 
     def read(self, split: str) -> list[Part]:
         path = file_of(self.folder, split, self.version)
@@ -54,8 +56,7 @@ class SQuADTask(DownstreamTask):
         questions = samples.questions
         if not all(one.labelled for one in questions):
             return {}
-        found = answer_all(samples, logits[name].numpy(), self._answers)
-        of = {one.identity: answers for one, answers in zip(questions, found, strict=True)}
+        of = self._answers(samples, logits[name])
         texts = {identity: answers.text for identity, answers in of.items()}
         exact, overlap = (
             {
@@ -90,8 +91,7 @@ class SQuADTask(DownstreamTask):
     def predictions(self, parts: Sequence[Part], logits: Logits, threshold: float | None) -> dict[str, str]:
         """The files of run_squad.py: predictions.json, nbest_predictions.json and, in version 2.0, null_odds.json."""
         name, samples = _windows(parts)
-        found = answer_all(samples, logits[name].numpy(), self._answers)
-        of = {one.identity: answers for one, answers in zip(samples.questions, found, strict=True)}
+        of = self._answers(samples, logits[name])
         null = self.version == "2.0"
         written: dict[str, Any] = {
             "predictions.json": {
@@ -102,6 +102,14 @@ class SQuADTask(DownstreamTask):
         if null:
             written["null_odds.json"] = {one: answers.odds for one, answers in of.items()}
         return {file: json.dumps(value, indent=1) + "\n" for file, value in written.items()}
+
+    def _answers(self, samples: WindowSamples, logits: Tensor) -> dict[str, QuestionAnswers]:
+        """The answers by the question's identity. The last ones are kept: predictions follow measures of the same."""
+        if self._last is None or self._last[0] is not samples or self._last[1] is not logits:
+            found = answer_all(samples, logits.numpy(), self._rules)
+            by_question = {one.identity: answers for one, answers in zip(samples.questions, found, strict=True)}
+            self._last = samples, logits, by_question
+        return self._last[2]
 
 
 def _windows(parts: Sequence[Part]) -> tuple[str, WindowSamples]:

@@ -22,7 +22,7 @@ from trainers.files.reading import InputFileError
 from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.report import Remarks
 from trainers.tasks.transformer import overlap_stream
-from trainers.trained import load_trained
+from trainers.trained import load_trained, require_vocabulary
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 
@@ -49,15 +49,13 @@ def open_task(config: FinetuneConfig) -> DownstreamTask:
     Raises UsageError if the tokenizer is not the model's.
     """
     path = config.tokenizer_model
-    assert config.task is not None and path is not None and config.vocab_size is not None
+    assert config.task is not None and path is not None
     try:
         tokenizer = Tokenizer.from_file(path)
         tokenizer.wordpieces()
     except (OSError, ValueError) as error:
         raise UsageError(f"--tokenizer-model: {error}" if path in str(error) else f"{path}: {error}") from error
-    size = tokenizer.vocab_size
-    if size > config.vocab_size:
-        raise UsageError(f"--tokenizer-model {path}: has {size} tokens, and the model only {config.vocab_size}")
+    require_vocabulary(tokenizer, path, config.vocab_size)
     return _TASKS[config.task](config, tokenizer)
 
 

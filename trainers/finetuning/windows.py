@@ -11,12 +11,9 @@ import numpy.typing as npt
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import WordPieces
 
-from .encoding import EncodedSamples, TaskSample, framed
+from .encoding import FRAME, EncodedSamples, TaskSample, framed
 from .formats.pairs import NO_LABEL
 from .formats.squad import SpanQuestion, SpanQuestions
-
-#: tokens of a window that are no text: [CLS] question [SEP] window [SEP]
-FRAME = 3
 
 
 class WindowRules(NamedTuple):

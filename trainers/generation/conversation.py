@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-import torch
-
-from commengine import Communicator, Stream, UsageError
+from commengine import Communicator, UsageError
+from commengine.rank_zero import wait_for_json
 
 #: lines that do not belong to the text
 FORGET, QUIT = "/new", "/quit"
@@ -17,19 +15,20 @@ HELP = f"Each line is continued by the model. {FORGET} forgets what was said; {Q
 
 
 class Lines:
-    """The lines of rank 0's standard input, on every rank of ``world``. Its methods are collective.
+    """The lines of rank 0's standard input, on every rank of ``world``.
 
-    While rank 0 waits for a line, the other ranks poll and sleep, and use no core. world: a communicator without a
-    timeout, because people take their time.
+    world: a communicator without a timeout, because people take their time.
     """
 
     def __init__(self, world: Communicator, source: TextIO | None = None) -> None:
         self._world = world
         self._source = sys.stdin if source is None else source
-        self._stream: Stream = world.new_stream(device="cpu")
 
     def next(self) -> str | None:
-        """The next line, without its end; None after the last. Raises UsageError, on all ranks, if it is no text."""
+        """The next line, without its end; None after the last. Collective.
+
+        While rank 0 waits for a line, the other ranks sleep. Raises UsageError, on all ranks, if the line is no text.
+        """
         read: dict[str, Any] = {}
         if self._world.rank == 0:
             try:
@@ -40,7 +39,7 @@ class Lines:
                 read = {"error": "standard input: not UTF-8 text"}
             except (ValueError, OSError) as error:
                 read = {"error": f"standard input: {error}"}
-        read = self._from_rank_zero(read)
+        read = wait_for_json(self._world, read)
         if "error" in read:
             raise UsageError(read["error"])
         return None if read["line"] is None else str(read["line"])
@@ -53,17 +52,6 @@ class Lines:
             print("> ", end="", file=sys.stderr, flush=True)  # standard output has the texts alone
         line = self._source.readline()
         return line.rstrip("\r\n") if line else None
-
-    def _from_rank_zero(self, value: dict[str, Any]) -> dict[str, Any]:
-        encoded = json.dumps(value).encode()
-        size = torch.tensor([len(encoded)])
-        self._world.broadcast(size, stream=self._stream).wait()
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if self._world.rank == 0:
-            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        self._world.broadcast(data, stream=self._stream).wait()
-        found: dict[str, Any] = json.loads(bytes(data.numpy()))
-        return found
 
 
 def _require_text(line: str | None) -> str | None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from commengine import UsageError
 from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
-from trainers.files.reading import InputFileError, read_text
+from trainers.files.reading import InputFileError
 
-#: ends of the names of files with a JSON object in each line, and the key of its text
-JSON_LINES = (".jsonl", ".json")
+#: the key of a prompt in a file of JSON lines
 KEY = "prompt"
 
 
@@ -28,16 +26,9 @@ def read_prompts(path: str) -> list[Prompt]:
 
     A file whose name ends in .jsonl or .json has an object with text under "prompt" in each line; any other file has
     one prompt in each line. Blank lines are left out. Raises ValueError that names the file, and the line if one is at
-    fault.
+    fault, and OSError.
     """
-    found = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        where, text = f"{path}: line {number}", line.rstrip("\r")
-        if not text.strip():
-            continue
-        if Path(path).suffix.lower() in JSON_LINES:
-            text = text_files.json_row(where, text, KEY)[KEY]
-        found.append(Prompt(where, text))
+    found = [Prompt(where, text) for where, text in text_files.read_lines(path, KEY)]
     if not found:
         raise InputFileError(f"{path}: holds no prompt; want one in each line")
     return found

@@ -74,7 +74,7 @@ class Report:
         """The report for people. unit: of the losses, such as "nats/token"."""
         item = unit.partition("/")[2] or "item"
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
-        lines = [f"{self.iteration} steps, {self.parameters / 1e6:.1f} M parameters, {layout}", ""]
+        lines = [f"{self.iteration} steps, {_count(self.parameters)} parameters, {layout}", ""]
         several = self.token_loss is not None and self.token_loss != self.validation_loss
         of_all = f"{unit.partition('/')[0]}, the sum of its terms," if several else unit
         if self.train_loss is not None:
@@ -139,6 +139,14 @@ class Report:
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
         # Last and at once: if report.json is there, the report is complete.
         disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def _count(number: int) -> str:
+    """A number in the unit that leaves it at least one digit before the point: 25.4 k, 4.2 M, 8.3 B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.99995 * size:  # what rounds to 1.0
+            return f"{number / size:.1f} {unit}"
+    return str(number)
 
 
 def _number(value: float) -> str:

@@ -9,7 +9,7 @@ the text, which is OpenAI's JSON lines or the data set's own plain lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,9 @@ from typing import Any
 import numpy as np
 
 from trainers.checkpoints import disk
-from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
-from trainers.files.reading import require_regular
 
 from .passages import Passage, Tokens
-
-#: ends of the names of files of JSON lines; any other file has a text in each line
-JSON_LINES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -40,33 +35,17 @@ class LastWord:
     cut: bool
 
 
-def texts_of(path: str, key: str) -> Iterator[tuple[str, str]]:
-    """(Where it stands, text) for each example of a file. Blank lines are skipped.
-
-    A file whose name ends in .jsonl or .json has a JSON object with the text under ``key`` in each line, any other file
-    the text itself. Raises ValueError that names the line, and OSError.
-    """
-    for number, raw in enumerate(require_regular(path).read_bytes().split(b"\n"), start=1):
-        where = f"{path}: line {number}"
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 text: {error.reason}") from error
-        if line.strip():
-            yield where, (text_files.json_row(where, line, key)[key] if path.lower().endswith(JSON_LINES) else line)
-
-
 def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tuple[Tokens, Tokens, Tokens]]:
     """(Context, last word, whole text) of each example as tokens, int32.
 
-    texts: as `texts_of` gives them. White space at the end of a text does not count. Raises ValueError, which names the
-    place, for a text without a word before the last one.
+    texts: as `trainers.data.text_files.read_lines` gives them. White space at the end of a text does not count. Raises
+    ValueError, which names the place, for a text without a word before the last one.
     """
     contexts, words, wholes = [], [], []
     for where, text in texts:
         whole = text.rstrip()
-        word = whole.split()[-1]  # a line that is not blank has one
-        context = whole[: -len(word)]
+        word = whole.split()[-1] if whole else ""  # a line of JSON may have a blank text
+        context = whole.removesuffix(word)
         if not context.strip():
             raise ValueError(f"{where}: want a text and its last word, got {text.strip()[:40]!r}")
         contexts.append(context.strip())

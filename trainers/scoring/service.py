@@ -5,13 +5,12 @@ Rank 0 asks, and the other ranks serve it: each request goes to all ranks, which
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from commengine import Communicator, ProcessGrid, UsageError
-from commengine.rank_zero import broadcast_json, gather_json, on_every_rank
+from commengine.rank_zero import gather_json, on_every_rank, wait_for_json
 from tplayers import GPT, Sampling
 from trainers.data.tokenizer import Tokenizer
 from trainers.generation.texts import generate_texts
@@ -19,9 +18,6 @@ from trainers.generation.texts import generate_texts
 from .passages import Passage
 from .scorer import Scores, score
 from .texts import broadcast_tokens
-
-#: seconds between two looks of a waiting rank, which then keeps no core busy
-_LOOK = 1e-3
 
 
 class ModelService:
@@ -57,14 +53,14 @@ class ModelService:
 
     def stop(self, problem: str = "") -> None:
         """Let the other ranks leave `serve`. On rank 0. problem: raises UsageError with this text, on all ranks."""
-        self._order({"do": "stop", "problem": problem})
+        wait_for_json(self.world, {"do": "stop", "problem": problem})
         if problem:
             raise UsageError(problem)
 
     def serve(self) -> None:
         """Compute what rank 0 asks for, until it says `stop`. On all ranks but 0. Raises UsageError as they do."""
         while True:
-            order = self._order(None)
+            order = wait_for_json(self.world, None)
             if order["do"] == "stop":
                 if order["problem"]:
                     raise UsageError(order["problem"])
@@ -74,22 +70,15 @@ class ModelService:
             else:
                 self._generated(order)
 
-    def _order(self, order: Any) -> Any:
-        """Rank 0's order, on every rank. Collective over the world; a rank may wait for hours."""
-        everybody = self.world.mpi.Ibarrier()
-        while not everybody.Test():
-            time.sleep(_LOOK)
-        return broadcast_json(self.world, order)
-
     def _scores(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
         self.busy = True
-        found = self._scored(self._order(order), passages)
+        found = self._scored(wait_for_json(self.world, order), passages)
         self.busy = False
         return found
 
     def _texts(self, order: dict[str, Any]) -> list[str]:
         self.busy = True
-        found = self._generated(self._order(order))
+        found = self._generated(wait_for_json(self.world, order))
         self.busy = False
         return found
 

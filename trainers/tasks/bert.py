@@ -63,6 +63,9 @@ class BERTTrainConfig(TransformerTrainConfig):
         choices=NORM_PLACEMENTS, fixed=True,
     )  # fmt: skip
     gelu: str = option("erf", "GELU by the error function, or by its approximation", choices=tuple(GELUS), fixed=True)
+    head_gelu: str | None = option(
+        None, "the same of the head of masked tokens (default: that of the layers)", choices=tuple(GELUS), fixed=True
+    )
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
@@ -97,8 +100,8 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     def model(self) -> BERTConfig:
         """The model's shape. ``vocab_size`` must be known."""
-        own = {"norm_placement": self.norm_placement, "gelu": self.gelu, "binary_head": not self.bert_no_binary_head}
-        return BERTConfig(**self.shape(), **own)  # type: ignore[arg-type]
+        own: dict[str, Any] = {"norm_placement": self.norm_placement, "gelu": self.gelu, "head_gelu": self.head_gelu}
+        return BERTConfig(**self.shape(), **own, binary_head=not self.bert_no_binary_head)
 
     def wordpieces(self) -> WordPieces:
         """The tokens of the vocabulary by their use. Raises UsageError if [MASK], or one like it, is missing."""

@@ -84,9 +84,6 @@ class GPTTrainConfig(TransformerTrainConfig):
         False, "biases in the layers of queries, keys and values, also with --disable-bias-linear", fixed=True
     )
     untie_embeddings_and_output_weights: bool = option(False, "the output layer has a weight of its own", fixed=True)
-    pad_attention_heads: bool = option(
-        False, "pad heads that the tensor-parallel size does not divide with heads of zeros"
-    )
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
@@ -119,7 +116,6 @@ class GPTTrainConfig(TransformerTrainConfig):
             kv_channels=self.kv_channels, add_bias_linear=not self.disable_bias_linear,
             add_qkv_bias=self.add_qkv_bias,
             untie_embeddings_and_output_weights=self.untie_embeddings_and_output_weights,
-            pad_attention_heads=self.pad_attention_heads,
         )  # fmt: skip
 
 

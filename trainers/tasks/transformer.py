@@ -71,6 +71,9 @@ class TransformerTrainConfig(TextConfig, ABC):
         "which is faster on devices",
         choices=DROPOUT_MASKS,
     )
+    pad_attention_heads: bool = option(
+        False, "pad heads that the tensor-parallel size does not divide with heads of zeros"
+    )
     init_method_std: float = option(
         0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
     )
@@ -119,14 +122,7 @@ class TransformerTrainConfig(TextConfig, ABC):
 
         ``vocab_size`` must be known.
         """
-        try:
-            self.model().require_parallel(self.tensor_model_parallel_size, ranks=ranks)
-        except ValueError as error:
-            words = as_flags(
-                str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size"), type(self)
-            )
-            padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
-            raise UsageError(words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")) from error
+        require_split(self.model(), self, ranks)
 
     @abstractmethod
     def model(self) -> TransformerConfig:
@@ -144,7 +140,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             "init_method_std": self.init_method_std, "norm_epsilon": self.norm_epsilon,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "sequence_parallel": self.sequence_parallel, "recompute": recompute,
-            "attention_dropout_mask": self.attention_dropout_mask,
+            "attention_dropout_mask": self.attention_dropout_mask, "pad_attention_heads": self.pad_attention_heads,
         }  # fmt: skip
 
     def require_memory(self, ranks: int) -> None:
@@ -177,6 +173,22 @@ class TransformerTrainConfig(TextConfig, ABC):
     def batch_size(self, replicas: int) -> int:
         """The samples of a global batch on ``replicas`` data-parallel ranks."""
         return self.global_batch_size or self.micro_batch_size * replicas
+
+
+def require_split(shape: TransformerConfig, settings: TrainConfig, ranks: int) -> None:
+    """Raise UsageError, with the sizes that would work, unless a model of ``shape`` splits over ``ranks`` ranks.
+
+    settings: of the command, which have the tensor-parallel size and the options that the message names.
+    """
+    try:
+        shape.require_parallel(settings.tensor_model_parallel_size, ranks=ranks)
+    except ValueError as error:
+        words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
+        padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
+        words = words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")
+        fits = shape.pad_attention_heads or shape.num_attention_heads % settings.tensor_model_parallel_size == 0
+        hint = "" if fits else "; --pad-attention-heads adds heads of zeros"
+        raise UsageError(as_flags(words, type(settings)) + hint) from error
 
 
 class NewBatches(Protocol):

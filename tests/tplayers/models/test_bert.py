@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tplayers import BERT, BERTConfig, Randomness, initialize, placements, sum_partial_gradients
 
@@ -244,6 +245,7 @@ def test_wrong_input_is_refused(ranks_of, changes, message):
     ("change", "message"),
     [
         ({"gelu": "relu"}, "gelu='relu' must be one of erf, tanh"),
+        ({"head_gelu": "relu"}, "gelu='relu' must be one of erf, tanh"),
         ({"norm_placement": "sandwich"}, "norm_placement='sandwich' must be one of pre, post"),
         ({"num_attention_heads": 3}, "hidden_size=8 is not a multiple of num_attention_heads=3"),
     ],
@@ -251,6 +253,18 @@ def test_wrong_input_is_refused(ranks_of, changes, message):
 def test_unknown_options_are_refused(ranks_of, change, message):
     with pytest.raises(ValueError, match=message):
         BERT(config(**change), *ranks_of(1))
+
+
+def test_the_head_may_have_another_form_of_gelu(ranks_of):
+    for layers, head in (("tanh", "erf"), ("erf", "tanh"), ("erf", None)):
+        model = BERT(config(gelu=layers, head_gelu=head), *ranks_of(1), dtype=torch.float64)
+        initialize(model, 1)
+        x = torch.linspace(-2, 2, 3 * 8, dtype=torch.float64).view(3, 1, 8)
+        dense, norm = model.mlm_head.dense, model.mlm_head.norm
+        form = "tanh" if (head or layers) == "tanh" else "none"
+        active = F.gelu(F.linear(x, dense.weight, dense.bias), approximate=form)
+        assert torch.equal(model.mlm_head(x), F.layer_norm(active, (8,), norm.weight, norm.bias, norm.eps))
+        assert model.layers[0].mlp.gelu == layers
 
 
 def test_counts_of_the_papers_models():

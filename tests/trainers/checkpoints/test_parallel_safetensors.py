@@ -32,6 +32,10 @@ def placed(rank, count):
         "heads": (torch.float16, Placement((3 * 8, 5), dim=1, view=(3, 8, 5), **split)),
         "large columns": (torch.float32, Placement((130, 4096), dim=1, **split)),
         "large whole": (torch.float32, Placement((600, 700))),
+        "padded heads": (torch.float16, Placement((3 * 5, 6), dim=1, view=(3, 5, 6), padded=(3, 8, 6), **split)),
+        "padded rows": (torch.float32, Placement((6, 7), dim=0, view=(2, 3, 7), padded=(2, 4, 7), **split)),
+        "padded columns": (torch.bfloat16, Placement((40, 6), dim=1, view=(40, 2, 3), padded=(40, 4, 4), **split)),
+        "large padded columns": (torch.float32, Placement((130, 3000), dim=1, padded=(130, 4096), **split)),
         "scalar": (torch.float64, Placement(())),
         "empty": (torch.float32, Placement((0, 4))),
         "no rows": (torch.float32, Placement((0, 8), dim=1, **split)),
@@ -63,6 +67,7 @@ def write(path, described, world):
 @pytest.mark.parametrize("chunk", [parallel_safetensors.CHUNK, 100, 4096])
 def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, monkeypatch, chunk):
     monkeypatch.setattr(parallel_safetensors, "CHUNK", chunk)
+    monkeypatch.setattr(parallel_safetensors, "BLOCK", min(chunk, parallel_safetensors.BLOCK))
     monkeypatch.setattr(parallel_safetensors, "SHARED_FROM", 1000)
     described = placed(world.rank, world.size)
     whole, mine = write(folder / "ours", described, world)
@@ -81,6 +86,10 @@ def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, m
             parts = dict(parallel_safetensors.read(folder / file, {name: p for name, (_, p) in described.items()}))
             for name, (dtype, placement) in described.items():
                 assert parts[name].dtype == dtype and torch.equal(parts[name], placement.part(whole[name])), name
+            own = {n: torch.full(p.local_shape, torch.nan, dtype=torch.float64) for n, (_, p) in described.items()}
+            placements = {name: p for name, (_, p) in described.items()}
+            for name, part in parallel_safetensors.read(folder / file, placements, into=own):
+                assert part is own[name] and torch.equal(part, parts[name].double()), name
     world.barrier()
 
 

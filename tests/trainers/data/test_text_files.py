@@ -11,12 +11,14 @@ from trainers.data.text_files import (
     TextPiece,
     cut,
     read_json_lines,
+    read_lines,
     read_paragraphs,
     read_text,
     sentences,
     whole,
 )
 from trainers.data.tokenizer import Tokenizer
+from trainers.files.reading import InputFileError
 
 
 def texts(pieces: list[TextPiece]) -> list[str]:
@@ -51,6 +53,30 @@ def test_json_lines(tmp_path: Path) -> None:
     rows: list[dict[str, str]] = [{"text": "one\n\ntwo"}, {"id": "3", "text": ""}, {"text": "é🙂"}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     assert texts(list(read_json_lines(tmp_path / "a.jsonl", "text"))) == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "A.JSON"])
+def test_lines_are_texts_and_blank_ones_are_none(tmp_path: Path, name: str) -> None:
+    """A next-line character and a line separator do not end a line; white space within a text stays."""
+    found = ["one ", "\ttwo", "a\x85b\u2028é🙂"]
+    lines = found if name == "a.txt" else [json.dumps({"id": 1, "key": text}, ensure_ascii=False) for text in found]
+    path = tmp_path / name
+    path.write_bytes("\ufeff{}\r\n\n  \r\n{}\n{}".format(*lines).encode())
+    expected = [(f"{path}: line {number}", text) for number, text in zip((1, 4, 5), found, strict=True)]
+    assert list(read_lines(path, "key")) == expected
+    path.write_bytes(b"\n \n")
+    assert not list(read_lines(path, "key"))
+
+
+def test_a_line_that_holds_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'{"key": "x"}\n\n{"text": "x"}\n')
+    with pytest.raises(TextFileError, match=r"a\.json: line 3: no key 'key'; the keys are 'text'"):
+        list(read_lines(tmp_path / "a.json", "key"))
+    (tmp_path / "a.txt").write_bytes(b"one\n\xff\n")
+    with pytest.raises(TextFileError, match=r"a\.txt: line 2: not UTF-8"):
+        list(read_lines(tmp_path / "a.txt", "key"))
+    with pytest.raises(InputFileError, match="is a folder, not a file"):
+        list(read_lines(tmp_path, "key"))
 
 
 @pytest.mark.parametrize(

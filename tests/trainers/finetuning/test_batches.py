@@ -21,11 +21,13 @@ class Numbered(EncodedSamples):
 
     def __init__(self, count: int, choices: int = 0, labels: tuple[int, ...] = ()) -> None:
         self._count, self._choices, self._labels = count, choices, labels
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, n: int) -> TaskSample:
+        self.read.append(n)
         rows = (self._choices,) if self._choices else ()
         tokens = np.full((*rows, S), n)
         return TaskSample(tokens, tokens * 0, np.full(rows, n % 17 + 3), np.full(self._labels, n % 3))
@@ -61,6 +63,22 @@ def test_each_sample_once_and_the_same_length_at_every_layout(ranks, choices):
     assert sorted(seen) == list(range(51)) and len(set(numbers)) == len(numbers) == 60 * max(choices, 1)
     longest = [max(n % 17 + 3 for n in range(k * 12, min(k * 12 + 12, 51))) for k in range(5)]
     assert list(lengths.values()) == [-(-one // 8) * 8 for one in longest]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_sample_is_read_once_a_pass(ranks, fixed):
+    """To read a sample is to encode it. Only the first one is read again, where it fills the last batch."""
+    read = []
+    for rank in range(ranks):
+        samples = Numbered(51)
+        mine = batches(samples, ranks, rank, fixed=fixed)
+        for k in range(len(mine)):
+            assert len([*mine(k)]) == 6 // ranks
+        counts = np.bincount(samples.read, minlength=51)
+        assert counts[1:].max() == 1 and (fixed or counts.min() == 1)
+        read += np.flatnonzero(counts).tolist()
+    assert set(read) == set(range(51))
 
 
 def test_fixed_and_rounded_lengths():

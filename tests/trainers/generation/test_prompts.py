@@ -35,7 +35,7 @@ def test_json_lines_are_prompts(tmp_path, name):
         ("a.jsonl", b'{"prompt": 3}\n', "a.jsonl: line 1: 'prompt' is int, not text"),
         ("a.jsonl", b'["x"]\n', "a.jsonl: line 1: want a JSON object, got list"),
         ("a.jsonl", b"{\n", "a.jsonl: line 1: not JSON"),
-        ("a.txt", b"\xff\xfe", "a.txt: not UTF-8 text"),
+        ("a.txt", b"\xff\xfe", "a.txt: line 1: not UTF-8 text"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, message):

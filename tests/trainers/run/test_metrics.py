@@ -39,6 +39,16 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert "training loss                  nan nats/token" in (tmp_path / "report.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [(832, "832"), (999, "999"), (1000, "1.0 k"), (25_440, "25.4 k"), (999_900, "999.9 k"), (999_960, "1.0 M"),
+     (4_218_880, "4.2 M"), (999_960_000, "1.0 B"), (8_300_000_000, "8.3 B")],
+)  # fmt: skip
+def test_parameters_are_counted_in_a_unit_that_fits(parameters, said):
+    report = Report(2, parameters, 1, 1, 1.0, None, None, 8, 100.0, "", "", [], 1.0)
+    assert report.text("nats/token").startswith(f"2 steps, {said} parameters, tensor 1 x data 1\n")
+
+
 DAMAGED = (
     b'{"iteration": 1, "lm_loss": 4.5}\n{"iteration": 2, "lm\xff_loss": 4.0}\n5\n{"iteration": 3, "lm_loss": 3.5}\n'
 )

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import lambada
 
@@ -65,8 +66,8 @@ def test_both_formats(tmp_path, tokenizer):
     lines, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
     lines.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n\n")
     plain.write_text("\n".join(text.replace("\n", " ") for text in texts) + "\r\n \n", encoding="utf-8")
-    assert [text for _, text in lambada.texts_of(str(lines), "text")] == texts
-    found = list(lambada.texts_of(str(plain), "text"))
+    assert [text for _, text in text_files.read_lines(str(lines), "text")] == texts
+    found = list(text_files.read_lines(str(plain), "text"))
     assert [text.strip() for _, text in found] == ["the old man", "to the dog", "é the  dog"]
     assert len(lambada.encoded(found, tokenizer)) == 3
 
@@ -77,6 +78,7 @@ def test_both_formats(tmp_path, tokenizer):
         ("a.jsonl", '{"text": "a b"}\n{"words": "a b"}\n', "a.jsonl: line 2: no key 'text'; the keys are 'words'"),
         ("a.jsonl", '{"text": 3}\n', "a.jsonl: line 1: 'text' is int, not text"),
         ("a.jsonl", "a b\n", "a.jsonl: line 1: not JSON"),
+        ("a.jsonl", '{"text": "a b"}\n{"text": " "}\n', "a.jsonl: line 2: want a text and its last word, got ''"),
         ("a.txt", "a b\n\nword \n", "a.txt: line 3: want a text and its last word, got 'word'"),
         ("a.txt", b"a b\n\xff\xfe c\n", "a.txt: line 2: not UTF-8 text"),
         ("a.txt", None, "a.txt: is a folder"),
@@ -89,7 +91,7 @@ def test_what_is_no_example_is_named_with_its_line(tmp_path, tokenizer, name, co
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=said):
-        lambada.encoded(list(lambada.texts_of(str(path), "text")), tokenizer)
+        lambada.encoded(list(text_files.read_lines(str(path), "text")), tokenizer)
 
 
 def test_predictions_are_a_row_for_each_example(tmp_path):

@@ -1,0 +1,126 @@
+"""Copies of the weights change no text, are made anew when the weights change, and are no part of the model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tplayers import GPT, GPTConfig, Sampling, generate, initialize
+from tplayers.generation import output_screen, weight_copies
+from tplayers.generation.weight_copies import WeightCopies, fast_weights, screened
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+VOCAB, GREEDY = 600, Sampling(temperature=0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Models of any size have a screen, if the host can have one."""
+    if not output_screen.available(torch.zeros(1, 1)):
+        pytest.skip("this processor, or PyTorch, has no exact products of int8")
+    monkeypatch.setattr(weight_copies, "_SCREENED_WEIGHTS", 1)
+
+
+def gpt(comm, seed=9, **options):
+    config = GPTConfig(2, 32, 4, VOCAB, 64, init_method_std=0.3, make_vocab_size_divisible_by=64, **options)
+    model = GPT(config, comm)
+    initialize(model, seed)
+    return model
+
+
+def real(model):
+    rows = model.embedding.weight.shape[0]
+    return min(max(VOCAB - model.comm.rank * rows, 0), rows)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_k=8)], ids=["greedy", "top-k"])
+@pytest.mark.parametrize(("rows", "untied"), [(1, False), (3, True), (6, False), (6, True)])
+def test_the_text_is_that_of_the_weights_themselves(group, small, monkeypatch, sampling, rows, untied):
+    """With a screen, and from 4 texts on with packed weights."""
+    model = gpt(group.comm, untie_embeddings_and_output_weights=untied, num_query_groups=4 - 2 * untied)
+    prompts = [[(7 * row + 3 * n * n) % VOCAB for n in range(3 + row)] for row in range(rows)]
+    screens = []
+    logits = output_screen.OutputScreen.logits
+    monkeypatch.setattr(
+        output_screen.OutputScreen, "logits", lambda self, x, k: screens.append(k) or logits(self, x, k)
+    )
+    fast = generate(model, prompts, 24, sampling=sampling, seed=3)
+    assert len(screens) == 24
+    monkeypatch.setattr(weight_copies, "available", lambda weight: False)
+    assert generate(model, prompts, 24, sampling=sampling, seed=3) == fast
+    assert len(screens) == 24
+
+
+def test_packed_weights_serve_the_block_alone(group, random):
+    model = gpt(group.comm).requires_grad_(False)
+    layers = [*(one for block in model.layers for one in (block.attention.qkv, block.mlp.down)), model.embedding]
+    if not output_screen.available(model.embedding.weight):
+        pytest.skip("this processor, or PyTorch, has no exact products of int8")
+    x = random(6, 1, 32).float()
+    plain = layers[0](x)
+    with fast_weights(model, 6, 1, Sampling(), real(model)) as screen:
+        assert screen is None  # all logits count
+        assert all(layer.packed is not None for layer in layers)
+        with torch.no_grad():
+            torch.testing.assert_close(layers[0](x), plain)
+    assert all(layer.packed is None for layer in layers)
+    with fast_weights(model, 3, 1, Sampling(), real(model)):
+        assert all(layer.packed is None for layer in layers)  # too few texts
+
+
+def test_copies_of_frozen_weights_are_kept_until_these_change(group, small):
+    model = gpt(group.comm).requires_grad_(False)
+    other = gpt(group.comm, seed=10)
+    truth = generate(copy.deepcopy(other), [[5, 6]], 20)
+
+    def copies():
+        with fast_weights(model, 6, 1, GREEDY, real(model)) as screen:
+            return screen, model.layers[0].mlp.up.packed
+
+    first = copies()
+    generate(model, [[5, 6]], 2, sampling=Sampling())  # uses neither of them
+    assert all(one is two for one, two in zip(first, copies(), strict=True))
+    with torch.no_grad():
+        for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+            mine.copy_(new)  # in place
+    second = copies()
+    assert not any(one is two for one, two in zip(first, second, strict=True) if one is not None)
+    assert generate(model, [[5, 6]], 20) == truth
+    model.load_state_dict(gpt(group.comm).state_dict(), assign=True)  # other tensors
+    model.requires_grad_(False)
+    assert not any(one is two for one, two in zip(second, copies(), strict=True) if one is not None)
+
+
+def test_weights_that_train_have_copies_for_one_call_only(group, small):
+    model = gpt(group.comm)
+    with fast_weights(model, 1, 15, GREEDY, real(model)) as screen:
+        assert screen is None  # too few tokens
+    with fast_weights(model, 1, 16, GREEDY, real(model)) as screen:
+        assert (screen is None) == (real(model) == 0)
+    assert "weight_copies" not in vars(model)
+
+
+def test_copies_are_no_part_of_the_model(group, small):
+    model = gpt(group.comm).requires_grad_(False)
+    names = set(model.state_dict())
+    with fast_weights(model, 6, 1, GREEDY, real(model)):
+        pass
+    assert set(model.state_dict()) == names
+    kept = vars(model)["weight_copies"]
+    for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):  # noqa: S301 - made here
+        assert isinstance(other, WeightCopies)
+        assert vars(other) == {"_kept": {}}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (GREEDY, 1), (Sampling(temperature=1, top_k=40), 40), (Sampling(temperature=1, top_k=40, top_p=0.9), 40),
+        (Sampling(temperature=1), 0), (Sampling(temperature=1, top_p=0.9), 0),
+        (Sampling(temperature=0, repetition_penalty=1.1), 0),
+    ],
+)  # fmt: skip
+def test_how_many_of_the_largest_logits_count(sampling, expected):
+    assert screened(sampling) == expected

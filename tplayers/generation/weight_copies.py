@@ -1,0 +1,109 @@
+"""WeightCopies: second copies of a model's weights, in the forms from which a few new tokens are computed fastest.
+
+A new token of one text reads every weight once, and the host's memory sets the time. Two copies make it shorter, both
+on the host and in float32 only:
+
+====================  ===================================  ===========================================================
+copy                  used                                 gain
+====================  ===================================  ===========================================================
+`OutputScreen`        up to 32 texts at a time, if only    the output layer is read in int8; the text does not change
+                      the k largest logits count
+packed weights        4 texts at a time or more            oneDNN's order: its product of 8 rows needs half of the time
+                                                           of MKL's
+====================  ===================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from tplayers.embedding import VocabParallelEmbedding
+from tplayers.linear import PACKED_ROWS, ColumnParallelLinear, RowParallelLinear, pack
+from tplayers.models.gpt import GPT
+
+from .output_screen import OutputScreen, available
+from .sampling import Sampling
+
+#: A copy is made for a call with so many tokens. If the weights are frozen, it is made for any call, and kept.
+_WORTH_A_COPY = 16
+
+#: the most texts, the most logits, and the fewest weights for which a screen gains time
+_SCREENED_ROWS, _SCREENED_LOGITS, _SCREENED_WEIGHTS = 32, 256, 1 << 20
+
+_Layer: TypeAlias = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+
+Made = TypeVar("Made")
+
+
+class WeightCopies:
+    """The copies of one model's weights. They are made on first use, and again after the weights have changed.
+
+    They are no part of the model: a copy or a pickle of the model has none.
+    """
+
+    def __init__(self) -> None:
+        # The state of the weights, the weights, and what was made of them. As long as the weights are held, no other
+        # tensor can have their addresses.
+        self._kept: dict[str, tuple[list[tuple[int, int]], Sequence[Tensor], Any]] = {}
+
+    def __deepcopy__(self, memo: Any) -> WeightCopies:
+        return WeightCopies()
+
+    def __reduce__(self) -> tuple[type[WeightCopies], tuple[()]]:
+        return WeightCopies, ()
+
+    def of(self, weights: Sequence[Tensor], kind: str, make: Callable[[Sequence[Tensor]], Made]) -> Made:
+        """The result of ``make(weights)``. It is made if ``kind`` has none, or was made of other values."""
+        state = [(weight.data_ptr(), weight._version) for weight in weights]
+        if kind not in self._kept or self._kept[kind][0] != state:
+            self._kept[kind] = state, weights, make(weights)
+        made: Made = self._kept[kind][2]
+        return made
+
+
+@contextlib.contextmanager
+def fast_weights(model: GPT, rows: int, count: int, sampling: Sampling, real: int) -> Iterator[OutputScreen | None]:
+    """A block in which ``model`` computes ``count`` new tokens of ``rows`` texts from copies of its weights.
+
+    real: this rank's columns of the output layer that are no padding. Gives the screen of these, or None where there is
+    none. The model's weights must not change in the block. It communicates nothing, and a rank's copies are its own.
+    """
+    weight = model.output_layer.weight.detach()
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if not available(weight) or not (frozen or count >= _WORTH_A_COPY):
+        yield None
+        return
+    copies = vars(model).setdefault("weight_copies", WeightCopies()) if frozen else WeightCopies()
+    screen, packed = None, []
+    counted, large = screened(sampling), weight[:real].numel() >= _SCREENED_WEIGHTS
+    if rows <= _SCREENED_ROWS and large and 0 < counted <= min(_SCREENED_LOGITS, real):
+        screen = copies.of([weight[:real]], "screen", lambda found: OutputScreen(found[0], len(weight)))
+    if rows >= PACKED_ROWS:
+        linear = (one for one in model.modules() if isinstance(one, ColumnParallelLinear | RowParallelLinear))
+        packed = _packed(copies, "layers", [one for one in linear if one is not model.output_layer])
+        if screen is None:
+            packed += _packed(copies, "output", [model.output_layer])
+    try:
+        for layer, copy in packed:
+            layer.packed = copy
+        yield screen
+    finally:
+        for layer, _ in packed:
+            layer.packed = None
+
+
+def _packed(copies: WeightCopies, kind: str, layers: Sequence[_Layer]) -> list[tuple[_Layer, Tensor]]:
+    """The layers, each with the packed copy of its weight."""
+    made = copies.of([one.weight.detach() for one in layers], kind, lambda weights: [pack(one) for one in weights])
+    return list(zip(layers, made, strict=True))
+
+
+def screened(sampling: Sampling) -> int:
+    """How many of the largest logits of a rank ``sampling`` can choose from; 0 if all logits count."""
+    if sampling.repetition_penalty != 1:
+        return 0
+    return 1 if sampling.temperature == 0 else sampling.top_k
