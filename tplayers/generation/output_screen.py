@@ -7,6 +7,7 @@ is left out; the others are computed from the float32 weights.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -73,12 +74,13 @@ class OutputScreen:
 
 
 def available(weight: Tensor) -> bool:
-    """Whether ``weight`` can have a screen: in float32, on a host whose products of integers are exact.
+    """Whether ``weight`` can have a screen: in float32, on a host whose products of integers are exact."""
+    return weight.is_cpu and weight.dtype == torch.float32 and _exact_products()
 
-    Processors without VNNI instructions add pairs of products in 16 bits, which are too few.
-    """
-    if not weight.is_cpu or weight.dtype != torch.float32:
-        return False
+
+@functools.cache
+def _exact_products() -> bool:
+    """Whether `_product` is right. Processors without VNNI instructions add pairs of products in 16 bits."""
     try:
         found = _product(torch.full((2, 64), float(_MOST)), _pack(torch.full((16, 64), _MOST, dtype=torch.int8)))
     except (AttributeError, NotImplementedError, RuntimeError):  # PyTorch was built without oneDNN
