@@ -179,6 +179,7 @@ def test_the_files_say_what_they_are_and_nothing_is_pickled(stopped):
     folder = stopped / "straight-2x2"
     assert sorted(path.name for path in (folder / LAST).iterdir()) == [
         "checksums",
+        "hf",
         "model.safetensors",
         "optimizer.safetensors",
         "state.json",
