@@ -55,6 +55,10 @@ class ConvertConfig(JobConfig):
     num_attention_heads: int | None = option(
         None, "attention heads of a Megatron-LM model whose files do not say it", valid=HEADS
     )
+    rotary_interleaved: bool = option(
+        False, "with --from hf: components 2 j and 2 j + 1 of a head are a pair, as in Meta's own files; queries and "
+        "keys are permuted"
+    )  # fmt: skip
     overwrite: bool = option(False, "replace the run in --save, or the folder of --to")
 
     @property
@@ -82,6 +86,8 @@ class ConvertConfig(JobConfig):
         else:
             require(self.load is not None, "--load DIR: needed with --to: the --save folder of a run")
             require(self.save is None, f"{given(self, 'save')}: goes with --from; leave it out")
+        hf = origin is not None and origin[0] == "hf"
+        require(hf or not self.rotary_interleaved, "--rotary-interleaved: goes with --from hf; leave it out")
         megatron = origin is not None and origin[0] == "megatron"
         for name in ("vocab_size", "num_attention_heads"):
             require(megatron or getattr(self, name) is None, f"{given(self, name)}: goes with --from megatron")
@@ -131,7 +137,8 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
         require(config.overwrite or not there, words)
 
     on_rank_zero(world, free)
-    asked = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
+    names = ("vocab_size", "num_attention_heads", "rotary_interleaved")
+    asked = {name: getattr(config, name) for name in names}
     trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
     settings = _settings_to_save(trained)
     on_rank_zero(world, lambda: make_writable("--save", folder))

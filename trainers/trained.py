@@ -115,7 +115,7 @@ class Trained:
 def load_trained(
     folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
-    asked: Mapping[str, int | None] | None = None,
+    asked: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
     """The model of the run in ``folder``, whatever layout of ranks, precision or optimizer the run had.
 
@@ -127,7 +127,7 @@ def load_trained(
     share the model, which is on its device. kind: "gpt" or "bert", if no other model will do. iteration: of the
     checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
     BERT's vocab.txt in place of the run's. verify: first compare the files that are read with their checksums.
-    asked: arguments of `open_other`, for files of Megatron-LM.
+    asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
@@ -158,7 +158,7 @@ def load_trained(
 
 def _load_other(
     load: str, grid: ProcessGrid, *, kind: str | None, iteration: int | None, dtype: torch.dtype | None,
-    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, int | None] | None,
+    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None,
 ) -> Trained:  # fmt: skip
     """`load_trained` of a model that another program saved. Collective."""
     other = on_every_rank(grid.world, lambda: open_other(load, **(asked or {})))
@@ -172,7 +172,7 @@ def _load_other(
             multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
             settings = replace(
                 settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
-                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16,
+                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16, pad_attention_heads=True,
             )  # fmt: skip
             settings.require_split(grid.world.size)
             return settings.to_json()

@@ -34,7 +34,7 @@ _HARMLESS = {
     "output_hidden_states", "chunk_size_feed_forward", "gradient_checkpointing", "classifier_dropout",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "reorder_and_upcast_attn", "n_ctx", "task_specific_params", "pretraining_tp", "is_llama_config", "directionality",
-    "rope_interleaved", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+    "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
     "pooler_size_per_head", "pooler_type", "max_window_layers", "transformers.js_config", "attn_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "temperature",
     "top_k", "top_p", "tokenizer_class", "mlm_probability", "unsloth_version",
@@ -100,9 +100,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_configuration(folder: Path) -> GPTConfig | BERTConfig:
+def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig | BERTConfig:
     """The shape of the model in a folder of Hugging Face, with no biases or heads that only its weights tell.
 
+    interleaved: whether the caller takes a model with ``rope_interleaved``; only one with rotary positions will do.
     Raises ValueError that names the file and the key: also for a model that is none of `ARCHITECTURES`.
     """
     path = folder / CONFIG
@@ -111,7 +112,12 @@ def read_configuration(folder: Path) -> GPTConfig | BERTConfig:
     model_type = _model_type(path, values)
     for key in ("quantization_config", "pruned_heads", "is_encoder_decoder", "add_cross_attention", "is_decoder"):
         keys.must(key, None, False, {})
+    if "rope_interleaved" in values and not interleaved:
+        keys.must("rope_interleaved", False, None)
+    keys.taken.add("rope_interleaved")
     found = _READERS[model_type](keys)
+    if interleaved and found.position_embedding_type != "rope":
+        raise ValueError(f"{path}: --rotary-interleaved needs a model with rotary positions; this is a {model_type}")
     keys.finish()
     return found
 

@@ -27,12 +27,17 @@ _OLD = {".gamma": ".weight", ".beta": ".bias"}
 
 @dataclass
 class HuggingFaceModel:
-    """A model in a folder with config.json and its weight files (`trainers.weights.other_model.OtherModel`)."""
+    """A model in a folder with config.json and its weight files (`trainers.weights.other_model.OtherModel`).
+
+    interleaved: components 2 j and 2 j + 1 of a head are a pair of the rotary positions, as in Meta's files; here and
+    in Hugging Face's models these are j and j + d / 2.
+    """
 
     folder: Path
     config: GPTConfig | BERTConfig
     dtype: torch.dtype
     tokenizer_model: str | None
+    interleaved: bool
     _files: TensorFiles
     _named: dict[str, FileTensor]
 
@@ -48,14 +53,16 @@ class HuggingFaceModel:
         return model_settings(self.config) | files
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, *, interleaved: bool = False) -> Self:
         """Open the folder. Not collective.
+
+        interleaved: see `HuggingFaceModel`.
 
         Raises ValueError that names the file, and the key or the tensor, and OSError.
         """
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder; valid: a folder with config.json and weights")
-        config = read_configuration(folder)
+        config = read_configuration(folder, interleaved=interleaved)
         files = TensorFiles.open(folder)
         try:
             named = _renamed(files.tensors, config)
@@ -67,7 +74,7 @@ class HuggingFaceModel:
                     f"{named[other[0]].path}: {other[0]} is of {named[other[0]].dtype}, not of real numbers"
                 )
             dtype = _widest(named[name].dtype for name in used)
-            return cls(folder, config, dtype, tokenizer_file(folder), files, named)
+            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
         except BaseException:
             files.close()
             raise
@@ -97,6 +104,11 @@ class HuggingFaceModel:
     def _fill(self, pieces: list[TheirPart], target: Tensor) -> None:
         for piece in pieces:
             one, part = self._named[piece.name], piece.of(target)
+            if self.interleaved and (".q_proj." in piece.name or ".k_proj." in piece.name):
+                whole = torch.empty(one.shape, dtype=one.dtype)
+                one.read(whole.view(-1).view(torch.uint8), 0)
+                part.copy_(piece.placement.part(_half_split(whole, self.config.head_size)))
+                continue
             direct = part.is_contiguous() or not piece.placement.padded
             filled = part if direct else torch.empty(part.shape, dtype=one.dtype)
             fill_part(one.read, one.dtype, piece.placement, filled.view(piece.placement.part_view))
@@ -134,6 +146,11 @@ def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) 
         TheirPart(name, their, partial(_part_of, count, number, tensor.transposed))
         for number, name in enumerate(tensor.theirs)
     ]
+
+
+def _half_split(rows: Tensor, head: int) -> Tensor:
+    """Rows of heads of which the components 2 j and 2 j + 1 are a pair, in the order where j and j + head / 2 are."""
+    return rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _part_of(count: int, number: int, transposed: bool, part: Tensor) -> Tensor:

@@ -27,13 +27,19 @@ READERS: dict[str, Callable[..., OtherModel]] = {
 }
 
 
-def open_other(load: str, *, vocab_size: int | None = None, num_attention_heads: int | None = None) -> OtherModel:
+def open_other(
+    load: str, *, vocab_size: int | None = None, num_attention_heads: int | None = None,
+    rotary_interleaved: bool = False,
+) -> OtherModel:  # fmt: skip
     """The model that ``load``, such as ``hf:FOLDER``, names. Not collective. Raises UsageError that names the file.
 
     vocab_size, num_attention_heads: for files of Megatron-LM that do not say them (`open_megatron`).
+    rotary_interleaved: for a folder of Hugging Face, as in `HuggingFaceModel`.
     """
     word, _, folder = load.partition(":")
-    asked = {"vocab_size": vocab_size, "num_attention_heads": num_attention_heads} if word == "megatron" else {}
+    asked: dict[str, Any] = {"vocab_size": vocab_size, "num_attention_heads": num_attention_heads}
+    if word == "hf":
+        asked = {"interleaved": rotary_interleaved}
     try:
         return READERS[word](Path(folder), **asked)
     except (ValueError, OSError) as error:

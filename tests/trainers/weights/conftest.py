@@ -30,6 +30,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "Mistral, large heads": ("MistralForCausalLM", "MistralConfig", {
         **_SIZES, **_ENDS, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": None}),
+    "GPT-2, five heads": ("GPT2LMHeadModel", "GPT2Config", {
+        "vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 40, "n_layer": 2, "n_head": 5, **_ENDS}),
+    "BERT, three heads": ("BertForPreTraining", "BertConfig", {
+        **_SIZES, "num_attention_heads": 3, "hidden_size": 24}),
+    "Llama, ten heads in two groups": ("LlamaForCausalLM", "LlamaConfig", {
+        **_SIZES, **_ENDS, "hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 2}),
     "Qwen 2": ("Qwen2ForCausalLM", "Qwen2Config", {
         **_SIZES, **_ENDS, "num_key_value_heads": 2, "tie_word_embeddings": True}),
 }  # fmt: skip

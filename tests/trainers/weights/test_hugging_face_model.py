@@ -88,6 +88,26 @@ def test_pickled_files_and_names_of_old_releases(world, grid, theirs, folder):
         assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen 2"])  # a head of keys for each query, and two with biases
+def test_interleaved_rotary_weights_match_when_they_are_permuted_alone(world, grid, theirs, folder, family):
+    model = theirs(family)
+    with torch.no_grad():
+        wanted = model(TOKENS).logits
+        for name, parameter in model.named_parameters():
+            if ".q_proj." in name or ".k_proj." in name:  # to Meta's order: number 2 j + c of a head is our c d / 2 + j
+                d = 4
+                heads = parameter.unflatten(0, (-1, d))
+                order = [c * d // 2 + j for j in range(d // 2) for c in range(2)]
+                parameter.copy_(heads[:, order].flatten(0, 1))
+    saved(model, folder, world)
+    for interleaved in (False, True):
+        trained = load_trained(f"hf:{folder}", grid, asked={"rotary_interleaved": interleaved})
+        with torch.no_grad():
+            error = (logits(trained.model, grid, 57) - wanted).norm() / wanted.norm()
+        assert error < 1e-5 if interleaved else error > 1e-2
+    world.barrier()
+
+
 def test_a_rank_reads_its_slices_only(world, grid, theirs, folder, monkeypatch):
     read = []
 
