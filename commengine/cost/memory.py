@@ -120,7 +120,7 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
     of_logit = 4 + 4 + (2 if e == 2 else 0)
     inputs = 5 if shape.model == "bert" else 2
     at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor
-    waiting = e * (stream + shape.hidden * shape.vocab / tensor)
+    waiting = e * (stream + (0 if shape.untied else shape.hidden * shape.vocab / tensor))
     at_layer = waiting + everything - layer if kept.recompute != "none" else 0.0
     return shape.layers * layer + mask + max(at_loss, at_layer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,14 @@ def alone() -> Iterator[Group]:
 @pytest.fixture
 def ranks_of() -> Any:
     """``ranks_of(n)``: n stand-ins for a Communicator, which is all that building a module needs."""
-    return lambda size: [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+
+    def ranks_of(size: int) -> list[SimpleNamespace]:
+        def block(part: int, rank: int) -> SimpleNamespace:
+            return SimpleNamespace(rank=rank % part, size=part)
+
+        return [SimpleNamespace(rank=rank, size=size, block=partial(block, rank=rank)) for rank in range(size)]
+
+    return ranks_of
 
 
 @pytest.fixture

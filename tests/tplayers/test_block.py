@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tplayers import MLP, TransformerBlock, placements
+from tplayers import MLP, SwiGLU, TransformerBlock, placements
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -66,6 +66,18 @@ def test_mlp(group, random, close, shape, form):
         group, close, layer, group.fill(layer), lambda w, x: plain_mlp(w, x, "", form), random(*shape),
         random(*shape, seed=1),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(H,), (S, B, H), (0, B, H)])
+def test_swiglu(group, random, close, shape, bias):
+    layer = SwiGLU(H, FFN, group.comm, bias=bias, dtype=torch.float64)
+
+    def plain(w, x):
+        gate, up = F.linear(x, w["gate_up.weight"], w.get("gate_up.bias")).split(FFN, -1)
+        return F.linear(gate * torch.sigmoid(gate) * up, w["down.weight"], w.get("down.bias"))
+
+    compare(group, close, layer, group.fill(layer), plain, random(*shape), random(*shape, seed=1))
 
 
 def test_mlp_numerically(group, random):

@@ -60,7 +60,7 @@ class RopeScaling:
 
 
 class Rotation(NamedTuple):
-    """The rotation of some positions: the cosines and sines of their angles, [s, d / 2], or [b, 1, s, d / 2].
+    """The rotation of some positions: the cosines and sines of their angles, [s, 1, 1, d / 2], or [s, b, 1, d / 2].
 
     The latter is for rows at different positions. d is the size of a head.
     """
@@ -69,7 +69,7 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [b, heads, s, d], turned. Components j and j + d / 2 are a pair, as in Hugging Face's Llama."""
+        """``x`` [s, b, heads, d], turned. Components j and j + d / 2 are a pair, as in Hugging Face's Llama."""
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
 
@@ -94,7 +94,6 @@ def rotation(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> Rotation:
     The angles, sines and cosines are computed in float64 and rounded to ``dtype`` once: in float32 the angle of a far
     position would be wrong by 1e-7 of the position.
     """
-    angles = positions.unsqueeze(-1) * turns
-    if positions.dim() == 2:
-        angles = angles.unsqueeze(1)
+    rows = positions.unsqueeze(0) if positions.dim() == 1 else positions
+    angles = rows.t()[..., None, None] * turns
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))

@@ -162,7 +162,9 @@ class SelfAttention(nn.Module):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
         q, k, v = self._projected(x)
         if rotation is not None:
-            q, k = rotation(q), rotation(k)
+            # The values as a view would keep the memory of the keys before their rotation, too.
+            q, k, v = rotation(q), rotation(k), v.contiguous()
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         b, _, s, _ = q.shape
         if cache is not None:
             seen = cache.extend(k, v)
@@ -182,7 +184,7 @@ class SelfAttention(nn.Module):
         return result
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, num_heads, s, d], keys and values [b, kv_heads, s, d] of this rank."""
+        """Queries [s, b, num_heads, d], keys and values [s, b, kv_heads, d] of this rank."""
         if not self.grouped:
             q, k, v = self.qkv(x).chunk(3, dim=-1)
             return self._heads(q), self._heads(k), self._heads(v)
@@ -197,9 +199,8 @@ class SelfAttention(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _heads(self, part: Tensor) -> Tensor:
-        """[s, b, heads * d] as [b, heads, s, d]."""
-        s, b, _ = part.shape
-        return part.view(s, b, -1, self.head_size).permute(1, 2, 0, 3)
+        """[s, b, heads * d] as [s, b, heads, d]."""
+        return part.view(*part.shape[:2], -1, self.head_size)
 
     def _drawn(self, randomness: Randomness | None) -> Tensor | int | None:
         """The keys [b, heads] of a mask by position, the seed of a fused mask, or None for no dropout."""

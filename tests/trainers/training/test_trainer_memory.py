@@ -25,6 +25,10 @@ ZERO1 = {"use_distributed_optimizer": True}
 # With a small vocabulary the recomputation of a layer needs more than the loss.
 FULL, SELECTIVE = {"recompute_granularity": "full", "vocab_size": 500}, {"recompute_granularity": "selective"}
 BF16, FP16 = {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}
+LLAMA = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
+    "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 #: precision, ZeRO-1, recomputation, dropout; on two ranks of a data group, or of a tensor group with TENSOR
 CASES = {
     "bf16": BF16 | DROPOUT,
@@ -35,6 +39,8 @@ CASES = {
     "bf16, no dropout in attention": BF16 | ON_BRANCHES,
     "bf16, tensor, sequence, full": BF16 | TENSOR | {"sequence_parallel": True} | FULL | DROPOUT,
     "fp16, tensor, no dropout": FP16 | TENSOR | NO_DROPOUT,
+    "bf16, tensor, Llama": BF16 | TENSOR | LLAMA | NO_DROPOUT,
+    "bf16, ZeRO-1, full, Llama": BF16 | ZERO1 | FULL | LLAMA | NO_DROPOUT,
     "fp32": DROPOUT,
     "fp32, ZeRO-1, no dropout": ZERO1 | NO_DROPOUT,
     "fp32, ZeRO-1, full": ZERO1 | FULL | DROPOUT,
@@ -153,7 +159,7 @@ def test_bytes_of_a_step_are_the_plans(trainer, world, case):
     made = trainer(world, **(SIZES | CASES[case]))
     activations, sent = counted_activations(made)
     state, grid, config = counted_state(made), made.grid, made.config
-    shape = cost.TransformerShape(*SHAPE.values(), config.model().padded_vocab_size)
+    shape = config.model().cost_shape(config.seq_length)
     planned = cost.training_bytes(shape, config.micro_batch_size, grid.tensor.size, grid.data.size, kept(config))
     assert planned["parameters and optimizer"] == pytest.approx(state, rel=0.01)  # buckets are padded a little
     assert planned["activations"] == pytest.approx(activations, rel=0.02)

@@ -1,0 +1,31 @@
+"""The communicators of a group's blocks: who is in them, when they close, and that a trace has them."""
+
+import pytest
+import torch
+
+from commengine import CollectiveError, Communicator, trace
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+
+def test_a_trace_of_a_group_has_its_blocks(world):
+    size = next(n for n in (2, 3, 1) if world.size % n == 0)
+    block = world.block(size)
+    assert world.block(size) is block and world.blocks == (block,)
+    assert (block.size, block.rank, block.name) == (size, world.rank % size, f"{world.name}/block{size}")
+    with trace(world) as log:
+        x = torch.tensor([float(world.rank)])
+        block.all_reduce(x)
+    first = world.rank - world.rank % size
+    assert x.item() == sum(range(first, first + size))
+    assert [(event.group, event.operation) for event in log.events] == [(block.name, "all_reduce")]
+    with pytest.raises(CollectiveError, match=rf"size={world.size + 1} must divide the group's size {world.size}"):
+        world.block(world.size + 1)
+
+
+def test_blocks_close_with_their_group(mpi_world):
+    with Communicator(mpi_world) as comm:
+        block = comm.block(1)
+        block.all_reduce(torch.ones(1))
+    with pytest.raises(CollectiveError, match="closed"):
+        block.all_reduce(torch.ones(1))
