@@ -139,7 +139,7 @@ def main(world: Communicator) -> int:
 def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
     """Raise UsageError if the keys and values of one batch exceed all memory of a machine. longest: prompt, tokens."""
     longest_text = model.config.max_position_embeddings
-    shape = model.config.cost_shape(longest_text)
+    shape = model.config.cost_shape(longest_text, tensor=model.comm.size)
     rows = config.micro_batch_size * config.num_samples
     tokens = min(longest_text, longest + config.max_new_tokens)
     element = model.embedding.weight.element_size()
