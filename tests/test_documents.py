@@ -34,6 +34,7 @@ NOT_OURS = {
     "export PATH=$PWD/.venv/bin:$PATH OMP_NUM_THREADS=1": "sets the shell's environment",
     "python -m mpi4py program.py": "mpi4py's own command",
     "python -m mpi4py": "mpi4py's own command",
+    "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
@@ -90,6 +91,11 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
         return
     if hasattr(module, "CONFIG"):  # a training command
         accepted(command.text.replace("srun ", "mpirun "), data)
+        return
+    if name == "trainers.convert":
+        config = parse(module.ConvertConfig, arguments, name)
+        origin = None if config.from_ is None else [config.from_[0], str(data.parent)]
+        module.ConvertConfig(**(config.to_json() | {"from_": origin})).validate(python_words(command.words)[0])
         return
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, LoadConfig)]
     if kinds := [kind for kind in kinds if kind is not LoadConfig]:
@@ -197,7 +203,7 @@ def runnable() -> list[Command]:
     """The commands that are run, in the order of their page: some read what an earlier one wrote.
 
     Training commands, which take minutes, and those that read GPT-2's vocabulary, which the repository does not have,
-    are parsed only; the examples have tests of their own.
+    are parsed only, as are those that read a model of Hugging Face; the examples have tests of their own.
     """
     pages = [ROOT / "docs" / page for page in ("corpus.md", "cost-study.md", "training.md")]
     return [
@@ -206,7 +212,8 @@ def runnable() -> list[Command]:
         if command.fenced
         and "python" in command.words
         and not any(word.startswith("trainers.pretrain_") for word in command.words)
-        and "encoder.json" not in command.words
+        and not {"encoder.json", "trainers.convert"} & set(command.words)
+        and not any("smollm" in word or "runs/tuned" in word for word in command.words)
     ]
 
 

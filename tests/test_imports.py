@@ -47,10 +47,11 @@ ROOMS = {
         {"files"},  # reading what users name, checksums
         {"options", "presets"},
         {"config"},
-        {"data", "weights"},
+        {"data"},
         {"cleaning", "generation"},  # from texts to a corpus: filters, duplicates, held-out text; texts from a model
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},
+        {"weights"},  # models and tokenizers of other programs, read and written as checkpoints are
         {"checks"},  # of a run while it trains
         {"run"},
         {"tasks"},  # a model with its objective and its batches, such as GPT
@@ -66,7 +67,7 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields", "generation", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -53,6 +53,7 @@ TESTED_BY = {
     "trainers/cleaning/documents.py": ["trainers/cleaning/test_filters.py", "trainers/cleaning/test_held_out.py"],
     "trainers/cleaning/settings.py": ["trainers/test_prepare_corpus.py"],
     "trainers/cleaning/summary.py": ["trainers/test_prepare_corpus.py"],
+    "trainers/convert.py": ["trainers/weights/test_convert.py"],
     "trainers/data/masked_corpus.py": ["trainers/test_pretrain_bert.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
     "trainers/finetune.py": ["trainers/finetuning/test_command.py"],
@@ -71,6 +72,7 @@ TESTED_BY = {
     "trainers/tasks/bert.py": ["trainers/test_pretrain_bert.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
+    "trainers/tasks/other_models.py": ["trainers/weights/test_convert.py"],
     "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
@@ -81,6 +83,10 @@ TESTED_BY = {
     "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/parameter_set.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
+    "trainers/weights/configuration_writer.py": ["trainers/weights/test_configurations.py"],
+    "trainers/weights/model_settings.py": ["trainers/weights/test_configurations.py"],
+    "trainers/weights/opening.py": ["trainers/weights/test_convert.py"],
+    "trainers/weights/other_model.py": ["trainers/weights/test_hugging_face_model.py"],
     "trainers/weights/megatron_settings.py": ["trainers/weights/test_megatron.py"],
 }
 #: the commands of bench without a test file of their own; the rooms of bench are tested through its commands

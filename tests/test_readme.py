@@ -73,7 +73,14 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
     """Those that train a GPT; tests/test_documents.py parses the commands of every other task."""
     commands = [command for command in documents.commands(*USERS) if command.text.startswith("mpirun ")]
     found = [accepted(command.text, data) for command in commands if "trainers.pretrain_gpt" in command.words]
-    assert [config.save for config in found] == ["runs/blend", "runs/four", "runs/mine", "runs/large", "runs/four"]
+    assert [config.save for config in found] == [
+        "runs/blend",
+        "runs/four",
+        "runs/mine",
+        "runs/large",
+        "runs/four",
+        "runs/tuned",
+    ]
     assert found[4].load == "runs/four" and found[4].train_iters > found[1].train_iters
 
 

@@ -106,26 +106,25 @@ class Placement:
         They are the same for each index of the dimensions before ``dim``, which must be given, and count from there.
         """
         low, high = self.index * self.stretch, (self.index + 1) * self.stretch
-        cut = ((real, place, max(place, low), min(place + length, high)) for real, place, length in self._real_runs())
-        return [(real + start - place, start - low, end - start) for real, place, start, end in cut if start < end]
+        cut = ((real - place, max(place, low), min(place + length, high)) for real, place, length in self._real_runs())
+        return [(start + back, start - low, end - start) for back, start, end in cut if start < end]
 
     def _real_runs(self) -> list[tuple[int, int, int]]:
         """(First without zeros, first with zeros, number) of the runs of real elements in all ranks' stretches."""
-        view, padded = self.view[self.dim :], (self.padded or self.view)[self.dim :]
+        view, padded, places = self.view[self.dim :], (self.padded or self.view)[self.dim :], [0]
         last = max((d for d in range(len(view)) if view[d] != padded[d]), default=0)
-        inner, outer = math.prod(view[last + 1 :]), range(math.prod(view[:last]))
-        length, places = view[last] * inner, [0]
+        length, width = math.prod(view[last:]), math.prod(padded[last:])  # they differ in dimension ``last`` alone
         for size, more in zip(view[:last], padded[:last], strict=True):
             places = [place * more + n for place in places for n in range(size)]
-        return [(number * length, places[number] * padded[last] * inner, length) for number in outer]
+        return [(number * length, place * width, length) for number, place in enumerate(places)]
 
     @property
     def part_view(self) -> tuple[int, ...]:
-        """The shape of this rank's part of ``view``; with padding the split dimensions are one."""
-        if self.padded:
-            return (*self.view[: self.dim], self.stretch)
-        sizes = list(self.view)
+        """The shape of this rank's part of ``view``; if more dimensions than ``dim`` are padded, these are one."""
+        sizes = list(self.padded or self.view)
         if self.dim is not None:
+            if self.padded[self.dim :][1:] not in ((), self.view[self.dim :][1:]) or sizes[self.dim] % self.count:
+                return (*self.view[: self.dim], self.stretch)
             sizes[self.dim] //= self.count
         return tuple(sizes)
 
@@ -178,8 +177,7 @@ class Placement:
     def without_padding(self, rows: Tensor) -> Tensor:
         """The real elements of ``rows`` [n, stretch * count], which the parts of all ranks have side by side."""
         width = rows.shape[1] // (self.stretch * self.count)  # more than 1 where an element is several bytes
-        real = [rows[:, place * width : (place + number) * width] for _, place, number in self._real_runs()]
-        return torch.cat(real, dim=1)
+        return torch.cat([rows[:, place * width : (place + n) * width] for _, place, n in self._real_runs()], dim=1)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ RATE = (NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 100
 DEVICE = ValidRange(
     lambda device: re.fullmatch(r"cpu|cuda(:\d{1,4})?", device) is not None, "must be cpu, cuda, or cuda:N"
 )
+#: the words before a colon with which ``--load`` names a model of another program: ``hf:FOLDER``
+OTHER_PROGRAMS = ("hf", "megatron")
 FP32_SCALE = ValidRange(
     lambda scale: 2.0**-126 <= scale <= 2.0**127, "must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)"
 )
@@ -194,6 +196,10 @@ class TrainConfig(JobConfig):
     async_save: bool = option(
         False, "write checkpoints in the background: ranks copy their share in memory, and training goes on meanwhile"
     )
+    save_hf: bool | None = option(
+        None, "write each checkpoint for transformers, too, into its folder hf; --no-save-hf: none (default: the last "
+        "one of a run)"
+    )  # fmt: skip
     keep_last: int | None = option(
         None, "after saving, remove all but this number of the newest checkpoints (default: keep all)",
         valid=AT_LEAST_ONE,
@@ -249,6 +255,7 @@ class TrainConfig(JobConfig):
             flag = f"--{name.replace('_', '-')}"
             require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
         require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
+        require(not self.save_hf or saved, "--save-hf: needs --save DIR")
         require(not self.async_save or saved, "--async-save: needs --save DIR")
         require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
         require(
@@ -265,6 +272,11 @@ class TrainConfig(JobConfig):
         """
         del part, parts
         return 0
+
+
+def of_other_program(load: str | None) -> bool:
+    """Whether ``--load`` names a model that another program saved, such as ``hf:FOLDER``, and no run."""
+    return load is not None and load.partition(":")[0] in OTHER_PROGRAMS and ":" in load
 
 
 def overlapped(asked: bool | None, device: torch.device) -> bool:

@@ -250,14 +250,22 @@ def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | Non
 
 def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
     """Add one field to ``parser`` as a flag."""
-    names = [*filter(None, [item.metadata["short"]]), "--" + item.name.replace("_", "-")]
+    names = [*filter(None, [item.metadata["short"]]), flag_of(item.name)]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
     if kinds == [bool]:
-        parser.add_argument(*names, action=BooleanOptionalAction, default=item.default, help=text)
+        parser.add_argument(*names, dest=item.name, action=BooleanOptionalAction, default=item.default, help=text)
     else:
         more = {"choices": item.metadata["choices"], "nargs": "+" if item.metadata["words"] else None}
-        parser.add_argument(*names, type=kinds[0], default=item.default, help=text.replace("%", "%%"), **more)
+        if item.metadata["choices"] is None:
+            more["metavar"] = item.name.rstrip("_").upper()
+        settings = {"type": kinds[0], "default": item.default, "help": text.replace("%", "%%"), **more}
+        parser.add_argument(*names, dest=item.name, **settings)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field. A field whose flag is a word of Python ends in _: ``from_`` is --from."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def as_flags(message: str, kind: type[DataclassInstance]) -> str:
@@ -275,7 +283,7 @@ def given(settings: DataclassInstance, name: str) -> str:
     value = getattr(settings, name)
     if isinstance(value, str) and not value.strip():
         value = shlex.quote(value)
-    return f"--{name.replace('_', '-')} {shlex.join(value) if isinstance(value, list | tuple) else value}"
+    return f"{flag_of(name)} {shlex.join(value) if isinstance(value, list | tuple) else value}"
 
 
 def require(condition: bool, message: str) -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -25,14 +26,16 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 
 from .checkpoints import checkpoint, pointer
-from .config import JobConfig
+from .config import JobConfig, of_other_program
 from .data.tokenizer import Tokenizer
 from .options import AT_LEAST_ONE, NOT_EMPTY, option, require, require_ranges
 from .run.startup import watched
 from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
+from .tasks.other_models import require_kind, settings_of_other
 from .tasks.transformer import TransformerTrainConfig
 from .training.precision import parameter_dtype
+from .weights.opening import fill_model, open_other
 
 Settings = TypeVar("Settings", bound=JobConfig)
 
@@ -56,7 +59,10 @@ class LoadConfig(JobConfig):
     """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
 
     load: str | None = option(
-        None, "the --save folder of a run, or one of the iter_* folders in it: the model", valid=NOT_EMPTY
+        None,
+        "the --save folder of a run, or one of the iter_* folders in it: the model; or hf:FOLDER, a model of Hugging "
+        "Face, or megatron:FOLDER, one of Megatron-LM",
+        valid=NOT_EMPTY,
     )
     ckpt_step: int | None = option(
         None, "take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
@@ -109,20 +115,25 @@ class Trained:
 def load_trained(
     folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
+    asked: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
     """The model of the run in ``folder``, whatever layout of ranks, precision or optimizer the run had.
 
     It reads the weights and the settings of a checkpoint, each rank its own shards, and no optimizer state. It takes no
     lock and writes no file, so it may read the folder of a run that is going on.
 
-    folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it. grid: its tensor groups
+    folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it; or ``hf:FOLDER`` or
+    ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups
     share the model, which is on its device. kind: "gpt" or "bert", if no other model will do. iteration: of the
     checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
     BERT's vocab.txt in place of the run's. verify: first compare the files that are read with their checksums.
+    asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
     """
+    if of_other_program(load := os.fspath(folder)):
+        return _load_other(load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked)
 
     def described() -> list[Any]:
         found = _find(Path(folder), iteration)
@@ -140,19 +151,55 @@ def load_trained(
     found = Path(name)
     settings = _CONFIGS[kind_found](**values)
     dtype = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16) if dtype is None else dtype
-    model: GPT | BERT
-    if isinstance(settings, BERTTrainConfig):
-        model = BERT(settings.model(), grid.tensor, dtype=dtype)
-    else:
-        assert isinstance(settings, GPTTrainConfig)
-        model = GPT(settings.model(), grid.tensor, dtype=dtype)
+    model = _new_model(settings, grid, dtype)
     checkpoint.load_model(found, model, grid.world, verify=verify)
+    return _trained(model, settings, grid, kind_found, found, steps, tokenizer)
+
+
+def _load_other(
+    load: str, grid: ProcessGrid, *, kind: str | None, iteration: int | None, dtype: torch.dtype | None,
+    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None,
+) -> Trained:  # fmt: skip
+    """`load_trained` of a model that another program saved. Collective."""
+    other = on_every_rank(grid.world, lambda: open_other(load, **(asked or {})))
+    with contextlib.closing(other):
+
+        def described() -> Any:
+            if iteration is not None:
+                raise UsageError(f"--ckpt-step {iteration}: --load {load} is no run; leave it out")
+            require_kind(load, other, kind)
+            settings: TransformerTrainConfig = settings_of_other(_CONFIGS[other.kind], other, load)
+            multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
+            settings = replace(
+                settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
+                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16, pad_attention_heads=True,
+            )  # fmt: skip
+            settings.require_split(grid.world.size)
+            return settings.to_json()
+
+        settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
+        model = _new_model(settings, grid, other.dtype if dtype is None else dtype)
+        fill_model(load, other, model, model.config, grid.world)
+        return _trained(model, settings, grid, other.kind, Path(load.partition(":")[2]), 0, tokenizer)
+
+
+def _new_model(settings: TransformerTrainConfig, grid: ProcessGrid, dtype: torch.dtype) -> GPT | BERT:
+    if isinstance(settings, BERTTrainConfig):
+        return BERT(settings.model(), grid.tensor, dtype=dtype)
+    assert isinstance(settings, GPTTrainConfig)
+    return GPT(settings.model(), grid.tensor, dtype=dtype)
+
+
+def _trained(
+    model: GPT | BERT, settings: TransformerTrainConfig, grid: ProcessGrid, kind: str, found: Path, steps: int,
+    tokenizer: str | os.PathLike[str] | None,
+) -> Trained:  # fmt: skip
     model.requires_grad_(False).to(grid.world.device).eval()
     try:
         text, problem = on_every_rank(grid.world, lambda: _tokenizer(settings, tokenizer)), ""
     except UsageError as error:  # on all ranks; a model is worth something without it
         text, problem = None, str(error)
-    return Trained(model, settings, kind_found, found, steps, text, problem)
+    return Trained(model, settings, kind, found, steps, text, problem)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class Buckets:
 
 def shape_of(config: TracedConfig) -> cost.TransformerShape:
     """The model's shape, with its padded vocabulary and heads."""
-    return config.model().cost_shape(config.seq_length, config.task, tensor=config.tensor_model_parallel_size)
+    return config.model().cost_shape(config.seq_length, config.task, config.tensor_model_parallel_size)
 
 
 @dataclass(frozen=True)

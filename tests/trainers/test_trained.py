@@ -183,6 +183,6 @@ def test_what_cannot_be_loaded_is_one_error_on_all_ranks(world, saved, grids, sh
 
 @pytest.mark.mpi(min_size=2)
 def test_a_size_that_does_not_split_the_model_is_refused(world, saved, grids):
-    folder = saved("one-head", steps=0, num_attention_heads=1)
+    folder = saved("narrow", steps=0, ffn_hidden_size=47)
     with pytest.raises(UsageError, match=r"--tensor-model-parallel-size.*\b1\b"):
         load_trained(folder, grids(world.size))

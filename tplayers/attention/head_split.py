@@ -56,9 +56,9 @@ class HeadSplit:
 
     def query_features(self, head_size: int) -> PaddedFeatures:
         """The output features of the queries' layer, and the input features of the projection."""
-        if (self.groups, self.queries) == (self.padded_groups, self.padded_queries):
-            whole = (self.groups * self.queries * head_size,)
-            return PaddedFeatures(whole, whole)
+        if self.queries == self.padded_queries:  # all zeros come last
+            group = self.queries * head_size
+            return PaddedFeatures((self.groups * group,), (self.padded_groups * group,))
         return PaddedFeatures(
             (self.groups, self.queries * head_size), (self.padded_groups, self.padded_queries * head_size)
         )

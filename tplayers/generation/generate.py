@@ -74,7 +74,7 @@ def generate(
         model.comm, model.config.vocab_size, model.embedding.weight.shape[0], sampling, model.embedding.weight.device
     )
     fast = fast_weights(model, len(rows), max_new_tokens, sampling, chooser.real)
-    with _evaluating(model), torch.no_grad(), fast as screen:
+    with _evaluating(model), torch.inference_mode(), fast as screen:
         for step, chosen in enumerate(_steps(model, rows, max_new_tokens, chooser, screen, seed, slide)):
             for row, token in chosen:
                 row.new.append(token)

@@ -105,19 +105,19 @@ class TransformerConfig:
         """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
         return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
-    def cost_shape(self, seq: int, model: str = "gpt", *, tensor: int = 1) -> TransformerShape:
+    def cost_shape(self, seq: int, model: str = "gpt", tensor: int = 1) -> TransformerShape:
         """The shape for `commengine.cost`'s formulas: sequences of ``seq`` tokens, and "gpt" or "bert".
 
-        tensor: the size of the tensor group, for which heads may be padded. Raises ValueError as `require_parallel`
-        does, for the heads.
+        tensor: the ranks of the tensor group, for which heads of zeros are added with ``pad_attention_heads``.
         """
-        heads, groups, head = self.num_attention_heads, self.query_groups, self.kv_channels
-        if self.pad_attention_heads:
-            split = split_heads(tensor, heads, groups, self.head_size, pad=True)
-            heads, groups, head = split.padded_groups * split.padded_queries, split.padded_groups, self.head_size
+        pad, heads, groups = self.pad_attention_heads, self.num_attention_heads, self.query_groups
+        split = split_heads(tensor, heads, groups, self.head_size, pad=True) if pad else None
+        if split is not None:
+            heads, groups = split.padded_groups * split.padded_queries, split.padded_groups
+        size = self.kv_channels if heads == self.num_attention_heads else self.head_size
         return TransformerShape(
             self.num_layers, self.hidden_size, heads, seq, self.padded_vocab_size, model,
-            ffn=self.ffn_size, kv_heads=groups, head=head, gated=self.swiglu,
+            ffn=self.ffn_size, kv_heads=groups, head=size, gated=self.swiglu,
             rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
             biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,
         )  # fmt: skip

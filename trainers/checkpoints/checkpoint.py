@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 #: the files of a checkpoint
 MODEL, OPTIMIZER, CHECKSUMS = "model.safetensors", "optimizer.safetensors", "checksums"
 
+#: the key of a checkpoint's settings that says from which other program's files it was converted; such a checkpoint is
+#: that of a run without steps
+CONVERTED_FROM = "converted_from"
+
 #: Format 1 is older than half precision: it has no masters, no loss scaler and no skipped steps. Format 2 is older than
 #: blends of data sets: it has no record of the data. Format 3 is older than checksums. All of them are read.
 FORMAT = 4
@@ -83,12 +87,15 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
     A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's. One that the checkpoint's
-    version did not have has its default there.
+    version did not have has its default there. A model that was converted from another program's (`trainers.convert`)
+    says only what its function is.
     """
     state = saved_state(found, verify=config.verify_checkpoints)
     saved = {item.name: item.default for item in fields(config)} | state.settings
+    converted = CONVERTED_FROM in state.settings
     for item in fields(config):
-        if item.metadata["fixed"]:
+        free = converted and (item.name not in state.settings or item.name == "seq_length")
+        if item.metadata["fixed"] and not free:
             _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
     return Progress(
         state.iteration,
@@ -230,6 +237,8 @@ def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimize
             optimizer.fill("master", name, values)
         else:
             model.get_buffer(name).copy_(values)
+    if not progress.updates and not progress.masters:
+        return  # the moments are 0, and a converted model has none
     parts = {f"{kind}.{name}": placed[name] for kind in kinds for name in placed if name in trained}
     for key, values in parallel_safetensors.read(found / OPTIMIZER, parts):
         kind, _, name = key.partition(".")

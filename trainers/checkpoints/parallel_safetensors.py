@@ -43,14 +43,17 @@ def ranges(
     described: Mapping[str, tuple[torch.dtype, Placement]],
     tensors: Iterable[tuple[str, Tensor]],
     comm: Communicator,
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
     """This rank's (first byte in the file, bytes); the ranks' ranges together are the file.
 
     described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
     any order that is the same on every rank; an iterator is advanced when the caller is done with the tensor before.
+    metadata: of the file.
     The bytes are valid until the next range is asked for. Collective over ``comm``: every rank must exhaust it.
     """
-    header, stored = lay_out(described)
+    header, stored = lay_out(described, metadata)
     if comm.rank == 0:
         yield 0, memoryview(header)
     for number, (name, tensor) in enumerate(tensors):
@@ -68,9 +71,9 @@ def ranges(
             yield from _exchanged(start, part.view(outer, -1), comm, placement)
 
 
-def file_size(described: Mapping[str, tuple[torch.dtype, Placement]]) -> int:
+def file_size(described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None) -> int:
     """The bytes of the file that `ranges` gives."""
-    header, stored = lay_out(described)
+    header, stored = lay_out(described, metadata)
     return max((one.stop for one in stored.values()), default=len(header))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commengine import UsageError
-from trainers.config import TrainConfig
+from trainers.config import TrainConfig, of_other_program
 
 from . import checkpoint, pointer
 
@@ -16,6 +16,8 @@ FILES = (
     "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
     "loss.png",
 )  # fmt: skip
+#: the folder in which a converted run keeps config.json and the tokenizer of the model that it is from
+OF_OTHERS = "hf_files"
 #: the folder for batches of steps whose loss was not finite, or jumped
 BATCHES = "batches"
 
@@ -23,10 +25,12 @@ BATCHES = "batches"
 def checkpoint_to_load(config: TrainConfig) -> Path | None:
     """The checkpoint that ``--load`` names. None without ``--load``, or if it is ``--save`` and holds none yet.
 
+    Also None for a model of another program, such as ``hf:FOLDER``, with whose weights a new run starts.
+
     A batch job that may be started again gives both options the same folder, and so starts anew the first time and goes
     on later. Raises UsageError if any other folder holds no checkpoint.
     """
-    if config.load is None:
+    if config.load is None or of_other_program(config.load):
         return None
     folder = Path(config.load)
     found = checkpoint.find(folder)
@@ -55,8 +59,8 @@ def require_free(config: TrainConfig) -> None:
                 "replace; give another --save, or --overwrite"
             )
         return
-    if left := [path.name for path in _left(folder)]:
-        names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+    if there := [path.name for path in left(folder)]:
+        names = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
         raise UsageError(
             f"--save {folder}: holds a run already ({names}); continue it with --load {folder}, give another --save, "
             "or replace it by a new run with --overwrite"
@@ -65,7 +69,7 @@ def require_free(config: TrainConfig) -> None:
 
 def require_new(config: TrainConfig) -> None:
     """Raise UsageError if ``--save``, which was not there a moment ago, holds a run now."""
-    if config.save is not None and not config.overwrite and _left(Path(config.save)):
+    if config.save is not None and not config.overwrite and left(Path(config.save)):
         raise UsageError(f"--save {config.save}: another run has begun there at the same time; start this one again")
 
 
@@ -78,17 +82,24 @@ def clear(config: TrainConfig) -> None:
     """With ``--overwrite``, remove the files that an older run left in ``--save``, unless this run goes on from it."""
     if config.save is None or not config.overwrite or _goes_on(config, checkpoint_to_load(config)):
         return
-    for path in _left(Path(config.save)):  # the pointer first, so that it never names a missing folder
+    remove(Path(config.save))
+
+
+def remove(folder: Path) -> None:
+    """Remove the files of the run in ``folder``."""
+    for path in left(folder):  # the pointer first, so that it never names a missing folder
         if path.is_dir() and not path.is_symlink():
             pointer.discard(path)
         else:
             path.unlink()
 
 
-def _left(folder: Path) -> list[Path]:
+def left(folder: Path) -> list[Path]:
+    """The files and folders of a run in ``folder``."""
     # A run that ended before its first row leaves an empty file, which is nothing to lose.
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
-    return files + pointer.folders(folder) + ([folder / BATCHES] if (folder / BATCHES).is_dir() else [])
+    folders = [path for name in (BATCHES, OF_OTHERS) if (path := folder / name).is_dir()]
+    return files + pointer.folders(folder) + folders
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:

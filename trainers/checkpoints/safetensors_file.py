@@ -38,9 +38,12 @@ class StoredTensor:
     stop: int
 
 
-def lay_out(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[bytes, dict[str, StoredTensor]]:
+def lay_out(
+    described: Mapping[str, tuple[torch.dtype, Placement]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, StoredTensor]]:
     """The header of a file of these global tensors, in their order, and where each of them lies.
 
+    metadata: the file's ``__metadata__``; None for none.
     Raises ValueError that names the first tensor whose dtype the format does not have.
     """
     stored, offset = {}, 0
@@ -50,7 +53,8 @@ def lay_out(described: Mapping[str, tuple[torch.dtype, Placement]]) -> tuple[byt
         end = offset + math.prod(placement.shape) * dtype.itemsize
         stored[name] = StoredTensor(dtype, placement.shape, offset, end)
         offset = end
-    entries = {
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    entries |= {
         name: {"dtype": CODES[one.dtype], "shape": list(one.shape), "data_offsets": [one.start, one.stop]}
         for name, one in stored.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Self
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from trainers.files.reading import SETTINGS_BYTES, read_text
+
 from . import wordpiece
 from .wordpiece import WordPieces
 
 END_OF_DOCUMENT = "<|endoftext|>"
+#: the tokens that end a document in the vocabularies of GPT-2, Qwen and SmolLM; of Llama 3; of Llama 2 and Mistral
+END_OF_TEXT = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>")
 # The byte alphabet and the end-of-document token.
 SMALLEST_BPE = 257
 
@@ -32,15 +37,19 @@ class Tokenizer:
         self._backend = backend
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool = True) -> Self:
-        """Read a ``tokenizer.json``, or BERT's vocab.txt if the name ends in ``.txt``.
+    def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
+        """Read a ``tokenizer.json``, BERT's vocab.txt if the name ends in ``.txt``, or GPT-2's ``vocab.json``.
 
-        lowercase: of a vocab.txt; see `from_vocab`. A tokenizer.json says by itself what it does.
+        The merges of a vocab.json are in ``merges.txt`` beside it.
+        lowercase: of a vocab.txt; see `from_vocab`. None for what ``tokenizer_config.json`` beside it says, and without
+        one True. A tokenizer.json says by itself what it does.
 
         Raises FileNotFoundError, or ValueError if the file is not one.
         """
         if os.fspath(path).endswith(".txt"):
-            return cls.from_vocab(path, lowercase=lowercase)
+            return cls.from_vocab(path, lowercase=_lowercase(Path(path)) if lowercase is None else lowercase)
+        if Path(path).name == "vocab.json":
+            return cls.from_gpt2(path, Path(path).with_name("merges.txt"))
         try:
             return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
         except OSError:
@@ -120,11 +129,11 @@ class Tokenizer:
 
     @property
     def eod(self) -> int:
-        """The id of ``<|endoftext|>``. Raises ValueError if the vocabulary has none."""
-        token = self._backend.token_to_id(END_OF_DOCUMENT)
-        if token is None:
-            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token")
-        return int(token)
+        """The id of the first of `END_OF_TEXT` that the vocabulary has. Raises ValueError if it has none."""
+        for end in END_OF_TEXT:
+            if (token := self._backend.token_to_id(end)) is not None:
+                return int(token)
+        raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token, nor {' or '.join(END_OF_TEXT[1:])}")
 
     def wordpieces(self) -> WordPieces:
         """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""
@@ -190,6 +199,17 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _lowercase(vocab_txt: Path) -> bool:
+    """Whether a vocab.txt is of lower-case words, by the file that transformers writes beside it."""
+    beside = vocab_txt.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return True
+    try:
+        return json.loads(read_text(beside, SETTINGS_BYTES)).get("do_lower_case", True) is not False
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{beside}: damaged: {str(error)[:100]}") from error
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

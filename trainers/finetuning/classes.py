@@ -11,6 +11,7 @@ import torch
 
 from commengine import Communicator, Stream
 from tplayers import BERTConfig, BERTMultipleChoice, BERTSequenceClassifier
+from trainers.weights.configuration_writer import TaskHead
 
 from .downstream import DownstreamTask, Logits, Part
 from .encoding import ChoiceSamples, PairSamples
@@ -40,6 +41,11 @@ class PairTask(DownstreamTask):
     ) -> BERTSequenceClassifier:
         classes = len(self.columns.labels)
         return BERTSequenceClassifier(shape, comm, classes=classes, overlap_stream=stream, dtype=dtype)
+
+    def task_head(self) -> TaskHead:
+        """See `DownstreamTask`: with the words of the classes."""
+        words = {number: word for word, number in self.columns.labels.items()}
+        return TaskHead(self.head, self.exported, tuple(words[number] for number in range(len(words))))
 
     def measures(self, parts: Sequence[Part], logits: Logits) -> dict[str, float]:
         return _accuracies(parts, logits, [pair.label for part in parts for pair in _pairs(part)])
@@ -90,6 +96,7 @@ class QQPTask(PairTask):
 class RACETask(DownstreamTask):
     """Reading comprehension from examinations: one of four answers to a question about an article (Lai et al. 2017)."""
 
+    exported = "ForMultipleChoice"
     unit: ClassVar[str] = "nats/question"
     fixed_length: ClassVar[bool] = True  # nearly every batch has an article that fills its sample
 

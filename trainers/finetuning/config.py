@@ -11,6 +11,7 @@ from commengine import UsageError
 from tplayers import BERTConfig, TransformerConfig
 from trainers import presets
 from trainers.checkpoints import run_folder
+from trainers.config import of_other_program
 from trainers.options import given, require
 from trainers.tasks.transformer import require_split
 
@@ -77,6 +78,8 @@ class FinetuneConfig(FinetuneFlags):
             option, run = ("--ensemble", self.members[0]) if self.members else ("--load", self.load or "")
             best, words = source.best_checkpoint(run, option), f"{option} {run}"
             config = self.of_run(source.fine_tuned(best, words, verify=verify), words)
+        elif of_other_program(self.load):
+            config = self.of_pretrained_load()
         elif (found := run_folder.checkpoint_to_load(self)) is None:
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
         elif source.is_fine_tuned(source.settings_of(found, verify=verify)):
@@ -84,13 +87,20 @@ class FinetuneConfig(FinetuneFlags):
             require(self.seeds == 1, f"{words}: is one run; with --seeds, give a run of pretrain_bert")
             config = self.of_run(source.fine_tuned(found, words, verify=verify), words)
         else:
-            both = "--load and --pretrained-checkpoint: both name a model of pretrain_bert; leave one of them out"
-            require(self.pretrained_checkpoint is None, both)
-            config = self.of_model(*source.pretrained(self.load, verify=verify))
-            config = replace(config, load=None, pretrained_checkpoint=self.load)
+            config = self.of_pretrained_load()
         config = config.opened()
         config.shape(ranks)
         return config
+
+    def of_pretrained_load(self) -> Self:
+        """These settings for the pretrained model that ``--load`` names, which becomes ``--pretrained-checkpoint``.
+
+        Raises UsageError where it is no BERT, or an option says something else.
+        """
+        both = "--load and --pretrained-checkpoint: both name a model to start from; leave one of them out"
+        require(self.pretrained_checkpoint is None, both)
+        config = self.of_model(*source.pretrained(self.load, verify=self.verify_checkpoints))
+        return replace(config, load=None, pretrained_checkpoint=self.load)
 
     def of_seed(self, number: int) -> Self:
         """The settings of run ``number``, from 0, of several: the next seed, and a folder of its own in ``--save``."""

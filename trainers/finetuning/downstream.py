@@ -13,6 +13,7 @@ from torch import Tensor
 from commengine import Communicator, Stream
 from tplayers import BERTConfig, BERTSequenceClassifier, BERTSpans
 from trainers.data.tokenizer import Tokenizer
+from trainers.weights.configuration_writer import TaskHead
 
 from .config import FinetuneConfig
 from .encoding import EncodedSamples
@@ -44,6 +45,8 @@ class DownstreamTask(ABC):
     fixed_length: ClassVar[bool] = False
     #: the parameters that the pretrained model lacks
     head: ClassVar[str] = "classifier"
+    #: the end of the name of transformers' class of the model
+    exported: ClassVar[str] = "ForSequenceClassification"
 
     def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
         assert config.data is not None and config.seq_length is not None
@@ -64,6 +67,10 @@ class DownstreamTask(ABC):
         self, shape: BERTConfig, comm: Communicator, dtype: torch.dtype, stream: Stream | None = None
     ) -> BERTSequenceClassifier | BERTSpans:
         """A new model, without values. stream: as ``overlap_stream`` of `tplayers.BERT`."""
+
+    def task_head(self) -> TaskHead:
+        """The head as transformers knows it."""
+        return TaskHead(self.head, self.exported)
 
     @abstractmethod
     def measures(self, parts: Sequence[Part], logits: Logits) -> dict[str, float]:

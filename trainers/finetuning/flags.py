@@ -67,11 +67,13 @@ class FinetuneFlags(TrainConfig):
     load: str | None = option(
         None,
         "a run of pretrain_bert, to start from its newest checkpoint; or a run of this command, to go on with it or to "
-        "--predict with its best checkpoint; or an iter_* folder of either",
+        "--predict with its best checkpoint; or an iter_* folder of either; or hf:FOLDER, a BERT of Hugging Face",
         valid=NOT_EMPTY,
     )
     pretrained_checkpoint: str | None = option(
-        None, "a run of pretrain_bert to start from, where --load is the folder of --save", valid=NOT_EMPTY
+        None,
+        "a run of pretrain_bert, or hf:FOLDER, to start from, where --load is the folder of --save",
+        valid=NOT_EMPTY,
     )
     preset: str | None = option(
         None, "a model of the paper with its recipe for the task (Table 6); other flags and --config win. list prints "

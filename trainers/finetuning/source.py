@@ -9,8 +9,11 @@ from typing import Any
 
 from commengine import UsageError
 from trainers.checkpoints import checkpoint, pointer
+from trainers.config import of_other_program
 from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.other_models import require_kind, settings_of_other
 from trainers.trained import read_settings
+from trainers.weights.opening import open_other
 
 from .flags import SHAPE, FinetuneFlags
 
@@ -32,12 +35,20 @@ def is_fine_tuned(saved: Mapping[str, Any]) -> bool:
 
 
 def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], str]:
-    """(The settings of the run of pretrain_bert in ``folder``, the words for it). Raises UsageError for any other."""
+    """(The settings of the BERT in ``folder``, the words for it). Raises UsageError for anything else.
+
+    folder: of a run of pretrain_bert, or ``hf:FOLDER``.
+    """
     if folder is None:
         raise UsageError(
             "--pretrained-checkpoint: needed: a run of pretrain_bert to start from, because the folder of --load and "
             "--save holds no checkpoint yet"
         )
+    if of_other_program(folder):
+        other = open_other(folder)
+        other.close()
+        require_kind(folder, other, "bert")
+        return settings_of_other(BERTTrainConfig, other, folder).to_json(), f"--load {folder}"
     found = checkpoint.find(Path(folder))
     if found is None:
         raise UsageError(f"--load {folder}: {_nothing(Path(folder))}; valid: the --save folder of a run")

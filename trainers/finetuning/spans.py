@@ -32,6 +32,7 @@ class SQuADTask(DownstreamTask):
     softmax_dim: ClassVar[int] = 1
     fixed_length: ClassVar[bool] = True
     head: ClassVar[str] = "span_head"
+    exported = "ForQuestionAnswering"
 
     def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)

@@ -14,6 +14,7 @@ from torch import nn
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import initialize
+from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import run_folder
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
@@ -25,6 +26,7 @@ from trainers.tasks.transformer import overlap_stream
 from trainers.trained import load_trained, require_vocabulary
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+from trainers.weights.export import SmallFiles, export, require_exportable
 
 from .batches import KeptLogits, LabelledBatches, LabelLoss
 from .classes import MNLITask, QQPTask, RACETask
@@ -148,6 +150,21 @@ class FinetuneTask:
         logits = self._kept.gathered(self.trainer.grid.data)
         self._measured = on_rank_zero(self.trainer.grid.world, lambda: self.task.measures(self.dev, logits))
         return self._measured
+
+    def require_exportable(self) -> None:
+        """Raise ValueError unless transformers has a class for the model."""
+        require_exportable(self._model.config)
+
+    def export(self, folder: Path) -> None:
+        """See `TrainingTask.export`."""
+        small = SmallFiles(tokenizer_model=self.config.tokenizer_model)
+        export(self._model, self.trainer.grid, folder, small, self.task.task_head())
+
+    @property
+    def _model(self) -> BERTEncoder:
+        model = self.trainer.model
+        assert isinstance(model, BERTEncoder)
+        return model
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The measures of the last evaluation."""

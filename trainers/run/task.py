@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from trainers.training.interfaces import Objective
@@ -44,6 +45,15 @@ class TrainingTask(Protocol):
         """Measures of the evaluation that has just ended, besides its losses, by name. The same on all ranks.
 
         Collective over the trainer's world.
+        """
+
+    def require_exportable(self) -> None:
+        """Raise ValueError that says why there is no class of transformers for this model. Not collective."""
+
+    def export(self, folder: Path) -> None:
+        """Write the model into ``folder`` for ``from_pretrained`` of transformers. Collective over the trainer's world.
+
+        Raises UsageError, on all ranks, if there is no such class or if any rank cannot write.
         """
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:

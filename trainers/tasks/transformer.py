@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
-from tplayers import TransformerConfig, initialize
+from commengine.rank_zero import on_every_rank
+from tplayers import BERT, GPT, TransformerConfig, initialize
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
-from trainers.config import TrainConfig, overlapped
+from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
@@ -25,6 +28,7 @@ from trainers.options import (
     HEADS,
     LAYERS,
     LENGTH,
+    NOT_EMPTY,
     NOT_NEGATIVE,
     VOCABULARY,
     WIDTH,
@@ -38,6 +42,11 @@ from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+from trainers.weights.export import SmallFiles, export, require_exportable
+from trainers.weights.opening import fill_model, open_other
+from trainers.weights.other_model import OtherModel
+
+from .other_models import require_same, settings_of_load
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,18 @@ class TransformerTrainConfig(TextConfig, ABC):
 
     task: ClassVar[str]
 
+    load: str | None = option(
+        None,
+        "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
+        "checkpoint, unless this is also the folder of --save: then a new run starts. hf:FOLDER or megatron:FOLDER "
+        "starts a new run with the weights, the shape and the tokenizer of another program's model",
+        valid=NOT_EMPTY,
+        sets=settings_of_load,
+    )
+    hf_files: str | None = option(
+        None, "folder of Hugging Face whose config.json and tokenizer the exports repeat (default: that of --load)",
+        valid=NOT_EMPTY,
+    )  # fmt: skip
     preset: str | None = option(
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name, _: presets.settings(name, settings.task),
@@ -113,6 +134,10 @@ class TransformerTrainConfig(TextConfig, ABC):
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
         config = super().completed(ranks)
+        if config.load is not None and of_other_program(config.load):
+            other = config.open_other()
+            other.close()
+            require_same(config, other, config.load)
         config.require_split(ranks)
         config.require_memory(ranks)
         return config
@@ -123,6 +148,18 @@ class TransformerTrainConfig(TextConfig, ABC):
         ``vocab_size`` must be known.
         """
         require_split(self.model(), self, ranks)
+
+    @classmethod
+    def of_the_model(cls) -> set[str]:
+        """The names of the settings that a checkpoint needs so that its model can be built again from it alone."""
+        of_data = ("global_batch_size", "seed", "split", "mock_data")
+        fixed = {item.name for item in fields(cls) if item.metadata["fixed"]}
+        return (fixed | {"hidden_dropout", "attention_dropout", "bf16", "fp16", "tokenizer_model"}) - set(of_data)
+
+    def open_other(self) -> OtherModel:
+        """The model of another program that ``--load`` names. Not collective. Raises UsageError."""
+        assert self.load is not None
+        return open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
 
     @abstractmethod
     def model(self) -> TransformerConfig:
@@ -217,7 +254,9 @@ def transformer_trainer(
     objective: Objective[Any],
     new_batches: NewBatches,
 ) -> Trainer:
-    """A trainer of a new model, with its initial values, on training samples of ``corpus``. Collective over ``world``.
+    """A trainer of a new model on training samples of ``corpus``. Collective over ``world``.
+
+    The model has its initial values, or those of ``--load hf:FOLDER``.
 
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
@@ -227,7 +266,14 @@ def transformer_trainer(
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
     initialize(model, config.seed)
     unusable = outside_vocabulary(config, "", given(config, "data_path"))
-    return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+    trainer = Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+    if config.load is not None and of_other_program(config.load):
+        other = on_every_rank(world, config.open_other)
+        fill = partial(trainer.optimizer.fill, "master")
+        assert isinstance(model, GPT | BERT)
+        fill_model(config.load, other, model, model.config, world, fill)
+        other.close()
+    return trainer
 
 
 def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:
@@ -246,7 +292,7 @@ class TransformerTask:
     def __init__(
         self, config: TransformerTrainConfig, corpus: Corpus, trainer: Trainer, new_batches: NewBatches
     ) -> None:
-        self.corpus, self.trainer = corpus, trainer
+        self.corpus, self.trainer, self._config = corpus, trainer, config
         self.tokens_per_sample = config.seq_length
         self._evaluated = corpus.held_out(config.eval_iters, trainer.batches.size)
         self.held_out = [
@@ -269,6 +315,21 @@ class TransformerTask:
     def evaluation_objective(self) -> Objective[Any]:
         """The trainer's."""
         return self.trainer.objective
+
+    def require_exportable(self) -> None:
+        """Raise ValueError unless transformers has a class for the model."""
+        require_exportable(self._model.config)
+
+    def export(self, folder: Path) -> None:
+        """See `TrainingTask.export`."""
+        config = self._config
+        export(self._model, self.trainer.grid, folder, SmallFiles(config.hf_files, config.tokenizer_model))
+
+    @property
+    def _model(self) -> GPT | BERT:
+        model = self.trainer.model
+        assert isinstance(model, GPT | BERT)
+        return model
 
     def measures(self) -> Mapping[str, float]:
         """None: the losses say all, until the report."""

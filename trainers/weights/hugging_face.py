@@ -3,17 +3,19 @@
 ======================================  ======================================
 our model                               Hugging Face's
 ======================================  ======================================
-`tplayers.GPT`                          ``GPT2LMHeadModel``
+`tplayers.GPT` with the paper's layers  ``GPT2LMHeadModel``
+`tplayers.GPT` with Llama's layers      ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``
 `tplayers.BERT`, pre-LN                 ``MegatronBertForPreTraining``
 `tplayers.BERT`, post-LN                ``BertForPreTraining``
 ======================================  ======================================
 
-The differences in layout: GPT-2's ``Conv1D`` holds weights as [in, out]. BERT has queries, keys and values apart; here
-they are one tensor [queries; keys; values]. Our vocabulary is padded. A tied parameter stands once: the output layer is
-the token embedding, and its bias is ``cls.predictions.bias``. The conversions are linear, so they also convert
-gradients.
+The differences in layout: GPT-2's ``Conv1D`` holds weights as [in, out]. BERT and Llama have queries, keys and values
+apart, and Llama gate and up; here they are one tensor [queries; keys; values], or with grouped queries one of the
+queries and one [keys; values], and [gate; up]. Our vocabulary is padded. A tied parameter stands once: the output layer
+is the token embedding, and BERT's bias of it is ``cls.predictions.bias``. The conversions are linear, so they also
+convert gradients.
 
-Give Hugging Face's model the same ``layer_norm_eps``: 1e-5 here, 1e-12 there.
+Give Hugging Face's model the same epsilon of its norms.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from tplayers import BERTConfig, TransformerConfig
 #: ends of names that add nothing: second names of tied parameters, and buffers of old and new releases
 _IGNORED = (
     "lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "embeddings.position_ids",
-    "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias",
+    "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq",
 )  # fmt: skip
+#: the beginnings of the names of a family's tensors; the first is that of its model without heads
+BEGINNINGS = {"gpt2": ("transformer.", "lm_head."), "llama": ("model.", "lm_head."), "bert": ("bert.", "cls.")}
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,42 @@ def hugging_face_tensors(config: TransformerConfig, head: str | None = None) -> 
     """Every tensor of the model with this shape.
 
     config: a `GPTConfig` or a `BERTConfig`. head: of a fine-tuned BERT, one of `HEADS`; None for the heads of
-    pretraining.
+    pretraining. Raises ValueError as `family` does.
     """
     if not isinstance(config, BERTConfig):
-        return list(_gpt2(config))
+        return list(_gpt2(config) if family(config) == "gpt2" else _llama(config))
     if head is None:
         return [*_encoder(config), *_pretraining_heads(config)]
     theirs, pooler = HEADS[head]
     return [*_encoder(config), *(_both("pooler", "bert.pooler.dense") if pooler else ()), *_both(head, theirs)]
+
+
+def family(config: TransformerConfig) -> str:
+    """The family of Hugging Face's models that can be this one: a key of `BEGINNINGS`.
+
+    Raises ValueError, naming the field of ``config``, if there is none.
+    """
+    if isinstance(config, BERTConfig):
+        return "bert"
+    llama = config.position_embedding_type == "rope"
+    name = "Llama" if llama else "GPT-2"
+    wanted = {
+        "normalization": "RMSNorm" if llama else "LayerNorm", "swiglu": llama, "add_bias_linear": not llama,
+        **({} if llama else {"query_groups": config.num_attention_heads}),
+        **({} if llama else {"head_size": config.hidden_size // config.num_attention_heads}),
+    }  # fmt: skip
+    for field, value in wanted.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"Hugging Face has no model with position_embedding_type={config.position_embedding_type!r} and "
+                f"{field}={getattr(config, field)!r}: {name} has {value!r}"
+            )
+    return "llama" if llama else "gpt2"
+
+
+def ignored(name: str) -> bool:
+    """Whether a tensor of this name adds nothing: the second name of a tied parameter, or a buffer."""
+    return name.endswith(_IGNORED)
 
 
 def from_hugging_face(
@@ -71,12 +103,12 @@ def from_hugging_face(
 ) -> dict[str, Tensor]:
     """Our global tensors from Hugging Face's; rows of vocabulary padding are 0. head: as in `hugging_face_tensors`.
 
-    Buffers and the second names of tied parameters are ignored. Raises ValueError, with the names, if tensors are
-    missing, if the model has no place for others, or if the vocabulary has another size.
+    Buffers and the second names of tied parameters are ignored (`ignored`). Raises ValueError, with the names, if
+    tensors are missing, if the model has no place for others, or if the vocabulary has another size.
     """
     tensors = hugging_face_tensors(config, head)
     known = {name for tensor in tensors for name in tensor.theirs}
-    unknown = [name for name in theirs if name not in known and not name.endswith(_IGNORED)]
+    unknown = [name for name in theirs if name not in known and not ignored(name)]
     if unknown:
         raise ValueError(f"the model has no place for tensors: {', '.join(unknown)}")
     missing = [name for tensor in tensors for name in tensor.theirs if name not in theirs]
@@ -135,6 +167,31 @@ def _gpt2(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
         yield from _both(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", transposed=True)
         yield from _both(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
     yield from _both("final_norm", "transformer.ln_f")
+    if config.untie_embeddings_and_output_weights:
+        yield HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
+
+
+def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
+    yield HuggingFaceTensor("embedding.weight", ("model.embed_tokens.weight",), vocabulary=True)
+    kinds = ("weight", "bias") if config.qkv_bias else ("weight",)
+    for number in range(config.num_layers):
+        ours, theirs = f"layers.{number}", f"model.layers.{number}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        yield HuggingFaceTensor(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+        for kind in kinds:
+            query, key, value = (f"{attention}.{part}_proj.{kind}" for part in "qkv")
+            if config.grouped:
+                yield HuggingFaceTensor(f"{ours}.attention.query.{kind}", (query,))
+                yield HuggingFaceTensor(f"{ours}.attention.key_value.{kind}", (key, value))
+            else:
+                yield HuggingFaceTensor(f"{ours}.attention.qkv.{kind}", (query, key, value))
+        yield HuggingFaceTensor(f"{ours}.attention.projection.weight", (f"{attention}.o_proj.weight",))
+        yield HuggingFaceTensor(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        yield HuggingFaceTensor(f"{ours}.mlp.gate_up.weight", (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"))
+        yield HuggingFaceTensor(f"{ours}.mlp.down.weight", (f"{mlp}.down_proj.weight",))
+    yield HuggingFaceTensor("final_norm.weight", ("model.norm.weight",))
+    if config.untie_embeddings_and_output_weights:
+        yield HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
 
 
 def _encoder(config: BERTConfig) -> Iterator[HuggingFaceTensor]:

@@ -103,6 +103,16 @@ def require_zeros(model, tensors):
     return found
 
 
+@pytest.mark.parametrize(("name", "heads", "groups"), [("five", 8, 8), ("groups", 12, 4), ("queries", 8, 2)])
+def test_formulas_of_costs_count_the_heads_of_zeros(name, heads, groups):
+    """`bench.step` compares what they say with what runs."""
+    shape = config(name).cost_shape(S, tensor=4)
+    assert (shape.heads, shape.groups, shape.head_size) == (heads, groups, 4)
+    shape.require_tensor_parallel(4)
+    for unpadded in (config(name).cost_shape(S), config(name, pad_attention_heads=False).cost_shape(S, tensor=4)):
+        assert (unpadded.heads, unpadded.groups) == (HEADS[name][0], HEADS[name][1] or HEADS[name][0])
+
+
 LLAMAS = {name: LLAMA[name] for name in LLAMA if name not in ("num_query_groups", "kv_channels")}
 CASES = [
     *((heads, "gpt", {}) for heads in HEADS), *((heads, "gpt", LLAMAS) for heads in HEADS),

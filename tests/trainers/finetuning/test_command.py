@@ -83,6 +83,10 @@ def outcomes(root, pretrain, tiny):
     commands["resumed"] = (2, again)
     for name, (ranks, flags) in LAYOUTS.items():
         commands[name] = (ranks, start("mnli", *DROPPED, *flags, "--micro-batch-size", 2, "--save", root / name))
+    folder = f"hf:{root / 'bert' / 'iter_0000001' / 'hf'}"
+    words = start("mnli", *DROPPED, "--micro-batch-size", 2, "--save", root / "from transformers")
+    words = [folder if word == root / "bert" else word for word in words]
+    commands["from transformers"] = (1, words)
     commands["early"] = (1, start("mnli", "--task", "mnli", "--train-iters", 5, "--save", root / "early"))
     for ranks in (1, 2):
         commands[f"predict {ranks}"] = (ranks, predict("mnli", root / "early", "--output", predicted(root, ranks)))
@@ -151,6 +155,26 @@ def test_the_encoder_begins_with_the_pretrained_values(outcomes, root):
     assert {"embedding.weight", "layers.1.mlp.up.weight", "pooler.weight"} <= set(shared)
     assert {name.split(".")[0] for name in set(after) - set(shared)} == {"classifier"}
     assert all((after[name] - before[name]).abs().max() < 0.01 for name in shared)  # 5 steps of at most 1e-3
+
+
+def test_a_bert_of_transformers_is_tuned_alike_and_handed_back(outcomes, root):
+    """The run of its folder hf has the same parameters; their folders are models of the task's classes."""
+    transformers = pytest.importorskip("transformers")
+    one, other = (
+        load_file(root / name / "iter_0000005" / "model.safetensors") for name in ("1-1", "from transformers")
+    )
+    assert one.keys() == other.keys()
+    tokens = len(toy_tasks.SPECIAL) + len(toy_tasks.WORDS)
+    for name, values in one.items():
+        rows = tokens if name == "embedding.weight" else len(values)  # padding is random there, and 0 here
+        assert torch.equal(values[:rows], other[name][:rows]), name
+    assert not other["embedding.weight"][tokens:].any()
+    kinds = {"1-1": "SequenceClassification", "race": "MultipleChoice", "squad": "QuestionAnswering"}
+    for name, kind in kinds.items():
+        (folder,) = (root / name).glob("iter_*/hf")
+        found, told = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder, output_loading_info=True)
+        assert not any(told.values()) and type(found).__name__ == f"MegatronBertFor{kind}"
+    assert json.loads(next((root / "1-1").glob("*/hf/config.json")).read_text())["label2id"]["neutral"] == 2
 
 
 def test_a_pooler_that_the_pretrained_model_lacks_is_new_and_said(outcomes, root):

@@ -11,11 +11,15 @@ from trainers.weights.hugging_face import from_hugging_face, hugging_face_tensor
 
 H, VOCAB = 8, 21
 COMMON = {"hidden_size": H, "num_attention_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 6}
+LLAMA = {"make_vocab_size_divisible_by": 8, "normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 12,
+         "position_embedding_type": "rope", "add_bias_linear": False}  # fmt: skip
 MODELS = {
     "gpt": (GPT, GPTConfig(2, **COMMON, make_vocab_size_divisible_by=8)),
     "pre-LN BERT": (BERT, BERTConfig(2, **COMMON, make_vocab_size_divisible_by=8)),
     "post-LN BERT": (BERT, BERTConfig(2, **COMMON, make_vocab_size_divisible_by=8, norm_placement="post")),
     "BERT without binary head": (BERT, BERTConfig(2, **COMMON, make_vocab_size_divisible_by=8, binary_head=False)),
+    "Llama": (GPT, GPTConfig(2, **COMMON, **LLAMA, untie_embeddings_and_output_weights=True)),
+    "Qwen 2, tied, grouped": (GPT, GPTConfig(2, **COMMON, **LLAMA, num_query_groups=1, add_qkv_bias=True)),
 }
 
 
@@ -31,6 +35,12 @@ def theirs(name):
             vocab_size=VOCAB, n_positions=6, n_embd=H, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
         )
         return transformers.GPT2LMHeadModel(shape)
+    if name in ("Llama", "Qwen 2, tied, grouped"):
+        sizes = {**COMMON, "num_hidden_layers": 2, "intermediate_size": 12}
+        if name == "Llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        grouped = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **grouped))
     sizes = {**COMMON, "num_hidden_layers": 2, "intermediate_size": 4 * H}
     if name == "pre-LN BERT":
         return transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**sizes))

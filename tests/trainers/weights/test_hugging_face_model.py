@@ -1,0 +1,166 @@
+"""Models of transformers, loaded from their folders at every number of ranks, compute what transformers computes."""
+
+import pytest
+import torch
+
+from commengine import ProcessGrid, UsageError
+from trainers.checkpoints import parallel_safetensors
+from trainers.trained import load_trained
+from trainers.weights import tensor_files
+
+pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+
+TOKENS = torch.randint(0, 57, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def grid(world):
+    with ProcessGrid(world, tensor=world.size) as grid:
+        yield grid
+
+
+def logits(model, grid, vocabulary):
+    """All ranks' columns, without padding."""
+    found = model(TOKENS)
+    found = (found[0] if isinstance(found, tuple) else found).contiguous()
+    return torch.cat(grid.world.mpi.allgather(found), dim=-1)[..., :vocabulary]
+
+
+def saved(model, folder, world, **settings):
+    if world.rank == 0:
+        model.save_pretrained(folder, **settings)
+    world.barrier()
+
+
+def test_every_family_from_shards(world, grid, theirs, family, folder):
+    model = theirs(family)
+    saved(model, folder, world, max_shard_size="20KB")
+    assert world.size > 1 or len(list(folder.glob("*.safetensors"))) > 1
+    trained = load_trained(f"hf:{folder}", grid)
+    with torch.no_grad():
+        found = model(TOKENS)
+        wanted = found[0] if "prediction_logits" not in found else found.prediction_logits
+        mine = logits(trained.model, grid, model.config.vocab_size)
+    assert (mine - wanted).norm() < 1e-5 * wanted.norm()
+    padding = load_rows(trained.model.embedding.weight, grid)[model.config.vocab_size :]
+    assert len(padding) and not padding.any()
+    world.barrier()
+
+
+def load_rows(weight, grid):
+    return torch.cat(grid.world.mpi.allgather(weight.detach()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_dtype_is_the_files_or_the_one_asked_for(world, grid, theirs, folder, dtype):
+    model = theirs("Llama 3, two groups, tied")
+    saved(model.to(dtype), folder, world)
+    trained = load_trained(f"hf:{folder}", grid)
+    assert {p.dtype for p in trained.model.parameters()} == {dtype}
+    assert trained.settings.bf16 == (dtype == torch.bfloat16)
+    double = load_trained(f"hf:{folder}", grid, dtype=torch.float64)
+    for one, other in zip(trained.model.parameters(), double.model.parameters(), strict=True):
+        assert other.dtype == torch.float64 and torch.equal(one.double(), other)
+    world.barrier()
+
+
+def test_pickled_files_and_names_of_old_releases(world, grid, theirs, folder):
+    """Without the beginning "transformer." and with gamma and beta, as the first GPT-2 and BERT were published."""
+    for family, old in (("GPT-2", {"transformer.": ""}), ("BERT", {"LayerNorm.weight": "LayerNorm.gamma",
+                                                                  "LayerNorm.bias": "LayerNorm.beta"})):  # fmt: skip
+        model = theirs(family)
+        where = folder / family
+        saved(model, where, world)
+        if world.rank == 0:
+            state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+            for now, before in old.items():
+                state = {name.replace(now, before): tensor for name, tensor in state.items()}
+            assert state.keys() != model.state_dict().keys()
+            torch.save(state, where / "pytorch_model.bin", _use_new_zipfile_serialization=family == "GPT-2")
+        world.barrier()
+        new = load_trained(f"hf:{where}", grid)
+        world.barrier()
+        if world.rank == 0:
+            (where / "model.safetensors").unlink()
+        world.barrier()
+        before = load_trained(f"hf:{where}", grid)
+        pairs = zip(new.model.named_parameters(), before.model.named_parameters(), strict=True)
+        assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen 2"])  # a head of keys for each query, and two with biases
+def test_interleaved_rotary_weights_match_when_they_are_permuted_alone(world, grid, theirs, folder, family):
+    model = theirs(family)
+    with torch.no_grad():
+        wanted = model(TOKENS).logits
+        for name, parameter in model.named_parameters():
+            if ".q_proj." in name or ".k_proj." in name:  # to Meta's order: number 2 j + c of a head is our c d / 2 + j
+                d = 4
+                heads = parameter.unflatten(0, (-1, d))
+                order = [c * d // 2 + j for j in range(d // 2) for c in range(2)]
+                parameter.copy_(heads[:, order].flatten(0, 1))
+    saved(model, folder, world)
+    for interleaved in (False, True):
+        trained = load_trained(f"hf:{folder}", grid, asked={"rotary_interleaved": interleaved})
+        with torch.no_grad():
+            error = (logits(trained.model, grid, 57) - wanted).norm() / wanted.norm()
+        assert error < 1e-5 if interleaved else error > 1e-2
+    world.barrier()
+
+
+def test_a_rank_reads_its_slices_only(world, grid, theirs, folder, monkeypatch):
+    read = []
+
+    def counted(file, path, begin, target, start):
+        read.append(len(target))
+        parallel_safetensors.fill(file, path, begin, target, start)
+
+    monkeypatch.setattr(tensor_files, "fill", counted)
+    monkeypatch.setattr(parallel_safetensors, "SHORT_ROW", 1)  # shorter rows are read with their neighbours
+    for family in ("Llama", "GPT-2"):
+        saved(theirs(family), folder / family, world)
+        read.clear()
+        trained = load_trained(f"hf:{folder / family}", grid)
+        held = sum(p.numel() for p in trained.model.parameters()) * 4
+        assert 0 < sum(read) <= held
+        whole = sum(p.numel() for p in theirs(family).parameters()) * 4
+        assert sum(world.mpi.allgather(sum(read))) < whole * (1.2 if world.size > 1 else 1.001)  # norms are everybody's
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("shard", "model-00002-of-.*there is no such file"), ("shape", r"by config.json it must be \[48, 32\]"),
+        ("cut", "its header says"), ("lacks", "lacks tensors"), ("extra", "the model has no place"),
+        ("kind", "holds a GPT, and a BERT is needed"), ("folder", "there is no such folder"),
+        ("config", "config.json: there is no such file"), ("integers", "not of real numbers"),
+    ],
+)  # fmt: skip
+def test_bad_folders_are_one_error_on_all_ranks(world, grid, theirs, folder, changed, fault, said):
+    model = theirs("Llama")
+    if fault == "extra":
+        model.model.extra = torch.nn.Linear(2, 2)
+    if fault == "integers":
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.model.norm.weight.data = model.model.norm.weight.data.to(torch.int32)
+    saved(model, folder, world, max_shard_size="20KB" if fault == "shard" else "1GB")
+    if world.rank == 0:
+        if fault == "shard":
+            (shard,) = folder.glob("model-00002-of-*")
+            shard.unlink()
+        if fault == "shape":
+            changed(folder / "config.json", intermediate_size=48)
+        if fault == "lacks":
+            changed(folder / "config.json", num_hidden_layers=3)
+        if fault == "cut":
+            file = folder / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-5])
+        if fault == "config":
+            (folder / "config.json").unlink()
+    world.barrier()
+    where = folder / "not there" if fault == "folder" else folder
+    with pytest.raises(UsageError, match=said) as raised:
+        load_trained(f"hf:{where}", grid, kind="bert" if fault == "kind" else None)
+    assert str(raised.value).startswith(f"--load hf:{folder}") and "\n" not in str(raised.value)
+    assert len(set(world.mpi.allgather(str(raised.value)))) == 1

@@ -1,0 +1,196 @@
+"""Models of other programs, both ways: ``mpiexec -n 4 python -m trainers.convert --from hf FOLDER --save RUN``.
+
+``--from hf FOLDER --save RUN`` makes a run of a model of Hugging Face, ``--from megatron FOLDER --save RUN`` of
+Megatron-LM's; ``--load RUN --to hf FOLDER`` writes a run's model for transformers. A rank reads and writes its own
+slices alone, so that the ranks together need the memory of one copy of the model. Without mpiexec the command runs on
+one rank. The files do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commengine import Communicator, ProcessGrid, launch
+from commengine.rank_zero import on_rank_zero
+from tplayers import Placement
+
+from .checkpoints import folder_lock, run_folder
+from .checkpoints.checkpoint import CONVERTED_FROM, Progress
+from .checkpoints.checkpoint_writer import CheckpointWriter
+from .config import OTHER_PROGRAMS, JobConfig
+from .options import AT_LEAST_ONE, HEADS, NOT_EMPTY, VOCABULARY, given, make_writable, option, require
+from .run.startup import job_config, watched
+from .trained import DTYPES, Trained, load_trained
+from .weights.export import SmallFiles, copy_small_files, export
+from .weights.tokenizer_files import tokenizer_file
+
+
+@dataclass(frozen=True)
+class ConvertConfig(JobConfig):
+    """The settings of `trainers.convert`. A field is the flag of the same name, with dashes."""
+
+    from_: str | Sequence[str] | None = option(
+        None, f"{' or '.join(OTHER_PROGRAMS)}, and the folder or file of the model, for --save", words=True
+    )
+    save: str | None = option(None, "the new run, from which others start with --load", valid=NOT_EMPTY)
+    load: str | None = option(
+        None, "the --save folder of a run, or one of the iter_* folders in it, for --to", valid=NOT_EMPTY
+    )
+    to: str | Sequence[str] | None = option(None, "hf, and a new folder for the model of --load", words=True)
+    ckpt_step: int | None = option(
+        None, "with --load: take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
+    )
+    dtype: str | None = option(
+        None, "dtype of the parameters that are written (default: the one that they have)", choices=tuple(DTYPES)
+    )
+    vocab_size: int | None = option(
+        None, "tokens of the vocabulary of a Megatron-LM model whose files do not say it", valid=VOCABULARY
+    )
+    num_attention_heads: int | None = option(
+        None, "attention heads of a Megatron-LM model whose files do not say it", valid=HEADS
+    )
+    rotary_interleaved: bool = option(
+        False, "with --from hf: components 2 j and 2 j + 1 of a head are a pair, as in Meta's own files; queries and "
+        "keys are permuted"
+    )  # fmt: skip
+    overwrite: bool = option(False, "replace the run in --save, or the folder of --to")
+
+    @property
+    def origin(self) -> tuple[str, str] | None:
+        """The program and the path of ``--from``."""
+        return _two("from", self.from_, OTHER_PROGRAMS)
+
+    @property
+    def target(self) -> str | None:
+        """The folder of ``--to``."""
+        found = _two("to", self.to, ("hf",))
+        return None if found is None else found[1]
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        origin, target = self.origin, self.target
+        one = "--from PROGRAM FOLDER --save RUN, or --load RUN --to hf FOLDER: needed: one of the two"
+        require((origin is None) != (target is None), one)
+        if origin is not None:
+            require(self.save is not None, "--save DIR: needed with --from: the folder of the new run")
+            require(self.load is None, f"{given(self, 'load')}: goes with --to; leave it out")
+            require(self.ckpt_step is None, f"{given(self, 'ckpt_step')}: goes with --load; leave it out")
+            require(Path(origin[1]).exists(), f"--from {' '.join(origin)}: there is no such folder")
+        else:
+            require(self.load is not None, "--load DIR: needed with --to: the --save folder of a run")
+            require(self.save is None, f"{given(self, 'save')}: goes with --from; leave it out")
+        hf = origin is not None and origin[0] == "hf"
+        require(hf or not self.rotary_interleaved, "--rotary-interleaved: goes with --from hf; leave it out")
+        megatron = origin is not None and origin[0] == "megatron"
+        for name in ("vocab_size", "num_attention_heads"):
+            require(megatron or getattr(self, name) is None, f"{given(self, name)}: goes with --from megatron")
+
+
+def _two(option: str, words: str | Sequence[str] | None, programs: Sequence[str]) -> tuple[str, str] | None:
+    """The two words of an option. Raises UsageError for any other number, or another program."""
+    if words is None:
+        return None
+    said = words if isinstance(words, str) else " ".join(words)
+    want = f"want one of {', '.join(programs)}, and a folder, such as --{option} hf FOLDER"
+    require(not isinstance(words, str) and len(words) == 2, f"--{option} {said}: {want}")
+    require(words[0] in programs, f"--{option} {said}: {want}")
+    return words[0], words[1]
+
+
+class _NoOptimizer:
+    """The state of an optimizer that has done no step: nothing."""
+
+    def wait_for_parameters(self) -> None:
+        """Nothing is under way."""
+
+    def described(self) -> Mapping[str, tuple[torch.dtype, Placement]]:
+        return {}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+
+def main(world: Communicator) -> None:
+    """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
+    config = job_config(world, ConvertConfig, "convert")
+    with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
+        if config.origin is not None:
+            _import(config, ":".join(config.origin), grid)
+        else:
+            _export(config, grid)
+
+
+def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
+    """Write the checkpoint of a run without steps. Collective over the grid's world."""
+    folder, world = Path(config.save or ""), grid.world
+
+    def free() -> None:
+        there = [path.name for path in run_folder.left(folder)]
+        words = f"--save {folder}: holds a run already ({', '.join(there[:3])}); give another, or --overwrite"
+        require(config.overwrite or not there, words)
+
+    on_rank_zero(world, free)
+    names = ("vocab_size", "num_attention_heads", "rotary_interleaved")
+    asked = {name: getattr(config, name) for name in names}
+    trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
+    settings = _settings_to_save(trained)
+    on_rank_zero(world, lambda: make_writable("--save", folder))
+    with folder_lock.hold(world, folder):
+
+        def clear() -> dict[str, Any]:
+            run_folder.remove(folder)
+            if (origin := trained.settings.hf_files) is None:
+                return {}
+            small = folder / run_folder.OF_OTHERS
+            copy_small_files(Path(origin), small)
+            return {"hf_files": str(small), "tokenizer_model": tokenizer_file(small)}
+
+        settings |= on_rank_zero(world, clear) | {CONVERTED_FROM: load}
+        CheckpointWriter(folder, Progress(0, 0), trained.model, _NoOptimizer(), settings, grid).finish()
+    _say(world, f"written to {folder}: {_parameters(trained)} of {load}; start from it with --load {folder}")
+
+
+def _settings_to_save(trained: Trained) -> dict[str, Any]:
+    """The settings that the model tells: those that change its function, and the longest sample."""
+    names = trained.settings.of_the_model()
+    return {name: value for name, value in trained.settings.to_json().items() if name in names}
+
+
+def _export(config: ConvertConfig, grid: ProcessGrid) -> None:
+    """Write the model of ``--load`` into the folder of ``--to``. Collective over the grid's world."""
+    folder, world = Path(config.target or ""), grid.world
+
+    def free() -> None:
+        there = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        require(config.overwrite or not there, f"--to hf {folder}: is there already; give another, or --overwrite")
+        make_writable("--to hf", folder.parent)
+
+    on_rank_zero(world, free)
+    dtype = None if config.dtype is None else DTYPES[config.dtype]
+    trained = load_trained(
+        config.load or "", grid, iteration=config.ckpt_step, dtype=dtype, verify=config.verify_checkpoints
+    )
+    settings = trained.settings
+    export(trained.model, grid, folder, SmallFiles(settings.hf_files, settings.tokenizer_model))
+    _say(world, f"written to {folder}: {_parameters(trained)} of {trained.checkpoint}")
+
+
+def _parameters(trained: Trained) -> str:
+    words = "BERT" if trained.kind == "bert" else "GPT"
+    return f"the {words} of {trained.settings.num_layers} layers, {trained.settings.hidden_size} wide"
+
+
+def _say(world: Communicator, line: str) -> None:
+    if world.rank == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,84 @@
+"""Runs that start from a model that another program saved, or that was converted from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from commengine import UsageError
+from trainers.checkpoints import checkpoint
+from trainers.config import of_other_program
+from trainers.options import require_ranges
+from trainers.weights.opening import open_other
+from trainers.weights.other_model import OtherModel
+
+#: settings with which Megatron-LM's files are read where they do not say it themselves
+ASKED = ("vocab_size", "num_attention_heads")
+
+
+def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mapping[str, Any]:
+    """The settings that ``--load`` gives: those of another program's model, or of a run that came from one.
+
+    kind: the class of the settings, whose ``task`` is the kind of model. value: of another option, by name. Of any
+    other run there are none: its flags are given again. Raises UsageError where the files cannot be read, or hold
+    another kind of model.
+    """
+    if of_other_program(load):
+        other = open_other(load, **{name: _given(kind, name, value) for name in ASKED})
+        other.close()
+        require_kind(load, other, kind.task)
+        return _of_fields(kind, other.settings)
+    if (found := checkpoint.find(Path(load))) is None:
+        return {}
+    saved = checkpoint.saved_state(found, verify=False).settings
+    if checkpoint.CONVERTED_FROM not in saved and saved.get("hf_files") is None:
+        return {}
+    fixed = {item.name for item in fields(kind) if item.metadata["fixed"]}
+    names = fixed | {"hidden_dropout", "attention_dropout", "tokenizer_model", "hf_files"}
+    return {name: one for name, one in saved.items() if name in names}
+
+
+def _given(kind: Any, name: str, value: Callable[[str], Any]) -> Any:
+    """The value of an option; None if it is the default."""
+    (item,) = (item for item in fields(kind) if item.name == name)
+    found = value(name)
+    return None if found == item.default else found
+
+
+def _of_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``settings`` that are fields, and samples of at most as many tokens as the model has positions."""
+    default = {item.name: item.default for item in fields(kind)}
+    found = {name: one for name, one in settings.items() if name in default}
+    return found | {"seq_length": min(default["seq_length"], found["max_position_embeddings"])}
+
+
+def require_kind(load: str, other: OtherModel, wanted: str | None) -> None:
+    """Raise UsageError unless ``other`` is of the kind ``wanted``; None for any."""
+    if wanted not in (None, other.kind):
+        raise UsageError(f"--load {load}: holds a {other.kind.upper()}, and a {str(wanted).upper()} is needed")
+
+
+def settings_of_other(kind: Any, other: OtherModel, load: str) -> Any:
+    """The settings, of the class ``kind``, of the model ``other``. Raises UsageError where a value is out of range."""
+    settings = kind(**_of_fields(kind, other.settings))
+    try:
+        require_ranges(settings)
+        settings.model()
+    except ValueError as error:
+        raise UsageError(f"--load {load}: {error}") from error
+    return settings
+
+
+def require_same(config: Any, other: OtherModel, load: str) -> None:
+    """Raise UsageError unless the settings that change what a model computes are those of ``other``."""
+    values = config.to_json()
+    for item in fields(config):
+        name = item.name
+        if item.metadata["fixed"] and name in other.settings and name != "seq_length":
+            mine, theirs = values[name], other.settings[name]
+            if name == "ffn_hidden_size":
+                mine = config.model().ffn_size
+            if mine != theirs:
+                raise UsageError(f"--{name.replace('_', '-')} {mine}: the model of --load {load} has {theirs}")

@@ -1,0 +1,140 @@
+"""A model written as a folder that ``from_pretrained`` of transformers reads, by all ranks at once.
+
+The folder has config.json, model.safetensors and the tokenizer's files. Its bytes do not depend on the ranks that
+wrote it. It is complete or absent: it gets its name last.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commengine import ProcessGrid, UsageError
+from commengine.rank_zero import on_every_rank, on_rank_zero
+from tplayers import GPT, BERTConfig, GPTConfig, placements
+from tplayers.models.bert import BERTEncoder
+from trainers.checkpoints import disk, parallel_safetensors
+
+from .configuration_writer import TaskHead, written_configuration
+from .configurations import CONFIG, read_json
+from .hugging_face import hugging_face_tensors
+from .hugging_face_model import TheirPart, pieces_of
+from .tensor_files import SAFETENSORS
+from .tokenizer_files import COPIED, written_tokenizer
+
+#: how transformers knows that the tensors are PyTorch's
+METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True)
+class SmallFiles:
+    """The files of an export besides the weights: those of the folder that the model came from, or new ones.
+
+    origin: a folder of Hugging Face, whose tokenizer and config.json are repeated; None for none.
+    tokenizer_model: of a run, if there is no ``origin`` with a tokenizer; None for none.
+    """
+
+    origin: str | None = None
+    tokenizer_model: str | None = None
+
+    def write(
+        self, folder: Path, config: GPTConfig | BERTConfig, dtype: torch.dtype, head: TaskHead | None = None
+    ) -> None:
+        """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
+        origin = None if self.origin is None else Path(self.origin)
+        there = origin is not None and (origin / CONFIG).is_file()
+        keys = read_json(origin / CONFIG) if origin is not None and there else {}
+        written = written_configuration(config, dtype, keys, head)
+        disk.write(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True).encode() + b"\n")
+        copied = [name for name in COPIED if origin is not None and (origin / name).is_file()]
+        for name in copied:
+            assert origin is not None
+            disk.write(folder / name, (origin / name).read_bytes())
+        if self.tokenizer_model is not None and not any("token" in name or "vocab" in name for name in copied):
+            for name, content in written_tokenizer(self.tokenizer_model).items():
+                disk.write(folder / name, content)
+
+
+def require_exportable(config: GPTConfig | BERTConfig) -> None:
+    """Raise ValueError, naming the field, if no class of transformers is a model of this shape."""
+    written_configuration(config, torch.float32)
+
+
+def export(
+    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None
+) -> None:
+    """Write ``model`` into ``folder``, in place of an older export there. Collective over the grid's world.
+
+    head: of a fine-tuned BERT. The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if
+    the model is of no shape that transformers has, or if any rank cannot write.
+    """
+    world, config = grid.world, model.config
+    beside = folder.with_name(f"{folder.name}.tmp")
+    dtype = model.embedding.weight.dtype
+    on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
+    on_rank_zero(world, lambda: _told(folder, lambda: disk.make_empty(beside)))
+    pieces = list(_pieces(model, None if head is None else head.ours))
+    described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
+    problem: OSError | None = None
+    if grid.data.rank == 0:
+        parts = ((piece.name, piece.of(values).contiguous()) for piece, values in pieces)
+        path = beside / SAFETENSORS
+        with disk.RangeWriter(path) as file:
+            for start, data in parallel_safetensors.ranges(described, parts, grid.tensor, metadata=METADATA):
+                file.write(start, data)
+        problem = None if file.problem is None else disk.named(file.problem, path)
+
+    def written() -> None:
+        if problem is not None:
+            raise problem
+
+    on_every_rank(world, lambda: _told(folder, written))
+
+    def publish() -> None:
+        size, needed = disk.size(beside / SAFETENSORS), parallel_safetensors.file_size(described, METADATA)
+        if size != needed:
+            raise OSError(errno.EIO, f"has {size} bytes after writing {needed}", str(beside / SAFETENSORS))
+        small.write(beside, config, dtype, head)
+        disk.sync_folder(beside)
+        disk.remove(folder)
+        disk.replace(beside, folder)
+
+    on_rank_zero(world, lambda: _told(folder, publish))
+
+
+def _told(folder: Path, work: Any) -> None:
+    try:
+        work()
+    except OSError as error:
+        raise UsageError(f"writing {error.filename or folder} failed: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
+
+
+def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirPart, Tensor]]:
+    """Each of Hugging Face's tensors with our parameter that has it, in the order of the file."""
+    placed, values = placements(model), dict(model.named_parameters())
+    for tensor in hugging_face_tensors(model.config, head):
+        for piece in pieces_of(tensor, placed[tensor.ours], model.config.vocab_size):
+            yield piece, values[tensor.ours].detach()
+
+
+def copy_small_files(origin: Path, folder: Path) -> Mapping[str, Path]:
+    """Copy config.json and the tokenizer's files of ``origin`` into a new ``folder``: the copies by their names.
+
+    On one rank. Raises OSError.
+    """
+    disk.make_empty(folder)
+    found: dict[str, Path] = {}
+    for name in (CONFIG, *COPIED):
+        if (origin / name).is_file():
+            found[name] = folder / name
+            disk.write(found[name], (origin / name).read_bytes())
+    return found

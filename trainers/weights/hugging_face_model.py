@@ -1,0 +1,209 @@
+"""HuggingFaceModel: a folder of Hugging Face, of which each rank reads its own slices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
+from trainers.checkpoints.parallel_safetensors import fill_part, some
+
+from .configurations import read_configuration
+from .hugging_face import BEGINNINGS, HuggingFaceTensor, family, hugging_face_tensors, ignored
+from .model_settings import model_settings
+from .tensor_files import FileTensor, TensorFiles
+from .tokenizer_files import tokenizer_file
+
+#: names of old releases, in place of which newer ones have others
+_OLD = {".gamma": ".weight", ".beta": ".bias"}
+
+
+@dataclass
+class HuggingFaceModel:
+    """A model in a folder with config.json and its weight files (`trainers.weights.other_model.OtherModel`).
+
+    interleaved: components 2 j and 2 j + 1 of a head are a pair of the rotary positions, as in Meta's files; here and
+    in Hugging Face's models these are j and j + d / 2.
+    """
+
+    folder: Path
+    config: GPTConfig | BERTConfig
+    dtype: torch.dtype
+    tokenizer_model: str | None
+    interleaved: bool
+    _files: TensorFiles
+    _named: dict[str, FileTensor]
+
+    @property
+    def kind(self) -> str:
+        """See `OtherModel`."""
+        return "bert" if isinstance(self.config, BERTConfig) else "gpt"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `OtherModel`."""
+        files = {"tokenizer_model": self.tokenizer_model, "hf_files": str(self.folder)}
+        return model_settings(self.config) | files
+
+    @classmethod
+    def open(cls, folder: Path, *, interleaved: bool = False) -> Self:
+        """Open the folder. Not collective.
+
+        interleaved: see `HuggingFaceModel`.
+
+        Raises ValueError that names the file, and the key or the tensor, and OSError.
+        """
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such folder; valid: a folder with config.json and weights")
+        config = read_configuration(folder, interleaved=interleaved)
+        files = TensorFiles.open(folder)
+        try:
+            named = _renamed(files.tensors, config)
+            if isinstance(config, BERTConfig):
+                config = replace(config, binary_head="cls.seq_relationship.weight" in named)
+            used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
+            if other := sorted(name for name in used if not named[name].dtype.is_floating_point):
+                raise ValueError(
+                    f"{named[other[0]].path}: {other[0]} is of {named[other[0]].dtype}, not of real numbers"
+                )
+            dtype = _widest(named[name].dtype for name in used)
+            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
+        except BaseException:
+            files.close()
+            raise
+
+    def parts(
+        self, config: TransformerConfig, placements: Mapping[str, Placement]
+    ) -> Mapping[str, Callable[[Tensor], None]]:
+        """See `OtherModel.parts`."""
+        tensors = hugging_face_tensors(config)
+        known = {name for tensor in tensors for name in tensor.theirs}
+        if missing := [name for name in known if name not in self._named]:
+            raise ValueError(f"{self.folder}: lacks tensors that the model needs: {some(sorted(missing))}")
+        if unknown := [name for name in self._named if name not in known and not ignored(name)]:
+            raise ValueError(f"{self.folder}: has tensors for which the model has no place: {some(sorted(unknown))}")
+        found: dict[str, Callable[[Tensor], None]] = {}
+        for tensor in tensors:
+            pieces = pieces_of(tensor, placements[tensor.ours], config.vocab_size)
+            for piece in pieces:
+                one = self._named[piece.name]
+                if one.shape != piece.placement.shape:
+                    needed = list(piece.placement.shape)
+                    said = f"{piece.name} is {list(one.shape)}, and by config.json it must be {needed}"
+                    raise ValueError(f"{one.path}: {said}")
+            found[tensor.ours] = partial(self._fill, pieces)
+        return found
+
+    def _fill(self, pieces: list[TheirPart], target: Tensor) -> None:
+        for piece in pieces:
+            one, part = self._named[piece.name], piece.of(target)
+            if self.interleaved and (".q_proj." in piece.name or ".k_proj." in piece.name):
+                whole = torch.empty(one.shape, dtype=one.dtype)
+                one.read(whole.view(-1).view(torch.uint8), 0)
+                part.copy_(piece.placement.part(_half_split(whole, self.config.head_size)))
+                continue
+            direct = part.is_contiguous() or not piece.placement.padded
+            filled = part if direct else torch.empty(part.shape, dtype=one.dtype)
+            fill_part(one.read, one.dtype, piece.placement, filled.view(piece.placement.part_view))
+            if not direct:
+                part.copy_(filled)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+@dataclass(frozen=True)
+class TheirPart:
+    """One of Hugging Face's tensors, and this rank's part of it, which is a part of one of ours.
+
+    name, placement: of theirs. of: gives the view of our part [local shape] that is the part of theirs [local shape].
+    """
+
+    name: str
+    placement: Placement
+    of: Callable[[Tensor], Tensor]
+
+
+def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[TheirPart]:
+    """The parts of Hugging Face's tensors in this rank's part of one of ours, which ``placement`` says.
+
+    vocabulary: the tokens without padding.
+    """
+    if tensor.vocabulary:
+        placement = _without_padding(placement, vocabulary)
+    count = len(tensor.theirs)
+    block = placement if count == 1 else _block(placement, tensor)
+    their = _turned(block) if tensor.transposed else block
+    return [
+        TheirPart(name, their, partial(_part_of, count, number, tensor.transposed))
+        for number, name in enumerate(tensor.theirs)
+    ]
+
+
+def _half_split(rows: Tensor, head: int) -> Tensor:
+    """Rows of heads of which the components 2 j and 2 j + 1 are a pair, in the order where j and j + head / 2 are."""
+    return rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _part_of(count: int, number: int, transposed: bool, part: Tensor) -> Tensor:
+    block = part.chunk(count)[number] if count > 1 else part
+    return block.t() if transposed else block
+
+
+def _without_padding(placement: Placement, vocabulary: int) -> Placement:
+    """The placement of a tensor whose padded rows are not in the file: of the same part."""
+    at = placement.view.index(placement.shape[0])
+    view = (*placement.view[:at], vocabulary, *placement.view[at + 1 :])
+    return replace(placement, shape=(vocabulary, *placement.shape[1:]), view=view, padded=placement.view)
+
+
+def _block(placement: Placement, tensor: HuggingFaceTensor) -> Placement:
+    """The placement of each of the equal blocks of rows that are Hugging Face's tensors."""
+    count, rows = len(tensor.theirs), placement.shape[0]
+    view, padded, dim = placement.view, placement.padded, placement.dim
+    if dim is None:  # every rank holds it whole
+        view = (count, rows // count, *placement.shape[1:])
+    elif view[0] != count or dim == 0:
+        raise ValueError(f"{tensor.ours} is not split within its blocks {', '.join(tensor.theirs)}")
+    return replace(
+        placement, shape=(rows // count, *placement.shape[1:]), view=view[1:], padded=padded[1:],
+        dim=None if dim is None else dim - 1,
+    )  # fmt: skip
+
+
+def _turned(placement: Placement) -> Placement:
+    """The placement of the transposed tensor; a vector has none."""
+    view, padded, rows = placement.view, placement.padded, placement.shape[0]
+    first = next(at for at in range(1, len(view)) if math.prod(view[:at]) == rows)  # of the columns' dimensions
+    dim = None if placement.dim is None else (placement.dim - first) % len(view)
+    view, padded = (sizes[first:] + sizes[:first] for sizes in (view, padded))
+    return replace(placement, shape=placement.shape[::-1], view=view, padded=padded, dim=dim)
+
+
+def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig) -> dict[str, FileTensor]:
+    """The tensors by today's names of a whole model's: a file of the model without heads has no beginning in them."""
+    beginnings = BEGINNINGS[family(config)]
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in _OLD.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        found[name if name.startswith(beginnings) else beginnings[0] + name] = tensor
+    return found
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    found = torch.float16
+    seen = set(dtypes)
+    if len(seen) == 1:
+        return seen.pop()
+    for dtype in seen:
+        found = torch.promote_types(found, dtype)
+    return found

@@ -1,0 +1,45 @@
+"""The tokenizer's files in a folder of Hugging Face, read for a run and written for transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainers.data.tokenizer import END_OF_TEXT, Tokenizer
+from trainers.data.wordpiece import SPECIAL
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+#: the files of a folder beside config.json and the weights that an export repeats
+COPIED = (
+    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model", "spiece.model", "generation_config.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+
+
+def tokenizer_file(folder: Path) -> str | None:
+    """The file of ``folder`` that `Tokenizer.from_file` reads; None if there is none."""
+    for name in (TOKENIZER, "vocab.txt", "vocab.json"):
+        if (folder / name).is_file():
+            return str(folder / name)
+    return None
+
+
+def written_tokenizer(model: str) -> dict[str, bytes]:
+    """The files, by name, with which ``AutoTokenizer`` gives the ids of the tokenizer in the file ``model``.
+
+    Raises ValueError and OSError as `Tokenizer.from_file` does.
+    """
+    found = Tokenizer.from_file(model)
+    content = (
+        Path(model).read_bytes() if model.endswith(".json") and Path(model).name != "vocab.json" else found.to_bytes()
+    )
+    vocabulary = found.vocabulary()
+    about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    ends = [token for token in END_OF_TEXT if token in vocabulary]
+    if ends:
+        about |= {"bos_token": ends[0], "eos_token": ends[0]}
+    if all(token in vocabulary for token in SPECIAL):
+        about |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
+    return {TOKENIZER: content, TOKENIZER_CONFIG: json.dumps(about, indent=2).encode()}
