@@ -192,8 +192,11 @@ def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTenso
             continue
         if found is None:
             raise contents.wrong(f"lacks {tensor.theirs}, {shape}")
-        if list(found.shape) != shape or not found.is_floating_point() or found.layout is not torch.strided:
-            raise contents.wrong(f"{tensor.theirs} is {list(found.shape)} of {found.dtype}; needed: {shape} of floats")
+        dense = found.layout is torch.strided and found.device.type == "cpu" and found.is_floating_point()
+        if list(found.shape) != shape or not dense:
+            raise contents.wrong(
+                f"{tensor.theirs} is {list(found.shape)} of {found.dtype}; needed: {shape}, dense floats"
+            )
     if unknown := sorted(contents.tensors.keys() - {tensor.theirs for tensor in tensors}):
         raise contents.wrong(
             f"the model has no place for {', '.join(unknown[:4])}"
