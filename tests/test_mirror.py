@@ -76,6 +76,7 @@ TESTED_BY = {
     "trainers/tasks/training.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/other_models.py": ["trainers/weights/test_convert.py"],
+    "trainers/tasks/unfilled_model.py": ["trainers/test_trained.py"],
     "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],
     "trainers/training/compiler.py": ["trainers/training/test_trainer_layer_options.py"],
     "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],

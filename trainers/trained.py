@@ -36,6 +36,7 @@ from .tasks.gpt import GPTTrainConfig
 from .tasks.other_models import require_kind, settings_of_other
 from .tasks.run_tokenizer import tokenizer_of
 from .tasks.transformer import TransformerTrainConfig
+from .tasks.unfilled_model import unfilled_model
 from .training.precision import parameter_dtype
 from .weights.opening import fill_model, open_other
 
@@ -158,7 +159,7 @@ def load_trained(
     found = Path(name)
     settings = _CONFIGS[kind_found](**values)
     dtype = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16) if dtype is None else dtype
-    model = _new_model(settings, grid, dtype)
+    model = unfilled_model(settings, grid.tensor, dtype)
     checkpoint.load_model(found, model, grid.world, verify=verify)
     return _trained(model, settings, grid, kind_found, found, steps, tokenizer, read)
 
@@ -185,16 +186,9 @@ def _load_other(
             return settings.to_json()
 
         settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
-        model = _new_model(settings, grid, other.dtype if dtype is None else dtype)
+        model = unfilled_model(settings, grid.tensor, other.dtype if dtype is None else dtype)
         fill_model(load, other, model, model.config, grid.world)
         return _trained(model, settings, grid, other.kind, Path(load.partition(":")[2]), 0, tokenizer)
-
-
-def _new_model(settings: TransformerTrainConfig, grid: ProcessGrid, dtype: torch.dtype) -> GPT | BERT:
-    if isinstance(settings, BERTTrainConfig):
-        return BERT(settings.model(), grid.tensor, dtype=dtype)
-    assert isinstance(settings, GPTTrainConfig)
-    return GPT(settings.model(), grid.tensor, dtype=dtype)
 
 
 def _trained(

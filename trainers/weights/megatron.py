@@ -36,6 +36,7 @@ from .pickled import load_pickled
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 #: our name of a table that BERTs without sentence order do not have
 _TYPES = "token_type_embedding"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -192,8 +193,11 @@ def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTenso
             continue
         if found is None:
             raise contents.wrong(f"lacks {tensor.theirs}, {shape}")
-        if list(found.shape) != shape or not found.is_floating_point() or found.layout is not torch.strided:
-            raise contents.wrong(f"{tensor.theirs} is {list(found.shape)} of {found.dtype}; needed: {shape} of floats")
+        dense = found.layout is torch.strided and found.device.type == "cpu" and found.dtype in _DTYPES
+        if list(found.shape) != shape or not dense:
+            raise contents.wrong(
+                f"{tensor.theirs} is {list(found.shape)} of {found.dtype}; needed: {shape}, dense, of 16 to 64 bits"
+            )
     if unknown := sorted(contents.tensors.keys() - {tensor.theirs for tensor in tensors}):
         raise contents.wrong(
             f"the model has no place for {', '.join(unknown[:4])}"

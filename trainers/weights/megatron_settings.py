@@ -52,11 +52,15 @@ class MegatronContents:
             there = f"the keys {list(loaded)}"[:200] if isinstance(loaded, dict) else f"a {type(loaded).__name__}"
             raise InputFileError(f"{file}: no checkpoint of Megatron-LM: it has {there}; needed: model")
         version = loaded.get("checkpoint_version", 0)
-        if version not in (0, 1, 2, 3):
-            raise InputFileError(f"{file}: checkpoint_version={version!r}; valid: 0, 1, 2, 3")
+        if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
+            raise InputFileError(f"{file}: checkpoint_version={str(version)[:40]!r}; valid: 0, 1, 2, 3")
         arguments, iteration = loaded.get("args"), loaded.get("iteration")
-        settings = vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
-        tensors = dict(_flat(loaded["model"]))
+        found = vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
+        settings = {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+        try:
+            tensors = dict(_flat(loaded["model"]))
+        except RecursionError:
+            raise InputFileError(f"{file}: damaged: the dicts of its model lie within each other without end") from None
         return cls(file, tensors, settings, int(version), iteration if isinstance(iteration, int) else None)
 
     def setting(self, name: str, default: Any) -> Any:

@@ -173,12 +173,21 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, whole):
     layers = lambda one: one["model"]["language_model"]["encoder"]  # noqa: E731
     refused(r"lacks language_model\.transformer\.final_layernorm\.bias, \[12\]",
             lambda one: layers(one).pop("final_layernorm.bias"))  # fmt: skip
-    refused(r"mlp\.dense_h_to_4h\.weight is \[10, 11\] of torch\.float32; needed: \[10, 12\] of floats",
+    refused(r"mlp\.dense_h_to_4h\.weight is \[10, 11\] of torch\.float32; needed: \[10, 12\], dense, of 16",
             lambda one: layers(one).update({"layers.1.mlp.dense_h_to_4h.weight": torch.zeros(10, 11)}))  # fmt: skip
     refused(r"the model has no place for language_model\.transformer\.layers\.1\.extra",
             lambda one: layers(one).update({"layers.1.extra": torch.zeros(1)}))  # fmt: skip
     refused("is of checkpoint version 2; that of rank 0 is of 3", lambda one: one.update(checkpoint_version=2.0))
-    refused(r"checkpoint_version=4\.0; valid: 0, 1, 2, 3", lambda one: one.update(checkpoint_version=4.0))
+    refused(r"checkpoint_version='4\.0'; valid: 0, 1, 2, 3", lambda one: one.update(checkpoint_version=4.0))
+    refused(r"checkpoint_version='tensor.*'; valid", lambda one: one.update(checkpoint_version=torch.ones(3)))
+    refused("damaged: the dicts of its model lie within each other without end",
+            lambda one: one["model"].update(itself=one["model"]))  # fmt: skip
+    empty = {"layers.1.mlp.dense_h_to_4h.bias": torch.zeros(10, device="meta")}
+    refused(r"mlp\.dense_h_to_4h\.bias is \[10\] of torch\.float32; needed: \[10\], dense, of 16",
+            lambda one: layers(one).update(empty))  # fmt: skip
+    short = {"layers.1.mlp.dense_h_to_4h.bias": torch.zeros(10).to(torch.float8_e4m3fn)}
+    refused(r"dense_h_to_4h\.bias is \[10\] of torch\.float8_e4m3fn; needed: \[10\], dense, of 16 to 64 bits",
+            lambda one: layers(one).update(short))  # fmt: skip
     refused("no checkpoint of Megatron-LM: it has the keys", lambda one: one.pop("model"))
     assert open_megatron(tmp_path).config.num_layers == 2  # the files are whole again
 
