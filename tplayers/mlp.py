@@ -93,12 +93,23 @@ class SwiGLU(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(_Gated.apply(self.gate_up(x)))  # type: ignore[no-untyped-call]
+        result: Tensor = self.down(_gated(self.gate_up(x)))
         return result
 
 
+def _gated(both: Tensor) -> Tensor:
+    """SiLU(gate) * up, of [..., gate; up]."""
+    if not torch.compiler.is_compiling():
+        return _Gated.apply(both)  # type: ignore[no-untyped-call, no-any-return]
+    gate, up = both.chunk(2, dim=-1)  # the compiler itself decides what is kept
+    return F.silu(gate) * up
+
+
 class _Gated(torch.autograd.Function):
-    """SiLU(gate) * up, of [..., gate; up]. It keeps its input alone; torch's operations would keep SiLU(gate), too."""
+    """`_gated` that keeps its input alone, where torch's operations would keep SiLU(gate), too.
+
+    The backward writes into the two halves of the gradient, and has no other tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -113,8 +124,10 @@ class _Gated(torch.autograd.Function):
         gate, up = both.chunk(2, dim=-1)
         found = torch.empty_like(both)
         of_gate, of_up = found.chunk(2, dim=-1)
-        of_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
-        of_up.copy_(F.silu(gate).mul_(grads[0]))
+        torch.mul(grads[0], up, out=of_gate)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        torch.ops.aten.silu.out(gate, out=of_up)
+        of_up.mul_(grads[0])
         return found
 
 

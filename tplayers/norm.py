@@ -115,12 +115,13 @@ class _RootMeanSquare(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normalised, grad = _wide(x) * scale, _wide(grads[0])
-        product = grad * normalised
-        grad_weight = product.reshape(-1, x.shape[-1]).sum(dim=0)
-        along = (product @ _wide(weight) / x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * _wide(weight) - normalised * along) * scale
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        wide, grad, wide_weight = _wide(x), _wide(grads[0]), _wide(weight)
+        # Only two tensors of the size of x: memory that is new costs more than the arithmetic.
+        product = grad * wide
+        grad_weight = scale.reshape(1, -1) @ product.reshape(-1, x.shape[-1])
+        along = (product @ wide_weight).unsqueeze(-1) * scale * scale * scale / -x.shape[-1]
+        grad_x = torch.mul(grad, wide_weight).mul_(scale).addcmul_(wide, along)
+        return grad_x.to(x.dtype), grad_weight.view(-1).to(weight.dtype), None
 
 
 #: the class of each norm

@@ -97,13 +97,13 @@ class Placement:
 
     @property
     def stretch(self) -> int:
-        """The elements of a part for each index of the dimensions before ``dim``, which must be given."""
+        """The elements of a part for each index of the dimensions before ``dim``. ``dim`` must be given."""
         return math.prod((self.padded or self.view)[self.dim :]) // self.count
 
     def runs(self) -> list[tuple[int, int, int]]:
         """(First in the global tensor, first in this rank's stretch, number) of the stretch's runs of real elements.
 
-        They are the same for each index of the dimensions before ``dim``, which must be given, and count from there.
+        ``dim`` must be given. They are the same, counted from there, for each index of the dimensions before it.
         """
         low, high = self.index * self.stretch, (self.index + 1) * self.stretch
         cut = ((real - place, max(place, low), min(place + length, high)) for real, place, length in self._real_runs())
@@ -266,8 +266,8 @@ def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:
 def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Sum each of ``tensors`` over ``comm``, in place.
 
-    Copies all tensors of a dtype into one buffer, all-reduces it, copies the sums back.
-    Every rank must call it with the same shapes. A group of one rank communicates nothing.
+    It all-reduces one buffer with copies of all tensors of a dtype. Every rank must call it with the same shapes.
+    A group of one rank communicates nothing.
     """
     if comm.size == 1:
         return

@@ -33,6 +33,7 @@ from .run.startup import watched
 from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.other_models import require_kind, settings_of_other
+from .tasks.run_tokenizer import tokenizer_of
 from .tasks.transformer import TransformerTrainConfig
 from .training.precision import parameter_dtype
 from .weights.opening import fill_model, open_other
@@ -196,7 +197,7 @@ def _trained(
 ) -> Trained:  # fmt: skip
     model.requires_grad_(False).to(grid.world.device).eval()
     try:
-        text, problem = on_every_rank(grid.world, lambda: _tokenizer(settings, tokenizer)), ""
+        text, problem = on_every_rank(grid.world, lambda: tokenizer_of(settings, tokenizer)), ""
     except UsageError as error:  # on all ranks; a model is worth something without it
         text, problem = None, str(error)
     return Trained(model, settings, kind, found, steps, text, problem)
@@ -287,27 +288,3 @@ def _settings(found: Path, kind: str, saved: dict[str, Any]) -> TransformerTrain
     except ValueError as error:
         raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
     return settings
-
-
-def _tokenizer(settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None) -> Tokenizer:
-    """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary."""
-    path = settings.tokenizer_model if asked is None else os.fspath(asked)
-    other = "name one with --tokenizer-model FILE"
-    if path is None:
-        raise UsageError(f"--load: the run has no tokenizer, because it was trained on token ids alone; {other}")
-    try:
-        found = Tokenizer.from_file(path)
-    except (OSError, ValueError) as error:
-        hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
-        raise UsageError(f"--tokenizer-model: {error}{hint}") from error
-    require_vocabulary(found, path, settings.vocab_size)
-    return found
-
-
-def require_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int | None) -> None:
-    """Raise UsageError unless a model with ``vocab_size`` tokens has all those of the tokenizer in ``path``."""
-    assert vocab_size is not None
-    if tokenizer.vocab_size > vocab_size:
-        raise UsageError(
-            f"--tokenizer-model {path}: has {tokenizer.vocab_size} tokens, and the model only {vocab_size}"
-        )

@@ -121,6 +121,7 @@ def check_chrome(entries, ranks):
         ["--use-distributed-optimizer", "--fp16", "--initial-loss-scale", "16", "--max-position-embeddings", "20"],
         ["--use-distributed-optimizer", "--fp16", "--loss-scale", "1e30"],  # every step overflows
         [*LLAMA, *TP2, "--sequence-parallel", "--recompute-granularity", "full", "--use-distributed-optimizer"],
+        [*TP2, "--num-attention-heads", "3", "--kv-channels", "16", "--pad-attention-heads", "--fp16"],
         [*LLAMA, *TP2, "--num-query-groups", "2", "--bf16", "--attention-dropout", "0"],
         [*BERT, *TP2, "--recompute-granularity", "full", "--hidden-dropout", "0"],
         [*BERT, *TP2, "--sequence-parallel", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import tplayers
+from commengine import cost
+from tests.support.small_models import LLAMA
 from tplayers import (
     GPT,
     MLP,
@@ -184,6 +186,28 @@ def test_the_ranks_of_the_job_count_too():
     with pytest.raises(ValueError, match=r"size 3 .*ranks=6; sizes that would work: \[1, 2\]"):
         config.require_parallel(3, ranks=6)
     config.require_parallel(2, ranks=6)
+
+
+SHAPES = {
+    "gpt": {},
+    "llama": LLAMA,
+    "llama, 2 groups, with biases": LLAMA | {"num_query_groups": 2, "add_bias_linear": True},
+    "5 heads": {"num_attention_heads": 5, "kv_channels": 6, "pad_attention_heads": True},
+    "2 groups of 3 heads": LLAMA | {"num_attention_heads": 6, "num_query_groups": 2, "pad_attention_heads": True},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_costs_know_every_parameter_and_the_cache(ranks_of, name):
+    fields = {"num_attention_heads": 4, "make_vocab_size_divisible_by": 16} | SHAPES[name]
+    config = GPTConfig(num_layers=2, hidden_size=16, vocab_size=10, max_position_embeddings=8, **fields)
+    for size in (1, 2, 4):
+        shape = config.cost_shape(8, tensor=size)
+        for comm in ranks_of(size):
+            model = GPT(config, comm)
+            assert cost.parameter_sizes(shape, size) == [(name, p.numel()) for name, p in model.named_parameters()]
+            assert cost.key_value_bytes(shape, 3, 7, size) == model.new_cache(3, 7).nbytes
+        assert cost.parameters(shape, size) == sum(p.numel() for p in model.parameters())
 
 
 def test_hidden_size_that_the_heads_do_not_divide(ranks_of):

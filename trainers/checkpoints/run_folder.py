@@ -73,6 +73,13 @@ def require_new(config: TrainConfig) -> None:
         raise UsageError(f"--save {config.save}: another run has begun there at the same time; start this one again")
 
 
+def new_run(load: str) -> str:
+    """The line that says what a run with ``--load`` starts from, where there is no checkpoint to go on from."""
+    if of_other_program(load):
+        return f"starting a new run with the weights of {load}"
+    return f"starting a new run: no checkpoint in {load}"
+
+
 def goes_on(config: TrainConfig) -> bool:
     """Whether the run continues one in ``--save``. Raises UsageError as `checkpoint_to_load` does."""
     return config.load is not None and _goes_on(config, checkpoint_to_load(config))

@@ -22,8 +22,9 @@ from trainers.data.tokenizer import Tokenizer
 from trainers.files.reading import InputFileError
 from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.report import Remarks
-from trainers.tasks.transformer import overlap_stream
-from trainers.trained import load_trained, require_vocabulary
+from trainers.tasks.run_tokenizer import require_vocabulary
+from trainers.tasks.training import overlap_stream
+from trainers.trained import load_trained
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
 from trainers.weights.export import SmallFiles, export, require_exportable

@@ -12,22 +12,20 @@ from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
 from trainers.checks.in_run import InRunChecks
-from trainers.config import TrainConfig, of_other_program
+from trainers.config import TrainConfig
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
 from trainers.training.trainer import Trainer
 
 from .ending import Course, report, stopped
 from .evaluation import Evaluation, evaluate_sources, total
+from .exports import Exports
 from .metrics import AT_STOP, Metrics
 from .report import communication_rows, is_written
 from .step_agreement import StepAgreement
 from .step_file import StepFile
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
-
-#: the folder of a checkpoint that transformers reads
-EXPORT = "hf"
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -97,7 +95,7 @@ def train(
             lambda: Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=world.rank == 0),
         )
         if config.load is not None:
-            for line in resumed or [_new_run(config.load)]:
+            for line in resumed or [run_folder.new_run(config.load)]:
                 metrics.say(line)
         if stopping.limit is not None:
             metrics.say(stopping.limit)
@@ -112,13 +110,6 @@ def train(
             metrics.close()
         trainer.close()  # not after an exception: it is collective, and the other ranks may be in another call
     return status
-
-
-def _new_run(load: str) -> str:
-    """The line that says what a run with ``--load`` starts from, where it goes on from no checkpoint."""
-    if of_other_program(load):
-        return f"starting a new run with the weights of {load}"
-    return f"starting a new run: no checkpoint in {load}"
 
 
 def _tidy(config: TrainConfig, lost: Callable[[], str | None]) -> None:
@@ -160,7 +151,7 @@ class _Run:
         self.goes_on, self.go_on = goes_on, go_on
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
-        self.exports = _exports(self.config, task, metrics)
+        self.exports = Exports(task, metrics, saver)
         self.stop = 0  # why the run stops early, the same on all ranks (`StopRequests.reason`)
 
     def run(self) -> int:
@@ -222,15 +213,7 @@ class _Run:
     def _save(self) -> None:
         self.saver.start()
         self.saved = self.trainer.iteration
-        if self.exports and self.config.save_hf:
-            self._export()
-
-    def _export(self) -> None:
-        """Write the model of the checkpoint of this iteration for transformers, beside it."""
-        self.saver.finish()
-        assert self.folder is not None
-        self.trainer.optimizer.wait_for_parameters()
-        self.task.export(self.folder / pointer.name_of(self.trainer.iteration) / EXPORT)
+        self.exports.after_save()
 
     def _lacks_evaluation(self) -> bool:
         """Whether the metrics lack the evaluation of the trainer's iteration, after which steps follow."""
@@ -318,35 +301,14 @@ class _Run:
         if not self.stop and (not begun or self.evaluated is None):
             self._evaluate()
         self.saver.finish()
-        if self.exports and not self.stop and not self.config.save_hf:
-            self._export()
+        if not self.stop:
+            self.exports.at_end()
         if self.stop:
             # A line of its own at the bar.
             self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0
-
-
-def _exports(config: TrainConfig, task: TrainingTask, metrics: Metrics) -> bool:
-    """Whether checkpoints are written for transformers, too. Collective.
-
-    A run whose model transformers does not have says why. Raises UsageError, on all ranks, if it was asked for.
-    """
-    if config.save is None or config.save_hf is False:
-        return False
-
-    def possible() -> bool:
-        try:
-            task.require_exportable()
-        except ValueError as error:
-            if config.save_hf:
-                raise UsageError(f"--save-hf: {error}") from error
-            metrics.say(f"the run ends without a folder {EXPORT} for transformers: {error}")
-            return False
-        return True
-
-    return bool(on_rank_zero(task.trainer.grid.world, possible))
 
 
 def _iterations(trainer: Trainer) -> Iterator[int]:

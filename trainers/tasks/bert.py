@@ -31,7 +31,8 @@ from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTask, TransformerTrainConfig, transformer_trainer
+from .training import TransformerTask, transformer_trainer
+from .transformer import TransformerTrainConfig
 
 #: the number of samples among which one with masks is looked for, to be shown in the report
 SHOWN = 100

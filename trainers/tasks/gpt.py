@@ -27,7 +27,8 @@ from trainers.run.evaluation import Mean
 from trainers.run.report import Remarks
 from trainers.training.trainer import Trainer
 
-from .transformer import TransformerTask, TransformerTrainConfig, transformer_trainer
+from .training import TransformerTask, transformer_trainer
+from .transformer import TransformerTrainConfig
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16

@@ -158,7 +158,10 @@ def _vocabulary(contents: MegatronContents, padded: int, ranks: int, asked: int 
         if not 0 < asked <= padded:
             raise contents.wrong(f"a vocabulary of {asked} was asked for; it has {padded} tokens with the padding")
         return asked
-    known = contents.setting("vocab_size", _VOCABULARIES.get(str(contents.setting("tokenizer_type", None))))
+    tokenizer = str(contents.setting("tokenizer_type", None))
+    known = contents.setting("vocab_size", _VOCABULARIES.get(tokenizer))
+    if tokenizer == "NullTokenizer" and _natural(known):
+        known += 1  # the end of a document
     multiple = contents.setting("make_vocab_size_divisible_by", 128)
     if _natural(known) and _natural(multiple) and -(-known // (multiple * ranks)) * multiple * ranks == padded:
         return int(known)

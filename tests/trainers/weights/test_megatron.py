@@ -124,6 +124,9 @@ def test_a_well_known_tokenizer_tells_the_vocabulary(tmp_path):
     known = {"tokenizer_type": "GPT2BPETokenizer", "make_vocab_size_divisible_by": 128}
     write_megatron(tmp_path, contents(tensors, 2, version=3, padded=50304, **known))
     assert open_megatron(tmp_path).config.vocab_size == 50257
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 50256, "make_vocab_size_divisible_by": 128}
+    write_megatron(tmp_path / "null", contents(tensors, 2, version=3, padded=50304, **null))
+    assert open_megatron(tmp_path / "null").config.vocab_size == 50257
     write_megatron(tmp_path / "other", contents(tensors, 2, version=3, padded=50432, **known))
     with pytest.raises(InputFileError, match="has 50432 tokens with the padding"):
         open_megatron(tmp_path / "other")
