@@ -190,7 +190,7 @@ def _require_like(first: MegatronContents, other: MegatronContents, rank: int) -
         ("iteration", first.iteration, other.iteration),
         *((name, one, other.function[name]) for name, one in first.function.items()),
     ):
-        if one != two:
+        if repr(one) != repr(two):  # also where it is no number
             raise other.wrong(f"is not of the checkpoint of rank 0: {name} is {two!r} here and {one!r} in {first.file}")
     numbers = first.settings.get("rank"), other.settings.get("rank")
     if numbers[0] != numbers[1] and numbers[1] != rank:  # programs that convert checkpoints write one number into all

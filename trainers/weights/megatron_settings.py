@@ -27,7 +27,9 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute",), "add_position_embedding": (True,),
     "use_rotary_position_embeddings": (False,), "group_query_attention": (False,), "qk_layernorm": (False,),
     "multi_latent_attention": (False,), "untie_embeddings_and_output_weights": (False,), "num_experts": (None,),
-    "add_bias_linear": (True,),
+    "add_bias_linear": (True,), "window_size": (None,), "softmax_scale": (None,), "softmax_type": ("vanilla",),
+    "attention_output_gate": (False,), "quick_geglu": (False,), "quick_gelu": (False,), "parallel_residual": (False,),
+    "use_alibi_position_embeddings": (False,),
 }  # fmt: skip
 
 
@@ -65,6 +67,7 @@ class MegatronContents:
         arguments, iteration = loaded.get("args"), loaded.get("iteration")
         found = vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
         settings = {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+        settings |= {name: str(value)[:80] for name, value in found.items() if isinstance(value, list | tuple)}
         tensors: dict[str, Tensor] = {}
         try:
             for name, tensor in _flat(loaded["model"]):
@@ -135,8 +138,8 @@ def model_config(
     numbers_of = {"norm_epsilon": setting("layernorm_epsilon", 1e-5), "hidden_dropout": 0.1, "attention_dropout": 0.1}
     for name, default in numbers_of.items():
         found[name] = setting(name, default)
-        if not isinstance(found[name], float | int):
-            raise contents.wrong(f"{name}={str(found[name])[:80]!r}; needed: a number")
+        if not isinstance(found[name], float | int) or not 0 <= found[name] < 1:
+            raise contents.wrong(f"{name}={str(found[name])[:80]!r}; needed: a number from 0 to 1")
     # The fused kernel of bias and GELU computes the form by tanh. The head of masked tokens does not use this kernel.
     openai = setting("openai_gelu", False)
     gelu: Gelu = "tanh" if openai or setting("bias_gelu_fusion", True) else "erf"

@@ -156,6 +156,10 @@ def test_a_well_known_tokenizer_tells_the_vocabulary(tmp_path):
         ({"hidden_size": 24}, "hidden_size is 24 in the settings .args., and 12 by the tensors"),
         ({"kv_channels": 4}, "kv_channels=4; supported: 2"),
         ({"layernorm_epsilon": "x"}, "norm_epsilon='x'; needed: a number"),
+        ({"layernorm_epsilon": float("nan")}, "norm_epsilon='nan'; needed: a number from 0 to 1"),
+        ({"hidden_dropout": -1}, "hidden_dropout='-1'; needed: a number from 0 to 1"),
+        ({"window_size": (4, 0)}, r"window_size='\(4, 0\)' changes the model's function; supported: None"),
+        ({"quick_gelu": True}, "quick_gelu=True changes"),
         (
             {"tensor_model_parallel_size": 2},
             "tensor-model-parallel size 2 has a file mp_rank_. for each rank; found: 1",
