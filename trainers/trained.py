@@ -171,6 +171,7 @@ def _load_other(
     """`load_trained` of a model that another program saved. Collective."""
     other = on_every_rank(grid.world, lambda: open_other(load, **(asked or {})))
     with contextlib.closing(other):
+        asked_or_found = other.dtype if dtype is None else dtype
 
         def described() -> Any:
             if iteration is not None:
@@ -180,13 +181,13 @@ def _load_other(
             multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
             settings = replace(
                 settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
-                bf16=other.dtype == torch.bfloat16, fp16=other.dtype == torch.float16, pad_attention_heads=True,
+                bf16=asked_or_found == torch.bfloat16, fp16=asked_or_found == torch.float16, pad_attention_heads=True,
             )  # fmt: skip
             settings.require_split(grid.world.size)
             return settings.to_json()
 
         settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
-        model = unfilled_model(settings, grid.tensor, other.dtype if dtype is None else dtype)
+        model = unfilled_model(settings, grid.tensor, asked_or_found)
         fill_model(load, other, model, model.config, grid.world)
         return _trained(model, settings, grid, other.kind, Path(load.partition(":")[2]), 0, tokenizer)
 

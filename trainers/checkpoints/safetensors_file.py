@@ -75,9 +75,14 @@ def read_layout(file: int, path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path}: is no safetensors file, or is cut: its header of {length} bytes is not there")
     try:
         entries = json.loads(os.pread(file, length, 8))
-        stored = {name: _entry(entry) for name, entry in entries.items() if name != "__metadata__"}
+        entries.pop("__metadata__", None)
+        foreign = [(name, entry["dtype"]) for name, entry in entries.items() if entry["dtype"] not in _DTYPES]
+        stored = {} if foreign else {name: _entry(entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header is damaged: {str(error)[:200]!r}") from error
+    if foreign:
+        name, code = foreign[0]
+        raise ValueError(f"{path}: {name[:100]} is of dtype {str(code)[:20]}; valid: {', '.join(_DTYPES)}")
     end = 0
     for name, one in sorted(stored.items(), key=lambda item: (item[1].start, item[1].stop)):
         if one.start != end or one.stop - one.start != math.prod(one.shape) * one.dtype.itemsize:

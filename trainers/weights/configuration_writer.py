@@ -35,6 +35,7 @@ def written_configuration(
     Raises ValueError as `family` does.
     """
     kept = dict(origin or {})
+    kept.pop("rope_interleaved", None)  # a model that was read has its halves apart, whatever the files had
     name = str(dtype).removeprefix("torch.")
     found: dict[str, Any] = {"dtype": name, "torch_dtype": name}
     of = family(config)

@@ -7,6 +7,7 @@ known is refused by its name, unless it is null, false or empty. The names of tr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class _Keys:
         right = type(value) is kind or (kind is float and type(value) is int)
         if not right:
             raise self.fault(key, f"must be of type {kind.__name__}")
+        if kind is float and not (abs(value) < 2.0**1000 and math.isfinite(value)):
+            raise self.fault(key, "must be a finite number")
         return kind(value)
 
     def size(self, key: str, default: int | None = None, *, needed: bool = False) -> Any:
@@ -89,11 +92,12 @@ class _Keys:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The keys of a JSON object in a file. Raises ValueError that names the file."""
+    text = read_text(path, SETTINGS_BYTES * 16)
     try:
-        found = json.loads(read_text(path, SETTINGS_BYTES * 16))
+        found = json.loads(text)
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or an integer of more digits than Python converts
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: want keys with values")
@@ -123,18 +127,20 @@ def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig 
 
 
 def _model_type(path: Path, values: Mapping[str, Any]) -> str:
-    classes = values.get("architectures") or []
-    known = ", ".join(ARCHITECTURES)
+    classes, told = values.get("architectures") or [], values.get("model_type")
+    known, shown = ", ".join(ARCHITECTURES), json.dumps(told)[:100]
     if not isinstance(classes, list) or not classes:
-        model_type = values.get("model_type")
-        if model_type not in _READERS:
-            raise ValueError(
-                f"{path}: model_type {json.dumps(model_type)[:100]} is not supported; architectures: {known}"
-            )
-        return str(model_type)
-    if classes[0] not in ARCHITECTURES:
-        raise ValueError(f"{path}: architecture {json.dumps(classes[0])[:100]} is not supported; supported: {known}")
-    return ARCHITECTURES[classes[0]]
+        if not isinstance(told, str) or told not in _READERS:
+            raise ValueError(f"{path}: model_type {shown} is not supported; architectures: {known}")
+        return told
+    first = classes[0]
+    if not isinstance(first, str) or first not in ARCHITECTURES:
+        raise ValueError(f"{path}: architecture {json.dumps(first)[:100]} is not supported; supported: {known}")
+    if told not in (None, ARCHITECTURES[first]):
+        raise ValueError(
+            f'{path}: model_type {shown} contradicts architecture "{first}"; valid: "{ARCHITECTURES[first]}"'
+        )
+    return ARCHITECTURES[first]
 
 
 def _gpt2(keys: _Keys) -> GPTConfig:
@@ -221,17 +227,27 @@ def _decoder(keys: _Keys, groups: int | None, *, positions: int, qkv_bias: bool 
 
 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling of rotary positions, from transformers 5's keys or from 4's."""
-    old, new = keys.take("rope_scaling", dict), keys.take("rope_parameters", dict)
+    """The base and the scaling of rotary positions, from transformers 5's keys or from 4's; both must say the same."""
     theta = keys.take("rope_theta", float, 10000.0)
-    name = "rope_scaling" if new is None else "rope_parameters"
-    values = dict(old or {}) if new is None else dict(new)
+    keys.must("partial_rotary_factor", 1, 1.0)
+    told = [
+        _rope_of(keys, name, values, theta)
+        for name in ("rope_parameters", "rope_scaling")
+        if (values := keys.take(name, dict))
+    ]
+    if len(told) == 2 and told[0] != told[1]:
+        raise keys.fault("rope_scaling", "contradicts rope_parameters; valid: one of them, or the same in both")
+    return told[0] if told else (theta, None)
+
+
+def _rope_of(keys: _Keys, name: str, told: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """What key ``name`` says: ``told``. theta: the base, where that is no part of it."""
+    values = dict(told)
     kind = values.pop("rope_type", None) or values.get("type") or "default"
     values.pop("type", None)
     inner = _Keys(keys.path, {f"{name}.{key}": value for key, value in values.items()})
     theta = inner.take(f"{name}.rope_theta", float, theta)
     inner.must(f"{name}.partial_rotary_factor", 1, 1.0)
-    keys.must("partial_rotary_factor", 1, 1.0)
     scaling = None
     if kind == "linear":
         scaling = RopeScaling("linear", inner.take(f"{name}.factor", float, needed=True))

@@ -29,10 +29,15 @@ from torch import Tensor
 
 from tplayers import BERTConfig, TransformerConfig
 
-#: ends of names that add nothing: second names of tied parameters, and buffers of old and new releases
+#: the second names of tied parameters, and our name of each
+SECOND_NAMES = {
+    "lm_head.weight": "embedding.weight", "cls.predictions.decoder.weight": "embedding.weight",
+    "cls.predictions.decoder.bias": "mlm_head.bias",
+}  # fmt: skip
+#: ends of names that add nothing: second names, and buffers of old and new releases
 _IGNORED = (
-    "lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "embeddings.position_ids",
-    "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq",
+    *SECOND_NAMES, "embeddings.position_ids", "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias",
+    "rotary_emb.inv_freq",
 )  # fmt: skip
 #: the beginnings of the names of a family's tensors; the first is that of its model without heads
 BEGINNINGS = {"gpt2": ("transformer.", "lm_head."), "llama": ("model.", "lm_head."), "bert": ("bert.", "cls.")}

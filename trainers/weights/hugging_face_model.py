@@ -16,13 +16,17 @@ from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
 from trainers.checkpoints.parallel_safetensors import fill_part, some
 
 from .configurations import read_configuration
-from .hugging_face import BEGINNINGS, HuggingFaceTensor, family, hugging_face_tensors, ignored
+from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
 from .model_settings import model_settings
 from .tensor_files import FileTensor, TensorFiles
 from .tokenizer_files import tokenizer_file
 
 #: names of old releases, in place of which newer ones have others
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
+#: the dtypes in which our models compute; others, such as those of 8 bits, mean numbers only with scales
+_REAL = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+#: elements that are compared at once
+_COMPARED = 1 << 20
 
 
 @dataclass
@@ -69,10 +73,10 @@ class HuggingFaceModel:
             if isinstance(config, BERTConfig):
                 config = replace(config, binary_head="cls.seq_relationship.weight" in named)
             used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
-            if other := sorted(name for name in used if not named[name].dtype.is_floating_point):
-                raise ValueError(
-                    f"{named[other[0]].path}: {other[0]} is of {named[other[0]].dtype}, not of real numbers"
-                )
+            seconds = SECOND_NAMES.keys() & named.keys()
+            if other := sorted(name for name in used | seconds if named[name].dtype not in _REAL):
+                one = named[other[0]]
+                raise ValueError(f"{one.path}: {other[0]} is of {one.dtype}, not of real numbers of 16 to 64 bits")
             dtype = _widest(named[name].dtype for name in used)
             return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
         except BaseException:
@@ -98,10 +102,18 @@ class HuggingFaceModel:
                     needed = list(piece.placement.shape)
                     said = f"{piece.name} is {list(one.shape)}, and by config.json it must be {needed}"
                     raise ValueError(f"{one.path}: {said}")
-            found[tensor.ours] = partial(self._fill, pieces)
+            seconds = [name for name, ours in SECOND_NAMES.items() if ours == tensor.ours and name not in known]
+            found[tensor.ours] = partial(self._fill, pieces, [name for name in seconds if name in self._named])
         return found
 
-    def _fill(self, pieces: list[TheirPart], target: Tensor) -> None:
+    def _fill(self, pieces: list[TheirPart], seconds: list[str], target: Tensor) -> None:
+        """Fill our ``target`` from ``pieces``. seconds: other names of it in the files, which are compared."""
+        for second in seconds:
+            (piece,) = pieces
+            one, other = self._named[piece.name], self._named[second]
+            if not _equal(one, other, piece.placement.index, piece.placement.count):
+                said = 'valid: the same values, or (not for BERT) "tie_word_embeddings": false in config.json'
+                raise ValueError(f"{other.path}: {second} differs from {piece.name}, to which it is tied; {said}")
         for piece in pieces:
             one, part = self._named[piece.name], piece.of(target)
             if self.interleaved and (".q_proj." in piece.name or ".k_proj." in piece.name):
@@ -191,12 +203,38 @@ def _turned(placement: Placement) -> Placement:
 def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig) -> dict[str, FileTensor]:
     """The tensors by today's names of a whole model's: a file of the model without heads has no beginning in them."""
     beginnings = BEGINNINGS[family(config)]
-    found = {}
+    found: dict[str, FileTensor] = {}
+    given: dict[str, str] = {}
     for name, tensor in tensors.items():
+        today = name
         for old, new in _OLD.items():
-            name = name.removesuffix(old) + new if name.endswith(old) else name
-        found[name if name.startswith(beginnings) else beginnings[0] + name] = tensor
+            today = today.removesuffix(old) + new if today.endswith(old) else today
+        today = today if today.startswith(beginnings) else beginnings[0] + today
+        if today in found:
+            raise ValueError(
+                f"{tensor.path}: {given[today]} and {name} are two names of one tensor; valid: one of them"
+            )
+        found[today], given[today] = tensor, name
     return found
+
+
+def _equal(one: FileTensor, other: FileTensor, index: int, count: int) -> bool:
+    """Whether part ``index`` of ``count`` of two tensors is equal. transformers ties only tensors that are."""
+    if one.shape != other.shape:
+        return False
+    size = math.prod(one.shape)
+    low, high = index * size // count, (index + 1) * size // count
+    for start in range(low, high, _COMPARED):
+        pair = []
+        for tensor in (one, other):
+            values = torch.empty(min(_COMPARED, high - start), dtype=tensor.dtype)
+            tensor.read(values.view(torch.uint8), start * tensor.dtype.itemsize)
+            pair.append(values)
+        if one.dtype == other.dtype:
+            pair = [values.view(torch.uint8) for values in pair]  # also where they are not a number
+        if not torch.equal(*(values.to(torch.promote_types(pair[0].dtype, pair[1].dtype)) for values in pair)):
+            return False
+    return True
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -121,6 +121,11 @@ def test_transformers_reads_the_same_from_both_names(tmp_path, name):
         ("llama", "residual_multiplier", 0.5),
         ("llama", "num_hidden_layers", "3"), ("llama", "num_hidden_layers", None), ("llama", "num_hidden_layers", -3),
         ("llama", "architectures", ["GemmaForCausalLM"]), ("llama", "architectures", []),
+        ("llama", "architectures", [["x"]]), ("llama", "model_type", "gemma"), ("llama", "model_type", ["llama"]),
+        ("llama", "rms_norm_eps", 10**400), ("llama", "rms_norm_eps", float("nan")),
+        ("llama", "rope_parameters", {"rope_theta": 5e5, "rope_type": "default"}),
+        ("llama", "rope_parameters", {**LLAMA_V4["rope_scaling"], "rope_theta": 1e4}),
+        ("llama", "rope_parameters", {**LLAMA_V4["rope_scaling"], "factor": 4.0}),
         ("mistral", "sliding_window", 4096), ("mistral", "sliding_window", ...),
         ("qwen2", "use_sliding_window", True), ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
         ("gpt2", "activation_function", "relu"), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
@@ -143,7 +148,25 @@ def test_a_window_that_no_sequence_leaves_is_none(tmp_path):
     assert read(tmp_path, MISTRAL_V4 | {"sliding_window": 32768}) == read(tmp_path, MISTRAL_V4)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x80"])
+def test_a_model_type_that_is_no_name_is_refused_without_architectures(tmp_path):
+    with pytest.raises(ValueError, match=r'config\.json: model_type \["llama"\] is not supported'):
+        read(tmp_path, {"model_type": ["llama"]})
+
+
+def test_both_names_of_the_rotary_positions_may_say_the_same(tmp_path):
+    rope = LLAMA_V4["rope_scaling"] | {"rope_theta": 5e5}
+    assert read(tmp_path, LLAMA_V4 | {"rope_parameters": rope}) == read(tmp_path, LLAMA_V4)
+
+
+def test_an_export_does_not_say_that_its_heads_are_interleaved(tmp_path):
+    keys = LLAMA_V4 | {"rope_interleaved": True}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found = read_configuration(tmp_path, interleaved=True)
+    written = written_configuration(found, torch.float32, keys)
+    assert "rope_interleaved" not in written and read(tmp_path, written) == found
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x80", '{"a": ' + "9" * 5000 + "}"])
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
     with pytest.raises(ValueError, match=r"config\.json: "):

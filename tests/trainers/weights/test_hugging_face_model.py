@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from commengine import ProcessGrid, UsageError
 from trainers.checkpoints import parallel_safetensors
@@ -108,6 +109,56 @@ def test_interleaved_rotary_weights_match_when_they_are_permuted_alone(world, gr
     world.barrier()
 
 
+SECOND = [
+    ("SmolLM, one group", "lm_head.weight", "model.embed_tokens.weight"),
+    ("GPT-2", "lm_head.weight", "transformer.wte.weight"),
+    ("BERT", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("MegatronBert", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+]
+
+
+@pytest.mark.parametrize(("family", "second", "first"), SECOND)
+def test_a_second_name_of_a_tied_tensor_must_have_its_values(world, grid, theirs, folder, family, second, first):
+    """Tensors that differ are not tied by transformers. One number of the last rank's slice does."""
+    file = folder / "model.safetensors"
+    for change in (0.0, 1.0):
+        if world.rank == 0:
+            theirs(family).save_pretrained(folder)
+            tensors = load_file(file)
+            tensors[second] = tensors[first].clone()
+            tensors[second].view(-1)[-1] += change
+            save_file(tensors, file, metadata={"format": "pt"})
+        world.barrier()
+        if change:
+            with pytest.raises(UsageError, match=f"{second} differs from {first}, to which it is tied") as raised:
+                load_trained(f"hf:{folder}", grid)
+            assert str(raised.value).startswith(f"--load hf:{folder}: {file}: ") and "\n" not in str(raised.value)
+        else:
+            rows = load_rows(load_trained(f"hf:{folder}", grid).model.embedding.weight, grid)
+            words = next(name for name in load_file(file) if name.endswith((".wte.weight", "word_embeddings.weight",
+                                                                            "embed_tokens.weight")))  # fmt: skip
+            assert torch.equal(rows[:57], load_file(file)[words])
+        world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new"),
+    [("GPT-2", "wte.weight", "transformer.wte.weight"),
+     ("BERT", "bert.embeddings.LayerNorm.gamma", "bert.embeddings.LayerNorm.weight")],
+)  # fmt: skip
+def test_two_names_of_one_tensor_are_refused(world, grid, theirs, folder, family, old, new):
+    file = folder / "model.safetensors"
+    if world.rank == 0:
+        theirs(family).save_pretrained(folder)
+        tensors = load_file(file)
+        save_file(tensors | {old: tensors[new] + 1}, file, metadata={"format": "pt"})
+    world.barrier()
+    with pytest.raises(UsageError, match=r"model\.safetensors: .* are two names of one tensor") as raised:
+        load_trained(f"hf:{folder}", grid)
+    assert old in str(raised.value) and new in str(raised.value)
+    world.barrier()
+
+
 def test_a_rank_reads_its_slices_only(world, grid, theirs, folder, monkeypatch):
     read = []
 
@@ -134,6 +185,8 @@ def test_a_rank_reads_its_slices_only(world, grid, theirs, folder, monkeypatch):
         ("cut", "its header says"), ("lacks", "lacks tensors"), ("extra", "the model has no place"),
         ("kind", "holds a GPT, and a BERT is needed"), ("folder", "there is no such folder"),
         ("config", "config.json: there is no such file"), ("integers", "not of real numbers"),
+        ("8 bits", "model.safetensors: .* is of dtype F8_E4M3; valid: F64, F32"),
+        ("8 bits pickled", "pytorch_model.bin: .* is of torch.float8_e4m3fn, not of real numbers of 16 to 64 bits"),
     ],
 )  # fmt: skip
 def test_bad_folders_are_one_error_on_all_ranks(world, grid, theirs, folder, changed, fault, said):
@@ -156,6 +209,12 @@ def test_bad_folders_are_one_error_on_all_ranks(world, grid, theirs, folder, cha
         if fault == "cut":
             file = folder / "model.safetensors"
             file.write_bytes(file.read_bytes()[:-5])
+        if fault.startswith("8 bits"):
+            state = {name: values.to(torch.float8_e4m3fn) for name, values in model.state_dict().items()}
+            save_file(state, folder / "model.safetensors")
+            if fault == "8 bits pickled":
+                (folder / "model.safetensors").unlink()
+                torch.save(state | {"model.norm.weight": model.model.norm.weight}, folder / "pytorch_model.bin")
         if fault == "config":
             (folder / "config.json").unlink()
     world.barrier()
