@@ -48,6 +48,15 @@ def require_replaceable(option: str, folder: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{option} {folder}: is there already; {another}, or --overwrite")
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed job has left beside ``folder``, which no other job writes now. On one rank."""
+    disk.remove_if_possible(_beside(folder))
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.commengine-tmp")  # no user gives a folder this name
+
+
 @contextlib.contextmanager
 def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[], Any]], None]) -> Iterator[Path]:
     """A folder beside ``folder`` that one job at a time has, with an empty folder `NEW` in it, for a ``with`` block.
@@ -55,7 +64,7 @@ def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[
     `NEW` and `OLD` in it are removed at the end, also those that a killed job left. told: calls its argument, and
     raises UsageError in place of OSError. Collective over ``world``. Raises UsageError, on all ranks.
     """
-    own = folder.with_name(f".{folder.name}.commengine-tmp")  # no user gives a folder this name
+    own = _beside(folder)
     on_rank_zero(world, lambda: told(lambda: own.mkdir(parents=True, exist_ok=True)))
     lock: folder_lock.FolderLock | None = None
 
