@@ -38,25 +38,31 @@ def main(world: Communicator) -> None:
 def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.PerplexityResult:
     """The result of a task of windows. Collective over the grid's world."""
     length, stride = config.window(trained.settings)
+    # Without one, the run's own documents lack only their words. One that was asked for is used, or the reason raised.
+    optional = config.task == HELD_OUT and config.tokenizer_model is None
+    tokenizer = None if optional and not trained.has_tokenizer else trained.tokenizer
 
     def read() -> texts.Texts:
         if config.task == HELD_OUT:
-            return texts.read_held_out(trained.settings, trained.tokenizer if trained.has_tokenizer else None)
+            return texts.read_held_out(trained.settings, tokenizer, trained.sources)
         assert config.data is not None
+        assert tokenizer is not None
         if config.task == WIKITEXT:
-            return texts.read_wikitext(config.data, trained.tokenizer)
+            return texts.read_wikitext(config.data, tokenizer)
         if config.task == "jsonl":
-            return texts.read_json_lines(config.data, config.json_key, trained.tokenizer)
-        return texts.read_plain(config.data, trained.tokenizer)
+            return texts.read_json_lines(config.data, config.json_key, tokenizer)
+        return texts.read_plain(config.data, tokenizer)
 
-    option = f"--task {HELD_OUT}" if config.data is None else "--data"
+    option = f"--task {HELD_OUT}:" if config.data is None else "--data"
     found = texts.on_all_ranks(grid.world, option, read)
     windows = Windows(found.tokens, length, stride)
     if not len(windows):  # on all ranks
+        where = f"--task {HELD_OUT}" if config.data is None else f"--data {config.data}"
         raise UsageError(
-            f"{option}{'' if config.data is None else f' {config.data}'}: has {found.counts.tokens} tokens in "
-            f"{found.counts.texts} texts; needs a text of at least two tokens, of which the second is predicted"
+            f"{where}: has no text of at least two tokens; the second token is the first that is predicted"
         )
+    if tokenizer is None and grid.world.rank == 0:
+        print(f"no word perplexities: {trained.problem}", file=sys.stderr, flush=True)
     scores = _scored(config, trained, grid, windows, "window")
     assert config.task is not None
     return results.PerplexityResult.of(config.task, scores, windows, found.counts, _about(trained))

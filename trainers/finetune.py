@@ -50,7 +50,8 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
     """Train with one seed or several. Returns the exit status, and the folder of the run, or of the median one."""
     files = read_files(config, world)
     if world.rank == 0:
-        for line in files.task.remarks:
+        unkept = "without --save DIR no checkpoint is kept: the run prints its measures, and its model is lost"
+        for line in [*files.task.remarks, *([unkept] if config.save is None else [])]:
             print(line, file=sys.stderr, flush=True)
     config = config.scheduled(len(files.train.samples), world.size // config.tensor_model_parallel_size)
     if config.seeds == 1:
@@ -58,10 +59,16 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
     folder = Path(config.save or "")
     on_rank_zero(world, lambda: make_writable("--save", folder))
     runs = [config.of_seed(number) for number in range(config.seeds)]
-    for one in runs:
-        status = train(one, world, lambda one, comm: FinetuneTask(one, comm, files), stopping)
-        if status or (stopping.forgot and one is not runs[-1]):
-            return status or TEMPORARY, None
+    go_on = f"--load {folder} --pretrained-checkpoint {config.pretrained_checkpoint}"
+    for number, one in enumerate(runs, start=1):
+        status = train(one, world, lambda one, comm: FinetuneTask(one, comm, files), stopping, go_on=go_on)
+        if status:
+            return status, None
+        if stopping.forgot and number < len(runs):
+            if world.rank == 0:
+                left = f"{number} of {len(runs)} runs are done; go on with {go_on} (exit status {TEMPORARY})"
+                print(left, file=sys.stderr, flush=True)
+            return TEMPORARY, None
 
     def report() -> str:
         summary = seeds.summarize(folder, [Path(one.save or "") for one in runs], files.task.kept_by)

@@ -128,7 +128,7 @@ def main(world: Communicator) -> int:
         slide = given(config, "window_slide")
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
         if config.interactive:
-            _converse(config, world, trained)
+            return _converse(config, world, trained)
         else:
             tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
             _require_memory(config, trained.model, max(map(len, tokens)))
@@ -215,8 +215,8 @@ def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
     )
 
 
-def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> None:
-    """A conversation on standard input and output. Collective over ``world``, which has no timeout."""
+def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> int:
+    """A conversation on standard input and output: the exit status. Collective over ``world``, without a timeout."""
     model, tokenizer = trained.model, trained.tokenizer
     assert isinstance(model, GPT)
     problem: list[OSError] = []
@@ -246,7 +246,7 @@ def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> 
         return text.text
 
     history = History(tokenizer.encode, model.config.max_position_embeddings, config.max_new_tokens)
-    converse(world, Lines(world), history, answer)
+    return converse(world, Lines(world), history, answer)
 
 
 if __name__ == "__main__":

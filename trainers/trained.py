@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,9 @@ class Trained:
     model: in eval mode, on the grid's device, with this rank's shards of it.
     settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
     ``pad_attention_heads``, so that the grid need not divide the heads. kind:
-    "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved.
+    "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved. sources: the
+    (name, identity) of each data set that the run has read (`trainers.data.stream.SourceRecord`), as far as known.
+    problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 
     model: GPT | BERT
@@ -98,8 +101,9 @@ class Trained:
     kind: str
     checkpoint: Path
     iteration: int
+    sources: Sequence[tuple[str, str]]
     _tokenizer: Tokenizer | None = field(repr=False)
-    _problem: str = field(repr=False)  # why there is no tokenizer, the same on all ranks
+    problem: str = field(repr=False)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -110,7 +114,7 @@ class Trained:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises UsageError, on every rank that asks, if there is none or it cannot be read."""
         if self._tokenizer is None:
-            raise UsageError(self._problem)
+            raise UsageError(self.problem)
         return self._tokenizer
 
 
@@ -128,7 +132,8 @@ def load_trained(
     ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups
     share the model, which is on its device. kind: "gpt" or "bert", if no other model will do. iteration: of the
     checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
-    BERT's vocab.txt in place of the run's. verify: first compare the files that are read with their checksums.
+    BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its standard error.
+    verify: first compare the files that are read with their checksums.
     asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
@@ -147,15 +152,16 @@ def load_trained(
             pad_attention_heads=True,
         )  # fmt: skip
         settings.require_split(grid.world.size)
-        return [str(found), kind_found, state.iteration, settings.to_json()]
+        read = None if state.data is None else state.data.model_dump()
+        return [str(found), kind_found, state.iteration, settings.to_json(), read]
 
-    name, kind_found, steps, values = on_rank_zero(grid.world, described)
+    name, kind_found, steps, values, read = on_rank_zero(grid.world, described)
     found = Path(name)
     settings = _CONFIGS[kind_found](**values)
     dtype = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16) if dtype is None else dtype
     model = unfilled_model(settings, grid.tensor, dtype)
     checkpoint.load_model(found, model, grid.world, verify=verify)
-    return _trained(model, settings, grid, kind_found, found, steps, tokenizer)
+    return _trained(model, settings, grid, kind_found, found, steps, tokenizer, read)
 
 
 def _load_other(
@@ -187,14 +193,22 @@ def _load_other(
 
 def _trained(
     model: GPT | BERT, settings: TransformerTrainConfig, grid: ProcessGrid, kind: str, found: Path, steps: int,
-    tokenizer: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None, read: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
+    """The result of `load_trained`. read: the checkpoint's record of the data (`SampleStream.record`). Collective."""
     model.requires_grad_(False).to(grid.world.device).eval()
+    vocabulary = None if read is None else read["vocabulary"]
     try:
-        text, problem = on_every_rank(grid.world, lambda: tokenizer_of(settings, tokenizer)), ""
+        text, problem = on_every_rank(grid.world, lambda: tokenizer_of(settings, tokenizer, vocabulary)), ""
     except UsageError as error:  # on all ranks; a model is worth something without it
         text, problem = None, str(error)
-    return Trained(model, settings, kind, found, steps, text, problem)
+    if grid.world.rank == 0 and text is not None and vocabulary not in (None, text.identity()):
+        said = (
+            f"--tokenizer-model {tokenizer}: has another vocabulary than the tokenizer with which the run was trained"
+        )
+        print(said, file=sys.stderr, flush=True)
+    sources = [] if read is None else [(one["name"], one["identity"]) for one in read["sources"] if one["identity"]]
+    return Trained(model, settings, kind, found, steps, sources, text, problem)
 
 
 @contextlib.contextmanager

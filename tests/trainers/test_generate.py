@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -37,7 +39,8 @@ WRITING = {
     "one": (1, ["--load", "{dir}/gpt", "--prompt", "the cat", "--max-new-tokens", "8", "--temperature", "0"]),
     "stopped": (
         2,
-        ["--load", "{dir}/gpt/iter_0000030", "--prompt", "the cat", "--temperature", "0", "--stop", "mat", "wood"],
+        ["--load", "{dir}/gpt/iter_0000030", "--prompt", "the cat", "--temperature", "0", "--stop", "mat", "wood",
+         "--json", "{dir}/stopped.json"],
     ),
     "slid": (
         2,
@@ -148,10 +151,10 @@ def test_json_has_what_was_written(outcomes, folder):
     assert [(text["prompt"], text["sample"]) for text in written] == [(p, n) for p in PROMPTS for n in (0, 1)]
     assert len({text["text"] for text in written}) > len(PROMPTS)
     for text in written:
-        assert 0 < len(text["tokens"]) <= 6 and text["ended_by"] in ("stop", "length")
+        assert 0 < len(text["tokens"]) <= 6 and text["ended_by"] in ("end_of_text", "length")
         kept = [token for token in text["tokens"] if token != tokenizer.eod]
         assert tokenizer.decode(kept) == text["text"] and (len(kept) < len(text["tokens"])) == (
-            text["ended_by"] == "stop"
+            text["ended_by"] == "end_of_text"
         )
 
 
@@ -183,11 +186,14 @@ def test_greedy_texts_are_those_of_transformers(outcomes, folder):
     assert texts(outcomes["one"]) == f"{written[0]['text']}\n"
 
 
-def test_a_text_ends_before_a_stop_string(outcomes):
+def test_a_text_ends_before_a_stop_string(outcomes, folder):
     found = texts(outcomes["stopped"])
     whole = texts(outcomes["one"])
     assert re.match(r".*(mat|wood)", whole, re.DOTALL), "the model has not learnt its three lines"
     assert found == re.split("mat|wood", whole)[0] + "\n"
+    (written,) = json.loads((folder / "stopped.json").read_text())["texts"]
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    assert written["ended_by"] == "stop" and re.search("(mat|wood)", tokenizer.decode(written["tokens"]))
 
 
 def test_a_window_that_slides_says_so(outcomes):
@@ -218,6 +224,29 @@ def test_a_conversation_remembers_until_it_is_told_not_to(outcomes):
     assert len(answers) == 4 and answers[0] == answers[3] == outcomes["one"].out[0][: len(answers[0])] != ""
     assert "/quit" in found.err[0] and found.err[0].count("tokens of the conversation are forgotten") == 1
     assert not found.err[1]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_interrupt_at_the_prompt(outcomes, folder, ranks):
+    """Without a launcher on one rank. The program ends with its own status, and MPI says nothing."""
+    options = [word.format(dir=folder) for word in CONVERSATION]
+    options[options.index("--tensor-model-parallel-size") + 1] = str(ranks)
+    launcher = [mpirun.mpiexec(), "-n", str(ranks)] if ranks > 1 else []
+    running = subprocess.Popen(
+        [*launcher, sys.executable, "-m", "trainers.generate", *options], stdin=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=mpirun.environment(), cwd=mpirun.ROOT,
+    )  # fmt: skip
+    try:
+        said = running.stderr.readline()
+        assert said.startswith("Each line is continued by the model."), said
+        time.sleep(0.5)  # the ranks then wait for the line
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert out == "" and "bort(" not in err and "interrupted (SIGINT)" not in err
+    if ranks == 1:
+        assert (running.returncode, err) == (130, "\n")
 
 
 @pytest.mark.long

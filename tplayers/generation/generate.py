@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import index
 
 import torch
@@ -34,6 +35,7 @@ def generate(
     stop_tokens: Collection[int] = (),
     after_token: Callable[[int, Sequence[int]], bool] | None = None,
     slide: int = 1,
+    warn: bool = True,
 ) -> list[list[int]]:
     """The tokens that continue each prompt: ``samples`` rows for the first prompt, then those for the second, ...
 
@@ -47,17 +49,18 @@ def generate(
     row. It must return the same on all ranks, and may show the text on one of them.
     slide: If a row gets longer than ``max_position_embeddings``, its first tokens are forgotten, so many at a time.
     Every token that is left then has a new position and goes through the model again: with 1, each new token takes as
-    long as the whole window.
+    long as the whole window. Of a prompt that is longer itself, the model sees the last ``max_position_embeddings``
+    tokens. warn: rank 0 of the group then gives a UserWarning at the end, which says how many rows slid.
 
     Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
     CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
-    (`weight_copies`). Raises TypeError for a token that is no integer, and ValueError for an argument out of its range
-    and where the model's logits are not finite; on all ranks. The model is in evaluation mode meanwhile, without
-    sequence parallelism, and no gradient is kept.
+    (`weight_copies`). Raises TypeError for a prompt that is no sequence of integers, and ValueError for an argument out
+    of its range and where the model's logits are not finite; on all ranks. The model is in evaluation mode meanwhile,
+    without sequence parallelism, and no gradient is kept.
     """
     sampling = Sampling(temperature=0) if sampling is None else sampling
     rows_of = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    prompts = [[index(token) for token in prompt] for prompt in rows_of]
+    prompts = [_prompt(number, prompt) for number, prompt in enumerate(rows_of)]
     numbers = list(range(len(prompts))) if numbers is None else [index(number) for number in numbers]
     stops = frozenset(stop_tokens)
     if model.comm.size > 1:
@@ -82,7 +85,28 @@ def generate(
                 if after_token is not None and after_token(row.place, row.new):
                     ended = True
                 row.ended = ended or step + 1 == max_new_tokens
+    slid = sum(row.start > 0 for row in rows)
+    if warn and slid and model.comm.rank == 0:  # at the end: a warning may be an error, and the other ranks go on
+        positions = model.config.max_position_embeddings
+        warnings.warn(
+            f"generate: {slid} of {len(rows)} rows got longer than the {positions} positions of the model, which did "
+            f"not see their first tokens any more (forgotten {slide} at a time; warn=False leaves this warning out)",
+            stacklevel=2,
+        )
     return [row.new for row in rows]
+
+
+def _prompt(number: int, tokens: Sequence[int]) -> list[int]:
+    """The tokens of a prompt. Raises TypeError that names it."""
+    if not isinstance(tokens, Iterable):
+        raise TypeError(
+            f"generate: prompt {number} is {tokens!r:.40}, not a sequence of tokens; tokens is a list of prompts: "
+            "[[1, 2, 3]] for one prompt of three tokens"
+        )
+    try:
+        return [index(token) for token in tokens]
+    except TypeError as error:
+        raise TypeError(f"generate: prompt {number}: a token is an integer: {error}") from None
 
 
 class _Row:

@@ -34,6 +34,9 @@ _WORTH_A_COPY = 16
 #: the most texts, the most logits, and the fewest weights for which a screen gains time
 _SCREENED_ROWS, _SCREENED_LOGITS, _SCREENED_WEIGHTS = 32, 256, 1 << 20
 
+#: values of a weight that are compared
+_SAMPLE = 64
+
 _Layer: TypeAlias = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
 
 Made = TypeVar("Made")
@@ -48,7 +51,7 @@ class WeightCopies:
     def __init__(self) -> None:
         # The state of the weights, the weights, and what was made of them. As long as the weights are held, no other
         # tensor can have their addresses.
-        self._kept: dict[str, tuple[list[tuple[int, int]], Sequence[Tensor], Any]] = {}
+        self._kept: dict[str, tuple[list[tuple[int, int, bytes]], Sequence[Tensor], Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> WeightCopies:
         return WeightCopies()
@@ -58,7 +61,7 @@ class WeightCopies:
 
     def of(self, weights: Sequence[Tensor], kind: str, make: Callable[[Sequence[Tensor]], Made]) -> Made:
         """The result of ``make(weights)``. It is made if ``kind`` has none, or was made of other values."""
-        state = [(weight.data_ptr(), weight._version) for weight in weights]
+        state = [_state(weight) for weight in weights]
         if kind not in self._kept or self._kept[kind][0] != state:
             self._kept[kind] = state, weights, make(weights)
         made: Made = self._kept[kind][2]
@@ -107,3 +110,13 @@ def screened(sampling: Sampling) -> int:
     if sampling.repetition_penalty != 1:
         return 0
     return 1 if sampling.temperature == 0 else sampling.top_k
+
+
+def _state(weight: Tensor) -> tuple[int, int, bytes]:
+    """A value that differs after the weight was replaced or changed in place.
+
+    PyTorch counts the changes that it makes itself. A collective and a read from a file write into the memory without a
+    count; the values of some places tell these.
+    """
+    values = weight.reshape(-1)
+    return weight.data_ptr(), weight._version, values[:: max(1, len(values) // _SAMPLE)].numpy().tobytes()

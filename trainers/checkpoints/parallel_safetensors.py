@@ -199,6 +199,7 @@ def _filled(out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The bytes of a contiguous tensor of ``dtype`` that has the values of ``out`` when the block ends."""
     if out.is_contiguous() and out.dtype == dtype:
         yield out.view(-1).view(torch.uint8)
+        torch.autograd.graph.increment_version(out)  # PyTorch cannot know that the memory was written
     else:
         block = torch.empty(out.shape, dtype=dtype)
         yield block.view(-1).view(torch.uint8)

@@ -47,6 +47,7 @@ class SavedData(_Saved):
 
     start: _Count
     sources: list[SavedSource] = Field(min_length=1)
+    vocabulary: str | None = None
 
 
 class SavedPlacement(_Saved):

@@ -159,7 +159,7 @@ class Corpus:
 
     def stream(self, seed: int) -> SampleStream:
         """The training samples, by their global number."""
-        return SampleStream(self.sources, seed)
+        return SampleStream(self.sources, seed, None if self.tokenizer is None else self.tokenizer.identity())
 
     def held_out(self, iterations: int, size: int) -> list[HeldOutPart]:
         """What an evaluation of ``iterations`` global batches of ``size`` samples reads of each source.

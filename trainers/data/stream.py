@@ -67,10 +67,11 @@ class SampleStream:
     same weights goes on with the same stream. With others, or with other sources, it starts a new apportionment at that
     sample, and each source goes on where it was: so no sample is read twice before all samples of its source are.
 
-    sources: at least one, with different identities, in any order. seed: of the permutations.
+    sources: at least one, with different identities, in any order. seed: of the permutations. vocabulary: tells the
+    vocabulary of their tokens from others (`Tokenizer.identity`); None if it is not known.
     """
 
-    def __init__(self, sources: Sequence[Source], seed: int) -> None:
+    def __init__(self, sources: Sequence[Source], seed: int, vocabulary: str | None = None) -> None:
         # The order of the sources on a command line must not change the stream.
         self.sources = tuple(sorted(sources, key=lambda source: source.identity))
         self._orders = [EpochPermutation(len(source.training), seed) for source in self.sources]
@@ -78,6 +79,7 @@ class SampleStream:
         self._apportionment, self._probabilities = Apportionment(weights), normalized(weights)
         self._start, self._before = 0, [0] * len(self.sources)
         self._absent: list[SourceRecord] = []
+        self._vocabulary = vocabulary
 
     def __getitem__(self, n: int) -> Any:
         """Sample n of the run. Raises IndexError if n is negative, or before the weights changed."""
@@ -108,7 +110,8 @@ class SampleStream:
 
     def record(self, n: int) -> dict[str, Any]:
         """What `continue_from` needs to go on after n samples, as JSON types."""
-        return {"start": self._start, "sources": [asdict(source) for source in self.read(n)]}
+        sources = [asdict(source) for source in self.read(n)]
+        return {"start": self._start, "sources": sources, "vocabulary": self._vocabulary}
 
     def continue_from(self, n: int, record: Mapping[str, Any]) -> list[str]:
         """Go on after the n samples that ``record`` (`record`, `record_of_one`) tells of.
@@ -122,11 +125,15 @@ class SampleStream:
         consumed = [0 if old is None else old.consumed for old in ours]
         self._absent = [replace(old, weight=ZERO, before=old.consumed) for old in gone if old.consumed]
         weights = [ZERO if old is None else old.weight for old in ours]
+        lines = []
+        vocabulary = record.get("vocabulary")  # older versions did not record it
+        if None not in (vocabulary, self._vocabulary) and vocabulary != self._vocabulary:
+            lines.append(f"another tokenizer from sample {n:,} on: its vocabulary is not that of the checkpoint's run")
         if weights == [str(p) for p in self._probabilities]:  # both sum to 1, so no source that is gone had a weight
             self._start, self._before = start, [0 if old is None else old.before for old in ours]
-            return []
+            return lines
         self._start, self._before = n, consumed
-        return self._changes(n, ours, gone)
+        return lines + self._changes(n, ours, gone)
 
     def _changes(self, n: int, ours: Sequence[SourceRecord | None], gone: Sequence[SourceRecord]) -> list[str]:
         lines = []
@@ -157,7 +164,7 @@ class SampleStream:
 
 def record_of_one(name: str, n: int) -> dict[str, Any]:
     """The record (`SampleStream.record`) of n samples of one source, of which only the name is known."""
-    return {"start": 0, "sources": [asdict(SourceRecord(name, "", 0, "1", 0, n))]}
+    return {"start": 0, "sources": [asdict(SourceRecord(name, "", 0, "1", 0, n))], "vocabulary": None}
 
 
 def _read(record: Mapping[str, Any], n: int) -> tuple[int, list[SourceRecord]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,6 +127,16 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special and added ones included."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    def identity(self) -> str:
+        """A digest that tells this vocabulary from others, whatever file it is read from: hexadecimal, 32 digits.
+
+        It is made of all tokens and their ids.
+        """
+        digest = hashlib.sha256()
+        for token, number in sorted(self.vocabulary().items()):
+            digest.update(f"{number} {len(token)} {token}\n".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()[:32]
 
     @property
     def eod(self) -> int:

@@ -84,7 +84,8 @@ class FinetuneConfig(FinetuneFlags):
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
         elif source.is_fine_tuned(source.settings_of(found, verify=verify)):
             words = given(self, "load")
-            require(self.seeds == 1, f"{words}: is one run; with --seeds, give a run of pretrain_bert")
+            several = "with --seeds, --load is the folder of all of them (that of --save), and --pretrained-checkpoint"
+            require(self.seeds == 1, f"{words}: is one run; {several} the run of pretrain_bert that they start from")
             config = self.of_run(source.fine_tuned(found, words, verify=verify), words)
         else:
             config = self.of_pretrained_load()
@@ -136,8 +137,8 @@ class FinetuneConfig(FinetuneFlags):
         """These settings for a model that ``finetune`` has trained, with those that the run has fixed.
 
         To train on, an option with a default must be given again, as for every training command; to use the model, none
-        must, and it has the run's precision. saved, source: as in `of_model`. Raises UsageError where an option that is
-        given says something else.
+        must, and it has the run's precision; ``--race-level`` then says which questions are read. saved, source: as in
+        `of_model`. Raises UsageError where an option that is given says something else.
         """
         config = self.of_model(saved, source)
         found: dict[str, Any] = {}
@@ -145,6 +146,8 @@ class FinetuneConfig(FinetuneFlags):
             name, mine = item.name, getattr(self, item.name)
             if not item.metadata["fixed"] or name in (*SHAPE, *_OF_THE_RUN) or name not in saved:
                 continue
+            if name == "race_level" and not self.trains and mine != item.default:
+                continue  # the model answers the questions of each level, whichever it was trained on
             if mine not in (item.default, saved[name]):
                 raise UsageError(f"{given(self, name)}: the run of {source} has {saved[name]}")
             if not self.trains or item.default is None:

@@ -27,10 +27,8 @@ from .downstream import DownstreamTask, Part
 from .flags import SHAPE
 from .task import held_out, open_task
 
-#: settings on which the samples depend: the members of an ensemble must have the same
-_OF_SAMPLES = (
-    "task", "seq_length", "race_level", "max_qa_length", "squad_version", "max_query_length", "doc_stride",
-)  # fmt: skip
+#: settings on which the samples of a file depend: the members of an ensemble must have the same
+_OF_SAMPLES = ("task", "seq_length", "max_qa_length", "squad_version", "max_query_length", "doc_stride")
 
 
 def predict(config: FinetuneConfig, world: Communicator, folder: str | None = None) -> None:

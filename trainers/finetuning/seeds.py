@@ -31,15 +31,21 @@ def summarize(folder: Path, runs: Sequence[Path], measure: str) -> dict[str, Any
 
 
 def best_measures(run: Path, measure: str) -> dict[str, float]:
-    """The measures of the evaluation with the largest ``measure``, the first of equal ones, and its iteration."""
+    """The measures of the evaluation with the largest ``measure``, the first of equal ones, and its iteration.
+
+    The evaluation of a run that stopped early does not count, because another stop would have another one.
+    """
     try:
         rows, _ = metrics.read_rows(run / "metrics.jsonl")
     except OSError as error:
         raise UsageError(f"{run / 'metrics.jsonl'}: {error.strerror}") from error
     key = f"{_PREFIX}{measure}"
-    rows = [row for row in rows if row.get(key) is not None]
+    rows = [row for row in rows if row.get(key) is not None and not row.get(metrics.AT_STOP)]
     if not rows:
-        raise UsageError(f"--seeds: {run} has no evaluation, so there is no median; leave out --eval-iters 0")
+        raise UsageError(
+            f"--seeds: {run} has no evaluation, so there is no median; leave out --eval-iters 0, and do not stop "
+            "the run before its first evaluation"
+        )
     best = max(rows, key=lambda row: (row[key], -row["iteration"]))
     return {name.removeprefix(_PREFIX): value for name, value in best.items()}
 

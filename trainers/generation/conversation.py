@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from commengine import Communicator, UsageError
 from commengine.rank_zero import wait_for_json
 
-#: lines that do not belong to the text
+#: lines that are commands and no text, as every line is that begins with "/"
 FORGET, QUIT = "/new", "/quit"
 HELP = f"Each line is continued by the model. {FORGET} forgets what was said; {QUIT} or the end of the input ends."
+
+#: the exit status of a program that Ctrl-C ends
+INTERRUPTED = 128 + signal.SIGINT
+#: seconds by which Ctrl-C may reach the ranks one after the other
+SIGNAL_SECONDS = 0.5
 
 
 class Lines:
@@ -23,9 +31,11 @@ class Lines:
     def __init__(self, world: Communicator, source: TextIO | None = None) -> None:
         self._world = world
         self._source = sys.stdin if source is None else source
+        #: whether the last line is missing because Ctrl-C came while rank 0 waited for it; the same on all ranks
+        self.interrupted = False
 
     def next(self) -> str | None:
-        """The next line, without its end; None after the last. Collective.
+        """The next line, without its end; None after the last, and if Ctrl-C came (`interrupted`). Collective.
 
         While rank 0 waits for a line, the other ranks sleep. Raises UsageError, on all ranks, if the line is no text.
         """
@@ -35,6 +45,9 @@ class Lines:
                 read = {"line": _require_text(self._read())}
             except EOFError:
                 read = {"line": None}
+            except KeyboardInterrupt:
+                print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
+                read = {"line": None, "interrupted": True}
             except UnicodeDecodeError:
                 read = {"error": "standard input: not UTF-8 text"}
             except (ValueError, OSError) as error:
@@ -42,6 +55,7 @@ class Lines:
         read = wait_for_json(self._world, read)
         if "error" in read:
             raise UsageError(read["error"])
+        self.interrupted = "interrupted" in read
         return None if read["line"] is None else str(read["line"])
 
     def _read(self) -> str | None:
@@ -93,11 +107,37 @@ class History:
         self.forgotten += len(whole) - len(self.tokens)
 
 
-def converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> None:
+@contextlib.contextmanager
+def _interrupts_on_rank_zero(world: Communicator) -> Iterator[None]:
+    """A block in which Ctrl-C, which a launcher hands to all ranks, raises KeyboardInterrupt on rank 0 alone."""
+    if world.rank == 0:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> int:
     """Read lines until the last one. ``answer(tokens, turn)`` shows the model's text and returns it.
 
-    Collective over ``world``, as are the calls of ``answer``; the remarks of rank 0 go to standard error.
+    Returns the exit status: 0, or INTERRUPTED if Ctrl-C came while rank 0 waited for a line.
+
+    Collective over ``world``, as are the calls of ``answer``; the remarks of rank 0 go to standard error. Called in the
+    main thread, because the ranks but 0 ignore SIGINT meanwhile.
     """
+    with _interrupts_on_rank_zero(world):
+        _converse(world, lines, history, answer)
+        # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
+        if lines.interrupted and world.rank:
+            time.sleep(SIGNAL_SECONDS)
+    return INTERRUPTED if lines.interrupted else 0
+
+
+def _converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> None:
+    """`converse` without its signals."""
 
     def say(text: str) -> None:
         if world.rank == 0:
@@ -105,10 +145,17 @@ def converse(world: Communicator, lines: Lines, history: History, answer: Callab
 
     say(HELP)
     turn = told = 0
-    while (line := lines.next()) is not None and line.strip() != QUIT:
-        if line.strip() == FORGET:
-            history.clear()
-            told = 0
+    while (line := lines.next()) is not None:
+        if line.startswith("/"):
+            command = line.strip()
+            if command == QUIT:
+                return
+            if command == FORGET:
+                history.clear()
+                told = 0
+            else:
+                hint = "a text that begins with / needs a blank before it"
+                say(f"error: {command.split()[0]:.40}: no such command; valid: {FORGET}, {QUIT} ({hint})")
             continue
         if line.strip():
             history.say(line)

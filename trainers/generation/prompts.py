@@ -43,8 +43,8 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int) -> 
             raise UsageError(f"{prompt.where}: holds no token; a prompt has at least one")
         if len(tokens) > positions:
             raise UsageError(
-                f"{prompt.where}: has {len(tokens)} tokens; the model knows {positions} positions, so a prompt has at "
-                "most so many"
+                f"{prompt.where}: has {len(tokens)} tokens; the model knows {positions} positions, and a prompt has "
+                "at most one token for each"
             )
         found.append(tokens)
     return found

@@ -17,8 +17,9 @@ class Text:
     """What a model wrote after a prompt.
 
     number: of the prompt. sample: of this prompt's texts, from 0. text: without the prompt, and without the string or
-    the token that ended it. tokens: all that the model chose, with those. ended_by: "stop" for such a string or token,
-    else "length". slid: the text got longer than the model's positions, so that its first tokens were forgotten.
+    the token that ended it. tokens: all that the model chose, with those. ended_by: "end_of_text" (the token
+    <|endoftext|>), "stop" (a string that ends a text) or "length" (the most tokens). slid: the text got longer than the
+    model's positions, so that its first tokens were forgotten.
     """
 
     number: int
@@ -75,7 +76,8 @@ def generate_texts(
 
     A text also ends at the token <|endoftext|>, if the tokenizer has one. stop: strings that end a text, too. show:
     called on every rank with the number of the row and the next piece of its text, as soon as no further token can
-    change this piece. The other arguments, the errors, and which ranks must call it: as for `tplayers.generate`.
+    change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments, the
+    errors, and which ranks must call it: as for `tplayers.generate`.
     """
     strings, end = StopStrings(tokenizer, stop), _end(tokenizer)
     shown = [0] * (len(prompts) * samples)
@@ -95,18 +97,22 @@ def generate_texts(
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
-        stop_tokens=end, after_token=after, slide=slide,
+        stop_tokens=end, after_token=after, slide=slide, warn=False,
     )  # fmt: skip
     texts = []
     for row, tokens in enumerate(found):
         prompt = row // samples
-        ended = bool(tokens) and (tokens[-1] in end or strings.ends(tokens))
+        ended_by = "length"
+        if tokens and tokens[-1] in end:
+            ended_by = "end_of_text"
+        elif strings.ends(tokens):
+            ended_by = "stop"
         # The last token is chosen, and does not go through the model.
         slid = len(prompts[prompt]) + len(tokens) - 1 > model.config.max_position_embeddings
         texts.append(
             Text(
                 prompt if numbers is None else numbers[prompt], row % samples, text_of(tokens), tokens,
-                "stop" if ended else "length", slid,
+                ended_by, slid,
             )
         )  # fmt: skip
         tell(row, texts[-1].text)

@@ -42,7 +42,8 @@ def report(
     means = None if evaluated is None else evaluated.means
     remarks = task.remarks(means)
     measures = dict(remarks.measures)
-    if task.kept_by is not None and (kept := metrics.best(f"validation_{task.kept_by}")) is not None:
+    saved = folder is not None and task.kept_by is not None  # without a folder no checkpoint is kept
+    if saved and (kept := metrics.best(f"validation_{task.kept_by}")) is not None:
         measures |= {f"kept_{task.kept_by}": kept[0], "kept_iteration": kept[1]}
     train_loss, speed = _from_rows(trainer, metrics)
     if course.step is not None:
@@ -83,14 +84,14 @@ def report(
     on_rank_zero(trainer.grid.world, publish)
 
 
-def stopped(trainer: Trainer, reason: str, folder: Path | None) -> str:
-    """The line that says that the run stopped early."""
+def stopped(trainer: Trainer, reason: str, folder: Path | None, go_on: str | None) -> str:
+    """The line that says that the run stopped early. folder: of ``--save``. go_on: as for `trainers.run.loop.train`."""
     config, iteration = trainer.config, trainer.iteration
     left = "the evaluation and the report are left" if iteration >= config.train_iters else ""
     at = f"stopped by {reason} after step {iteration} of {config.train_iters}" + (f" ({left})" if left else "")
     if folder is None:
         return f"{at}; nothing is saved, because there is no --save (exit status {TEMPORARY})"
-    return f"{at}; the checkpoint is saved, go on with --load {folder} (exit status {TEMPORARY})"
+    return f"{at}; the checkpoint is saved, go on with {go_on or f'--load {folder}'} (exit status {TEMPORARY})"
 
 
 def _from_rows(trainer: Trainer, metrics: Metrics) -> tuple[float | None, float]:

@@ -20,7 +20,7 @@ from trainers.training.trainer import Trainer
 from .ending import Course, report, stopped
 from .evaluation import Evaluation, evaluate_sources, total
 from .exports import Exports
-from .metrics import Metrics
+from .metrics import AT_STOP, Metrics
 from .report import communication_rows, is_written
 from .step_agreement import StepAgreement
 from .step_file import StepFile
@@ -39,12 +39,15 @@ def train(
     world: Communicator,
     new_task: Callable[[Config, Communicator], TrainingTask],
     stopping: StopRequests,
+    *,
+    go_on: str | None = None,
 ) -> int:
     """Train until ``--train-iters`` (or ``--exit-interval``), save, evaluate, report. Collective over ``world``.
 
     config: valid and complete (`trainers.run.startup.read_config`). new_task: called with these arguments, on every
     rank, to make the task. stopping: may stop the run after any step and between the batches of an evaluation; it then
-    has a checkpoint, if there is ``--save``.
+    has a checkpoint, if there is ``--save``. go_on: the options that go on with a run that stopped, for people; None
+    for ``--load`` with the folder of ``--save``.
 
     Returns the exit status: 0, or `TEMPORARY` if the run stopped before its last step or before its report.
 
@@ -98,7 +101,7 @@ def train(
             metrics.say(stopping.limit)
         saver = run_state.CheckpointSaver(trainer, lost)
         try:
-            status = _Run(task, metrics, saver, agreement, stopping, goes_on=goes_on).run()
+            status = _Run(task, metrics, saver, agreement, stopping, goes_on=goes_on, go_on=go_on).run()
         except UsageError:  # on all ranks; what is being written in the background is of a step before the error
             with contextlib.suppress(UsageError):
                 saver.finish()
@@ -129,12 +132,12 @@ def _is_done(trainer: Trainer, folder: Path | None, *, goes_on: bool) -> bool:
 class _Run:
     """The steps of a run and what follows them. All methods are collective over the trainer's world.
 
-    goes_on: the run continues in its own folder. The other arguments are those that `train` makes.
+    goes_on: the run continues in its own folder. go_on: as for `train`, which makes the other arguments.
     """
 
     def __init__(
         self, task: TrainingTask, metrics: Metrics, saver: run_state.CheckpointSaver, agreement: StepAgreement,
-        stopping: StopRequests, *, goes_on: bool,
+        stopping: StopRequests, *, goes_on: bool, go_on: str | None,
     ) -> None:  # fmt: skip
         self.task, self.trainer, self.config = task, task.trainer, task.trainer.config
         self.metrics, self.saver, self.agreement, self.stopping = metrics, saver, agreement, stopping
@@ -145,7 +148,7 @@ class _Run:
         agreement.add_failure(metrics.problem)
         agreement.add_failure(self.checks.problem)
         self.course = Course()
-        self.goes_on = goes_on
+        self.goes_on, self.go_on = goes_on, go_on
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
         self.exports = Exports(task, metrics, saver)
@@ -250,10 +253,17 @@ class _Run:
         if len(found.by_source) > 1:
             terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
         terms |= {f"validation_{name}": value for name, value in measures.items()}
+        if self.task.kept_by in measures and not self._is_due():
+            terms[AT_STOP] = 1
         if not self.metrics.has(iteration, "validation_loss"):
             self.metrics.log({"iteration": iteration, "validation_loss": loss} | terms)
         self.metrics.say(f"iteration {iteration}: held-out loss {loss:.4f} {trainer.objective.unit}{kept}")
         self.evaluated = found
+
+    def _is_due(self) -> bool:
+        """Whether a run that is never stopped evaluates at this iteration, too."""
+        iteration = self.trainer.iteration
+        return iteration % self.config.eval_interval == 0 or iteration >= self.config.train_iters
 
     def _keep_best(self, measures: Mapping[str, float]) -> str:
         """Save and mark the checkpoint if the measure that the task is kept by is the largest so far: words for people.
@@ -264,6 +274,8 @@ class _Run:
         if name is None or name not in measures:
             return ""
         value = measures[name]
+        if not self._is_due():  # otherwise the kept checkpoint would depend on where the run stopped
+            return f", {name.replace('_', ' ')} {value:.4f} (at a stop, so it is not compared with the best)"
 
         def largest() -> bool:
             before = metrics.best(f"validation_{name}", iteration)
@@ -295,7 +307,8 @@ class _Run:
         if not self.stop:
             self.exports.at_end()
         if self.stop:
-            self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder))  # a line of its own at the bar
+            # A line of its own at the bar.
+            self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0

@@ -17,6 +17,9 @@ from trainers.checkpoints import disk
 #: seconds after which TensorBoard writes, and those that it may take to write what is left at the end
 FLUSH_SECONDS, CLOSE_SECONDS = 120, 10.0
 
+#: 1 in the row of an evaluation that a run has only because it stopped there; such a row is never the best one
+AT_STOP = "at_stop"
+
 
 class Metrics:
     """Rows of ``SAVE/metrics.jsonl``, scalars for TensorBoard, and a progress bar on standard error.
@@ -79,12 +82,12 @@ class Metrics:
     def best(self, name: str, before: int | None = None) -> tuple[float, int] | None:
         """The largest value of ``name``, and the first iteration that has it. None if no row has a value.
 
-        before: look at rows of earlier iterations only. Always None on all ranks but 0.
+        Rows with AT_STOP are left out. before: look at rows of earlier iterations only. Always None on all ranks but 0.
         """
         found = [
             (row[name], -row["iteration"])
             for row in self.rows
-            if row.get(name) is not None and (before is None or row["iteration"] < before)
+            if row.get(name) is not None and not row.get(AT_STOP) and (before is None or row["iteration"] < before)
         ]
         if not found:
             return None
@@ -171,7 +174,7 @@ class _Board:
 
     def add(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
-            if name != "iteration" and value is not None and not self.failed:
+            if name not in ("iteration", AT_STOP) and value is not None and not self.failed:
                 self._writer.add_scalar(name, value, row["iteration"])
 
     def close(self) -> None:

@@ -19,6 +19,9 @@ from .scorer import Scores
 from .texts import TextCounts
 from .words import perplexity
 
+#: a position of the window is drawn if it has this part of the targets of the position with most
+FEW = 0.1
+
 
 @dataclass(frozen=True)
 class ModelScored:
@@ -35,7 +38,7 @@ class PerplexityResult:
 
     nll: of all targets together, in nats. words, harness_words: 0 where they are not known (`TextCounts`).
     position_nll: the mean loss of the targets that are predicted from each position of a window, in nats; None where
-    there are none.
+    there are none. position_targets: how many these are.
     """
 
     task: str
@@ -50,6 +53,7 @@ class PerplexityResult:
     windows: int
     model: ModelScored
     position_nll: list[float | None] = field(repr=False)
+    position_targets: list[int] = field(repr=False)
 
     @classmethod
     def of(
@@ -63,6 +67,7 @@ class PerplexityResult:
         return cls(
             task, math.fsum(scores.nll.tolist()), windows.targets, counts.texts, counts.words, counts.harness_words,
             counts.tokens, windows.length, windows.stride, len(windows), model, by_position,
+            [int(count) for count in scores.position_targets],
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +79,7 @@ class PerplexityResult:
             "lm_eval_word_perplexity": perplexity(self.nll, self.harness_words),
             "lm_eval_words": self.harness_words or None, "tokens": self.tokens, "texts": self.texts,
             "seq_length": self.seq_length, "stride": self.stride, "windows": self.windows, **asdict(self.model),
-            "position_nll": self.position_nll,
+            "position_nll": self.position_nll, "position_targets": self.position_targets,
         }  # fmt: skip
         return values
 
@@ -92,15 +97,23 @@ class PerplexityResult:
         return _table(self.task, about, self.model, [(name, f"{value:,.4f}", of) for name, value, of in rows])
 
     def draw(self, path: Path) -> None:
-        """Draw the mean loss over the position in the window."""
+        """Draw the mean loss over the position in the window, where it is the mean of enough targets.
+
+        With a stride below the length only the first window of a text has targets at the first positions: a few losses
+        beside the means of thousands would look like an effect of the context.
+        """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot(xlabel="tokens read before the target", ylabel="nats per target")
-        losses = np.array([math.nan if loss is None else loss for loss in self.position_nll])
+        few = max(self.position_targets, default=0) * FEW
+        shown = zip(self.position_nll, self.position_targets, strict=True)
+        losses = np.array([math.nan if loss is None or count < few else loss for loss, count in shown])
         read = np.arange(1, len(losses) + 1)
+        if any(0 < count < few for count in self.position_targets):
+            axes.set_xlabel(f"{axes.get_xlabel()} (left out: positions with fewer than {math.ceil(few):,} targets)")
         if len(losses) <= 64:
             axes.plot(read, losses, "o-", markersize=3, linewidth=1)
         else:
@@ -115,7 +128,7 @@ class PerplexityResult:
             axes.plot(middles, means, "-", linewidth=2, label="mean")
             axes.legend()
             axes.set_xscale("log")
-        axes.set_title(f"{self.task}: {perplexity(self.nll, self.targets):,.2f} per token")
+        axes.set_title(f"{self.task}: perplexity {perplexity(self.nll, self.targets):,.2f} per token")
         figure.savefig(path, dpi=120)
 
 

@@ -15,8 +15,11 @@ from tplayers import GPT, vocab_parallel_argmax, vocab_parallel_cross_entropy
 
 from .passages import Passage
 
-#: logits that a rank computes at once: 128 MB in float32, and 256 MB of copies in float64
-_LOGITS = 1 << 25
+#: how many logits a rank computes at once, and how many of them it copies to float64 at once. On the host malloc maps
+#: a block of more than 32 MB anew each time, and the page faults take longer than the arithmetic. A device keeps its
+#: memory, and large blocks need fewer kernels.
+_ON_HOST = (1 << 22, 1 << 20)
+_ON_DEVICE = (1 << 25, 1 << 25)
 
 
 @dataclass(frozen=True)
@@ -95,23 +98,26 @@ def _score_batch(model: GPT, passages: Sequence[Passage], *, predict: bool) -> l
     places = torch.cat([torch.arange(len(one.tokens) - 1 - one.scored, len(one.tokens) - 1) for one in passages])
     targets = tokens[rows, places + 1].to(device)
     hidden = model.hidden_states(tokens[:, :-1].to(device))[places.to(device), rows.to(device)]  # [targets, h]
-    losses, best = [], []
-    for part in _parts(len(targets), model.embedding.weight.shape[0]):
+    losses: list[Tensor] = []
+    best: list[Tensor] = []
+    narrow, wide = _ON_HOST if device.type == "cpu" else _ON_DEVICE
+    for part in _parts(len(targets), model.embedding.weight.shape[0], narrow):
         logits = model.logits(hidden[part])
         if predict:
             best.append(vocab_parallel_argmax(logits, model.comm, model.config.vocab_size))
         # In float64 the sum over the vocabulary adds no error of its own to that of the logits.
-        losses.append(
+        losses += [
             vocab_parallel_cross_entropy(
-                logits.double(), targets[part], model.comm, vocab_size=model.config.vocab_size, overwrite=True
+                logits[few].double(), targets[part][few], model.comm, vocab_size=model.config.vocab_size, overwrite=True
             )
-        )
+            for few in _parts(len(logits), logits.shape[1], wide)
+        ]
     found = torch.split(torch.cat(losses).cpu(), scored)
     none = torch.empty(0, dtype=torch.int64)
     return list(zip(found, torch.split(torch.cat(best).cpu(), scored) if predict else repeat(none), strict=False))
 
 
-def _parts(count: int, columns: int) -> Iterator[slice]:
-    """Slices of ``count`` rows, of whose ``columns`` logits each has at most _LOGITS."""
-    rows = max(_LOGITS // columns, 1)
+def _parts(count: int, columns: int, logits: int) -> Iterator[slice]:
+    """Slices of ``count`` rows, of whose ``columns`` logits each has at most ``logits``."""
+    rows = max(logits // columns, 1)
     yield from (slice(begin, begin + rows) for begin in range(0, count, rows))

@@ -75,10 +75,13 @@ def read_json_lines(path: str, key: str, tokenizer: Tokenizer) -> Texts:
     return Texts(tokens, counts)
 
 
-def read_held_out(settings: TransformerTrainConfig, tokenizer: Tokenizer | None) -> Texts:
+def read_held_out(
+    settings: TransformerTrainConfig, tokenizer: Tokenizer | None, sources: Sequence[tuple[str, str]] = ()
+) -> Texts:
     """The validation documents of a run, those of each data set one after the other as one text, as it trained on them.
 
-    tokenizer: for the number of words; None for none. Raises UsageError if there are none.
+    tokenizer: for the number of words; None for none. sources: the (name, identity) of each data set that the run has
+    read, as far as it is known. Raises UsageError if there are no documents, or those of other data.
     """
     blend = settings.blend()
     if not blend:
@@ -89,6 +92,7 @@ def read_held_out(settings: TransformerTrainConfig, tokenizer: Tokenizer | None)
         if not weight:
             continue
         dataset = IndexedDataset(prefix)
+        _require_trained_on(dataset, sources)
         documents = split_documents(len(dataset), settings.split)[1]
         parts = [dataset.document(number) for number in documents]
         if parts:
@@ -107,6 +111,16 @@ def read_held_out(settings: TransformerTrainConfig, tokenizer: Tokenizer | None)
             "the data set replaced since?"
         )
     return Texts(tokens, TextCounts(len(tokens), words, harness, sum(map(len, tokens))))
+
+
+def _require_trained_on(dataset: IndexedDataset, sources: Sequence[tuple[str, str]]) -> None:
+    """Raise UsageError if a run that has read ``sources`` knows a data set of this name, and not this one."""
+    known = [identity for name, identity in sources if name == dataset.prefix]
+    if known and (found := dataset.identity()) not in known:
+        raise UsageError(
+            f"--task held-out: {dataset.prefix} holds other data (identity {found}) than the run was trained on "
+            f"(identity {known[-1]}): was it replaced since? --task perplexity scores any text"
+        )
 
 
 def _text_of(path: str) -> str:
@@ -129,8 +143,8 @@ def encoded(tokenizer: Tokenizer, text: str) -> Tokens:
 def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) -> Texts:
     """The texts that ``read`` gives on rank 0, on every rank. Collective over ``world``.
 
-    option: begins the message about an error in a file. Raises UsageError, on all ranks, if ``read`` raises UsageError,
-    ValueError or OSError.
+    option: stands before the file's name in the message about an error in a file. Raises UsageError, on all ranks,
+    if ``read`` raises UsageError, ValueError or OSError.
     """
     kept: list[Tokens] = []
 
@@ -141,9 +155,9 @@ def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) ->
             raise
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise UsageError(f"{option}: {said}") from error
+            raise UsageError(f"{option} {said}") from error
         except ValueError as error:
-            raise UsageError(f"{option}: {error}") from error
+            raise UsageError(f"{option} {error}") from error
         kept.extend(tokens)
         return asdict(counts)
 

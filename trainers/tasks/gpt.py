@@ -217,7 +217,7 @@ class GPTTask(TransformerTask):
         assert isinstance(model, GPT)
         source = self._evaluated[0].held_out if self._evaluated else corpus.sources[0].training
         prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
-        (sample,) = generate(model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed)
+        (sample,) = generate(model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed, warn=False)
         unigram = None
         if evaluated is not None:
             unigram = on_rank_zero(

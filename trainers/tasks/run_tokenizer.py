@@ -10,8 +10,13 @@ from trainers.data.tokenizer import Tokenizer
 from .transformer import TransformerTrainConfig
 
 
-def tokenizer_of(settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None) -> Tokenizer:
-    """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary."""
+def tokenizer_of(
+    settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None, vocabulary: str | None = None
+) -> Tokenizer:
+    """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary.
+
+    vocabulary: the `Tokenizer.identity` of the run's, which must still be that of its file; None if it is not known.
+    """
     path = settings.tokenizer_model if asked is None else os.fspath(asked)
     other = "name one with --tokenizer-model FILE"
     if path is None:
@@ -22,6 +27,11 @@ def tokenizer_of(settings: TransformerTrainConfig, asked: str | os.PathLike[str]
         hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
         raise UsageError(f"--tokenizer-model: {error}{hint}") from error
     require_vocabulary(found, path, settings.vocab_size)
+    if asked is None and vocabulary not in (None, found.identity()):
+        raise UsageError(
+            f"--tokenizer-model: {path}: has another vocabulary than the tokenizer of that name with which the run was "
+            "trained: was it replaced since? Name the run's own with --tokenizer-model FILE"
+        )
     return found
 
 

@@ -1,5 +1,7 @@
 """Text from a model: as without a cache, as transformers has it, the same at every TP size, never a padding token."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -118,6 +120,23 @@ def test_a_window_slides_by_several_tokens(group, alone):
     assert generate(gpt(group.comm), [[3, 1, 4]], 30, slide=5) == [tokens[3:]]
 
 
+def test_rank_zero_warns_where_a_window_slides(group):
+    """The last token does not go through the model, so 12 positions are enough for a prompt of 3 and 10 tokens."""
+    model, rows = gpt(group.comm), [[3, 1, 4], [1]]
+    for arguments, named, slid in [
+        ((rows, 10), {}, 0), ((rows, 11), {}, 1), ((rows, 13), {}, 2), ((rows, 13), {"warn": False}, 0),
+        (([[1] * 13], 1), {"slide": 3}, 1), (([[1] * 12], 1), {}, 0),
+    ]:  # fmt: skip
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            generate(model, *arguments, **named)
+        told = [str(one.message) for one in told if one.filename == __file__]
+        assert len(told) == (1 if slid and not group.comm.rank else 0)
+        if told:
+            rest = f"{slid} of {len(arguments[0])} rows got longer than the 12 positions of the model"
+            assert rest in told[0] and f"forgotten {named.get('slide', 1)} at a time" in told[0]
+
+
 def test_padding_is_never_generated(group):
     """Padding columns that would win by far, on whichever rank holds them."""
     model, comm = gpt(group.comm), group.comm
@@ -188,6 +207,11 @@ def test_errors_are_clear_and_the_same_on_all_ranks(group):
             generate(model, *arguments, **named)
     with pytest.raises(TypeError, match="float"):
         generate(model, [[1.7]], 4)
+    for tokens in ([1, 2, 3], torch.tensor([1, 2, 3])):
+        with pytest.raises(
+            TypeError, match=r"prompt 0 is 1, not a sequence of tokens; .*\[\[1, 2, 3\]\] for one prompt"
+        ):
+            generate(model, tokens, 4)
     with pytest.raises(ValueError, match="BERT is not causal"):
         generate(BERT(BERTConfig(1, 32, 4, VOCAB, 8, make_vocab_size_divisible_by=PADDED), group.comm), [[1]], 1)
     assert model.training

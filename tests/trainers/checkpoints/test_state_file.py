@@ -11,7 +11,8 @@ GOOD = {
     "format": 4, "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
     "masters": True,
     "data": {"start": 0, "sources": [
-        {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80}]},
+        {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80}],
+        "vocabulary": "c"},
     "settings": {"num_layers": 2, "global_batch_size": 8, "lr": 1e-3, "load": None, "data_path": ["a", "b"]},
     "parameters": {"w": {"shape": [6, 4], "view": [3, 2, 4], "dim": 1, "count": 2}},
 }  # fmt: skip
@@ -30,6 +31,10 @@ def test_what_is_written_is_read(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps(GOOD))
     read = state_file.read(tmp_path / "state.json")
     assert json.loads(json.dumps(read.model_dump())) == GOOD
+    older = {name: value for name, value in GOOD["data"].items() if name != "vocabulary"}
+    (tmp_path / "state.json").write_text(json.dumps(GOOD | {"data": older}))
+    data = state_file.read(tmp_path / "state.json").data
+    assert data is not None and data.model_dump() == older | {"vocabulary": None}
 
 
 HUGE = 10**400
@@ -50,6 +55,7 @@ HUGE = 10**400
         ({"settings": {"global_batch_size": 0}}, "global_batch_size"),
         ({"masters": 1}, "masters: "), ({"parameters": []}, "parameters: "), ({"data": []}, "data: "),
         ({"data": {"start": 0, "sources": []}}, "data.sources: "),
+        ({"data": GOOD["data"] | {"vocabulary": 5}}, "data.vocabulary: "),
         ({"data": {"start": 0, "sources": [{"name": 5}]}}, "data.sources.0.name: "),
         ({"data": {"start": 0, "sources": [GOOD["data"]["sources"][0] | {"weight": "1e9"}]}}, "sources.0.weight: "),
         ({"parameters": {"w" * 9999: {"shape": [-1]}}}, "parameters.www"),

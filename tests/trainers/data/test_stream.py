@@ -179,6 +179,21 @@ def test_what_the_user_is_told_of_a_change() -> None:
     assert "A 1 (not the data of that name that the checkpoint knows, so read from its first sample)" in line
 
 
+def test_another_vocabulary_is_said() -> None:
+    def of(vocabulary: str | None) -> SampleStream:
+        return SampleStream([A, B], SEED, vocabulary)
+
+    for saved, ours in ((None, "b"), ("a", None), ("a", "a")):
+        assert of(ours).continue_from(10, through_json(of(saved).record(10))) == []
+    after = of("b")
+    (line,) = after.continue_from(10, through_json(of("a").record(10)))
+    assert line == "another tokenizer from sample 10 on: its vocabulary is not that of the checkpoint's run"
+    assert after.record(10)["vocabulary"] == "b"
+    old = of("a").record(10)
+    del old["vocabulary"]  # of a version that did not record it
+    assert of("b").continue_from(10, old) == []
+
+
 def test_a_source_that_comes_back_goes_on() -> None:
     away = resumed(stream(A, B), 10, B)
     back = resumed(away, 14, A, B)

@@ -89,6 +89,19 @@ def test_save_and_load(small: Tokenizer, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
+def test_the_identity_is_that_of_the_vocabulary(small: Tokenizer, tmp_path: Path) -> None:
+    """It does not depend on the format of the file, and tells a vocabulary of equal size from another."""
+    small.save(tmp_path / "small.json")
+    assert Tokenizer.from_file(tmp_path / "small.json").identity() == small.identity()
+    other = Tokenizer.train_bpe([text[::-1] for text in CORPUS], 290)
+    assert other.vocab_size == small.vocab_size and other.identity() != small.identity()
+    ids = small.vocabulary()
+    one, two = (token for token, number in ids.items() if number in (270, 280))
+    swapped = tokenizers.Tokenizer(models.WordLevel(ids | {one: ids[two], two: ids[one]}, unk_token=one))
+    assert Tokenizer(tokenizers.Tokenizer(models.WordLevel(ids, unk_token=one))).identity() == small.identity()
+    assert Tokenizer(swapped).identity() != small.identity()
+
+
 def test_save_that_fails_leaves_nothing(small: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError):

@@ -96,6 +96,12 @@ def outcomes(root, pretrain, tiny):
         2,
         [*predict("race", root / "race"), "--predict", "test", "--tokenizer-model", moved],
     )
+    part = toy_tasks.race(root / "data" / "race middle", 4)
+    for split in ("train", "dev", "test"):
+        shutil.rmtree(part / split / "high")
+    words = ["--race-level", "middle", "--output", root / "race middle"]
+    commands["predict race middle"] = (1, predict("race middle", root / "race", *words))
+    commands["without a folder"] = (1, start("mnli", "--task", "mnli", "--train-iters", 2))
     seeds = ["--task", "squad", "--train-iters", 12, "--eval-interval", 6, "--seeds", 3, "--save", root / "seeds"]
     new = ["--pretrained-checkpoint" if word == "--load" else word for word in start("squad", *seeds)]
     commands["seeds"] = (2, [*new, "--load", root / "seeds", "--predict", "dev"])
@@ -106,13 +112,16 @@ def outcomes(root, pretrain, tiny):
     for name, (given, _) in REFUSED.items():
         commands[f"refused: {name}"] = (2, [word.format(root=root) for word in given])
     left = [*MNLI, "--load", "{root}/bert", *VOCAB, "--save", "{root}/stopped seeds", "--seeds", "2", *SHORT]
-    commands["stopped seeds"] = (1, [word.format(root=root) for word in left], "finetune", [["step", 3, 0, "TERM"]])
+    left = [word.format(root=root) for word in left]
+    commands["stopped seeds"] = (1, left, "finetune", [["step", 3, 0, "TERM"]])
+    left = [word.replace("stopped seeds", "left seeds") for word in left]
+    commands["left seeds"] = (1, left, "finetune", [["step", 1, 0, "TERM"]])
     damaged(root)
     listed = [(ranks, words, *more[1:]) for ranks, words, *more in commands.values()]
     kinds = [more[0] if more else "finetune" for _, _, *more in commands.values()]
     found = dict(zip(commands, pretrain(*listed, command=kinds), strict=True))
     for name, outcome in found.items():
-        if not name.startswith("refused: ") and name != "stopped seeds":
+        if not name.startswith("refused: ") and name not in ("stopped seeds", "left seeds"):
             assert not any(outcome.codes), (name, outcome.err)
     return found
 
@@ -197,8 +206,26 @@ def test_a_resumed_run_goes_on_bit_for_bit(outcomes, root, rows):
         one, other = ({row["iteration"]: row[key] for row in rows(root / run, key)} for run in ("race", "stopped"))
         assert max(one) == 23 and one == {step: value for step, value in other.items() if step in one}
         assert set(other) - set(one) == ({10} if key == "validation_accuracy" else set())
+    at_stop = {run: [row["iteration"] for row in rows(root / run, "at_stop")] for run in ("race", "stopped")}
+    assert at_stop == {"race": [], "stopped": [10]}
     race, stopped = (load_file(root / run / "iter_0000023" / "model.safetensors") for run in ("race", "stopped"))
     assert race.keys() == stopped.keys() and all(torch.equal(race[name], stopped[name]) for name in race)
+
+
+def test_an_evaluation_at_a_stop_is_never_the_best(outcomes, root):
+    """Otherwise the kept checkpoint would depend on where a run stopped. Nothing is kept before the first one due."""
+    said = outcomes["stopped"]
+    assert re.search(r"iteration 10: .* accuracy [01]\.[0-9]+ \(at a stop, so it is not compared", said.err[0])
+    assert "the best so far" not in said.err[0] and "kept" not in said.out[0]
+    assert [report(root, run)["kept_iteration"] for run in ("race", "stopped")] == [23, 23]
+    assert (root / "race" / "best").read_text() == (root / "stopped" / "best").read_text()
+
+
+def test_a_run_without_a_folder_says_that_it_keeps_nothing(outcomes):
+    found = outcomes["without a folder"]
+    assert found.err[0].count("without --save DIR no checkpoint is kept") == 1
+    assert "accuracy " in found.out[0] and "kept" not in found.out[0]
+    assert "no checkpoint is kept" not in outcomes["early"].err[0]
 
 
 # Predictions ------------------------------------------------------------------------------------------------------
@@ -249,6 +276,12 @@ def test_predictions_of_a_test_split(outcomes, root):
     assert answers.keys() == gold.keys()
     pairs = [(a, b) for name in gold for a, b in zip(answers[name], gold[name], strict=True)]
     assert sum(a == b for a, b in pairs) >= 0.95 * len(pairs)
+
+
+def test_predictions_of_one_level_by_a_run_of_both(outcomes, root):
+    answers = json.loads((root / "race middle" / "RACE.json").read_text())
+    assert answers and all(name.startswith("middle/") for name in answers)
+    assert json.loads((root / "race middle" / "measures.json").read_text()).keys() == {"accuracy"}
 
 
 def test_seeds(outcomes, root):
@@ -320,7 +353,7 @@ REFUSED = {
         ["--null-score-diff-threshold nan: must be a finite number"],
     ),
     "an empty file": (
-        ["--task", "mnli", "--data", "{root}/empty", "--load", "{root}/bert", *VOCAB], ["train.tsv: .* no column"],
+        ["--task", "mnli", "--data", "{root}/empty", "--load", "{root}/bert", *VOCAB], ["empty/train.tsv: is empty"],
     ),
     "a row without a field": (
         ["--task", "qqp", "--data", "{root}/short", "--load", "{root}/bert", *VOCAB], ["line 242: has 3 columns"],
@@ -359,6 +392,19 @@ REFUSED = {
     "seeds without a folder": (
         [*MNLI, "--load", "{root}/bert", *VOCAB, "--seeds", "5"], ["--seeds: needs --save DIR"],
     ),
+    "seeds that go on with one run": (
+        ["--task", "race", "--data", "{root}/data/race", "--load", "{root}/race", "--save", "{root}/n", "--seeds", "2"],
+        ["race: is one run; with --seeds, --load is the folder of all .*, and --pretrained-checkpoint the run of"],
+    ),
+    "a level that is not there": (
+        ["--data", "{root}/data/race middle", "--load", "{root}/race", *PREDICT],
+        [r"dev/high: there is no \*.txt file; .* \(--race-level middle leaves this level out\)"],
+    ),
+    "another level": (
+        ["--task", "race", "--data", "{root}/data/race", "--load", "{root}/race", "--save", "{root}/race",
+         "--race-level", "middle"],
+        ["--race-level middle: the run of --load .*race has both"],
+    ),
     "a folder that holds a run": (
         [*MNLI, "--load", "{root}/bert", *VOCAB, "--save", "{root}/race"], ["holds a run already"],
     ),
@@ -387,9 +433,18 @@ def damaged(root):
 def test_a_stop_in_the_last_step_of_a_seed_begins_no_other_one(outcomes, root):
     """The first run ends as usual, with its report; the command tells that something is left."""
     assert outcomes["stopped seeds"].codes == [75]
-    assert "came in the last step" in outcomes["stopped seeds"].err[0]
+    said = outcomes["stopped seeds"].err[0]
+    options = "--load {}/{} --pretrained-checkpoint {}/bert (exit status 75)"
+    assert "came in the last step" in said
+    assert f"1 of 2 runs are done; go on with {options.format(root, 'stopped seeds', root)}" in said
     assert [path.name for path in (root / "stopped seeds").iterdir()] == ["seed_1234"]
     assert report(root, "stopped seeds/seed_1234")["iteration"] == 3
+
+
+def test_a_stop_of_a_seed_says_how_all_go_on(outcomes, root):
+    assert outcomes["left seeds"].codes == [75]
+    options = f"go on with --load {root}/left seeds --pretrained-checkpoint {root}/bert (exit status 75)"
+    assert f"stopped by SIGTERM after step 1 of 3; the checkpoint is saved, {options}" in outcomes["left seeds"].err[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,6 +25,13 @@ def test_the_first_of_the_best_evaluations(tmp_path):
     assert found == {"iteration": 30, "loss": pytest.approx(1 / 3), "accuracy": 0.8}
 
 
+def test_an_evaluation_at_a_stop_does_not_count(tmp_path):
+    folder = run(tmp_path / "one", 0.5, 0.7)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 25, "validation_accuracy": 0.9, "at_stop": 1}) + "\n")
+    assert best_measures(folder, "accuracy")["iteration"] == 20
+
+
 @pytest.mark.parametrize(
     "values, median", [([0.7, 0.9, 0.8, 0.6, 0.5], 0.7), ([0.9, 0.7, 0.8, 0.6], 0.7), ([0.4], 0.4)]
 )

@@ -1,6 +1,7 @@
 """A conversation: every rank gets rank 0's lines, and the model sees what was said, or its end."""
 
 import io
+import signal
 
 import pytest
 
@@ -31,7 +32,11 @@ def test_the_end_of_what_was_said_is_kept():
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "said",
-    ["hello\nyou\n/new\n\n  \nagain\n\n", "hello\r\nyou\r\n/new\r\n\r\nagain\r\n\r\n/quit\r\nnot read\n"],
+    [
+        "hello\nyou\n/new\n\n  \nagain\n\n",
+        "hello\r\nyou\r\n/new\r\n\r\nagain\r\n\r\n/quit\r\nnot read\n",
+        "hello\n/exit\nyou\n/new now\n/new\nagain\n/\n\n/quit \nnot read\n",
+    ],
 )
 def test_every_rank_gets_the_lines(world, capfd, said):
     source = io.StringIO(said, newline="") if world.rank == 0 else io.StringIO("another rank has no input")
@@ -41,10 +46,53 @@ def test_every_rank_gets_the_lines(world, capfd, said):
         asked.append((turn, bytes(tokens).decode()))
         return f"<{turn}>"
 
-    converse(world, Lines(world, source), history(positions=100), answer)
+    assert converse(world, Lines(world, source), history(positions=100), answer) == 0
     assert asked == [(0, "hello"), (1, "hello<0>\nyou"), (2, "again"), (3, "again<2>")]
     out, err = capfd.readouterr()
     assert out == "" and ("/quit" in err) == (world.rank == 0)
+    refused = [line.split(";")[0] for line in err.splitlines() if line.startswith("error: ")]
+    wrong = ["/exit", "/new", "/"] if "/exit" in said and world.rank == 0 else []
+    assert refused == [f"error: {word}: no such command" for word in wrong]
+
+
+@pytest.mark.mpi
+def test_a_text_may_begin_with_a_slash_after_a_blank(world, capfd):
+    asked = []
+    converse(world, Lines(world, io.StringIO(" /usr is\n")), history(), lambda *given: asked.append(given) or "")
+    assert asked == [(list(b" /usr is"), 0)] and "error" not in capfd.readouterr().err
+
+
+class Interrupted(io.StringIO):
+    """Standard input at which Ctrl-C comes instead of the second line."""
+
+    lines = 0
+
+    def readline(self, *size):
+        self.lines += 1
+        if self.lines == 2:
+            signal.raise_signal(signal.SIGINT)
+        return super().readline(*size)
+
+
+@pytest.mark.mpi
+def test_an_interrupt_at_the_prompt_ends_all_ranks_in_order(world, capfd):
+    """A launcher hands Ctrl-C to every rank. The others leave it to rank 0, which waits for a line."""
+    asked = []
+
+    def answer(tokens, turn):
+        asked.append(turn)
+        if world.rank:
+            signal.raise_signal(signal.SIGINT)
+        return ""
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert converse(world, Lines(world, Interrupted("a\nb\n")), history(), answer) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert asked == [0]
+    assert capfd.readouterr().err.splitlines()[1:] == ([""] if world.rank == 0 else [])
 
 
 @pytest.mark.mpi

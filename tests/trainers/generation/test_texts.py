@@ -61,10 +61,11 @@ def test_texts_are_the_tokens_of_generate_up_to_what_ends_them(model, tokenizer)
         decoded = tokenizer.decode(kept)
         ends = [decoded.find(string) for string in ("e", " the") if string in decoded]
         assert text.text == decoded[: min(ends, default=None)] and "<|endoftext|>" not in text.text
-        assert (text.ended_by == "stop") == (len(kept) < len(text.tokens) or text.text != decoded)
-        assert text.ended_by == "stop" or len(text.tokens) == 60
+        expected = "end_of_text" if len(kept) < len(text.tokens) else "stop" if text.text != decoded else "length"
+        assert text.ended_by == expected and (expected != "length" or len(text.tokens) == 60)
         assert text.slid == (len(prompts[text.number]) + len(text.tokens) > 49)
     assert {text.tokens[-1] == tokenizer.eod for text in texts} == {True, False}
+    assert {"end_of_text", "stop"} <= {text.ended_by for text in texts}
     assert len({text.text for text in texts}) == 16 and any(text.text for text in texts)
 
 

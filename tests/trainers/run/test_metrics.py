@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainers.run.metrics import Metrics, read_rows, write_rows
+from trainers.run.metrics import AT_STOP, Metrics, read_rows, write_rows
 from trainers.run.report import Report
 
 
@@ -145,4 +145,6 @@ def test_the_first_of_the_largest_values_is_the_best(tmp_path):
     assert metrics.best("validation_accuracy") == (0.9, 50)
     assert metrics.best("validation_accuracy", before=50) == (0.8, 30)
     assert metrics.best("validation_accuracy", before=10) is None and metrics.best("loss") is None
+    metrics.log({"iteration": 60, "validation_accuracy": 1.0, AT_STOP: 1})
+    assert metrics.best("validation_accuracy") == (0.9, 50)
     metrics.close()

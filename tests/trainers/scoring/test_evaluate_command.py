@@ -35,20 +35,20 @@ REFUSED = {
         "--load {}/run --task perplexity --data {}/text --tokenizer-model {}/text",
         "--tokenizer-model: {}/text: not a tokenizer.json",
     ),
-    "an empty file": ("--load {}/run --task wikitext --data {}/empty", "--data: {}/empty: has no text"),
-    "an empty file of examples": ("--load {}/run --task lambada --data {}/empty", "--data: {}/empty: has no text"),
-    "one token": ("--load {}/run --task perplexity --data {}/one", "--data {}/one: has 1 tokens in 1 texts; needs"),
+    "an empty file": ("--load {}/run --task wikitext --data {}/empty", "--data {}/empty: has no text"),
+    "an empty file of examples": ("--load {}/run --task lambada --data {}/empty", "--data {}/empty: has no text"),
+    "one token": ("--load {}/run --task perplexity --data {}/one", "--data {}/one: has no text of at least two tokens"),
     "a row without its field": (
         "--load {}/run --task jsonl --data {}/rows.jsonl",
-        "--data: {}/rows.jsonl: line 2: no key 'text'; the keys are 'words'",
+        "--data {}/rows.jsonl: line 2: no key 'text'; the keys are 'words'",
     ),
     "an example without its field": (
         "--load {}/run --task lambada --data {}/rows.jsonl",
-        "--data: {}/rows.jsonl: line 2: no key 'text'; the keys are 'words'",
+        "--data {}/rows.jsonl: line 2: no key 'text'; the keys are 'words'",
     ),
     "a long last word": (
         "--load {}/run --task lambada --data {}/long",
-        "--data: {}/long: line 1: its last word has 41 tokens, and the model reads 32",
+        "--data {}/long: line 1: its last word has 41 tokens, and the model reads 32",
     ),
     "windows longer than the model": (
         "--load {}/run --task wikitext --data {}/text --seq-length 64", "--seq-length 64: the model knows 32 positions",
@@ -62,6 +62,16 @@ REFUSED = {
         "--load {}/run --task perplexity --data {}/text --tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 4: does not divide the 2 ranks; [1, 2]",
     ),
+    "data that were replaced": (
+        "--load {}/replaced --task held-out", "--task held-out: {}/other holds other data (identity ",
+    ),
+    "a tokenizer that was replaced": (
+        "--load {}/replaced --task perplexity --data {}/text",
+        "--tokenizer-model: {}/other-tokenizer.json: has another vocabulary than the tokenizer of that name with",
+    ),
+    "no such tokenizer for held-out text": (
+        "--load {}/run --task held-out --tokenizer-model {}/gone.json", "--tokenizer-model: {}/gone.json: no such file",
+    ),
     "held-out text of mock data": ("--load {}/mock --task held-out", "--task held-out: the run was trained on --mock"),
     "a file that cannot be written": (
         "--load {}/run --task perplexity --data {}/text --json {}/none/a", "--json {}/none/a: there is no folder",
@@ -74,15 +84,22 @@ def tokenizer():
     return Tokenizer.train_bpe([FIXTURE.read_text(encoding="utf-8")], 300)
 
 
+def write_data(prefix, text, tokenizer):
+    """A data set of the lines of a text, and its tokenizer."""
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for line in [line for line in text.splitlines() if line.strip()] * 6:
+            writer.add_document(np.array([*tokenizer.encode(line), tokenizer.eod]))
+    tokenizer.save(f"{prefix}-tokenizer.json")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
     """The files that the commands read: a data set with its tokenizer, texts, examples, and what is none."""
     root = tmp_path_factory.mktemp("evaluation")
     text = FIXTURE.read_text(encoding="utf-8")
-    with IndexedDatasetWriter(root / "tokens", np.uint16) as writer:
-        for line in [line for line in text.splitlines() if line.strip()] * 6:
-            writer.add_document(np.array([*tokenizer.encode(line), tokenizer.eod]))
-    tokenizer.save(root / "tokens-tokenizer.json")
+    for name in ("tokens", "other"):
+        write_data(root / name, text, tokenizer)
+    tokenizer.save(root / "gone.json")
     (root / "text").write_text(text, encoding="utf-8")
     (root / "short").write_text("\n".join(LAST_WORDS) * 3)
     (root / "lines.jsonl").write_text(
@@ -98,8 +115,12 @@ def folder(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(pretrain, folder):
-    """By name, how each command ended: four trainings, then all evaluations, in one job."""
-    data = ["--data-path", folder / "tokens", "--split", "9,1", "--train-iters", "3", "--eval-iters", "2"]
+    """By name, how each command ended: trainings in one job, then evaluations of what they left in another.
+
+    Between them the data and the tokenizer of the run ``replaced`` get another content, and those of ``bare`` are gone.
+    """
+    steps = ["--split", "9,1", "--train-iters", "3", "--eval-iters", "2"]
+    data, other = (["--data-path", folder / name, *steps] for name in ("tokens", "other"))
     mock = ["--mock-data", "--vocab-size", "60", "--eval-iters", "0", "--train-iters", "1"]
     zeros = ["--init-method-std", "0", "--lr", "0", "--min-lr", "0"]
     two = ["--tensor-model-parallel-size", "2"]
@@ -108,6 +129,14 @@ def outcomes(pretrain, folder):
     commands["zeros"] = (gpt, 2, [*MODEL, *data, *zeros, "--save", folder / "zeros"])
     commands["mock"] = (gpt, 1, [*MODEL, *mock, "--save", folder / "mock"])
     commands["bert"] = ("pretrain_bert", 1, [*MODEL, *mock, "--save", folder / "bert"])
+    commands["replaced"] = (gpt, 2, [*MODEL, *other, "--save", folder / "replaced"])
+    commands["bare"] = (gpt, 2, [*MODEL, *data, "--tokenizer-model", folder / "gone.json", "--save", folder / "bare"])
+    done = run(pretrain, commands)
+    (folder / "gone.json").unlink()
+    reversed_text = FIXTURE.read_text(encoding="utf-8")[::-1]
+    write_data(folder / "other", reversed_text, Tokenizer.train_bpe([reversed_text], 300))
+
+    commands = {}
 
     def evaluation(name, ranks, *words_of):
         commands[name] = ("evaluate", ranks, ["--dtype", "float64", *words_of, "--json", folder / f"{name}.json"])
@@ -123,10 +152,20 @@ def outcomes(pretrain, folder):
     evaluation("fp32", 2, *load, "perplexity", *short, "--dtype", "float32")
     evaluation("jsonl", 2, *load, "jsonl", "--data", folder / "lines.jsonl")
     evaluation("held-out", 2, *load, "held-out", "--plot", folder / "loss.png")
+    evaluation("bare-held-out", 2, "--load", folder / "bare", "--task", "held-out")
+    named = ["--tokenizer-model", folder / "other-tokenizer.json"]
+    evaluation("another-tokenizer", 2, *load, "perplexity", *short, *named)
+    again = ["--load", folder / "replaced", "--save", folder / "again", "--train-iters", "4"]
+    commands["again"] = (gpt, 2, [*MODEL, *other, *again])
     blank = ["--load", folder / "zeros", "--ckpt-step", "3", "--task", "wikitext", "--data", folder / "text"]
     evaluation("blank", 2, *blank, *two, "--dtype", "float32")
     for name, (line, _) in REFUSED.items():
         commands[name] = ("evaluate", 2, line.replace("{}", str(folder)).split())
+    return done | run(pretrain, commands)
+
+
+def run(pretrain, commands):
+    """How each of the commands ended, by its name."""
     done = pretrain(*(row[1:] for row in commands.values()), command=[command for command, _, _ in commands.values()])
     return dict(zip(commands, done, strict=True))
 
@@ -215,6 +254,28 @@ def test_texts_of_their_own_and_the_held_out_documents(outcomes, folder, theirs,
     assert one["nll"] == pytest.approx(nll(theirs, stream), rel=1e-9) and one["targets"] == len(stream) - 1
     assert one["words"] == sum(map(words.paper_words, held_out))
     assert (folder / "loss.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_held_out_documents_without_the_tokenizer_have_no_words(outcomes, folder):
+    one, whole = found(folder, "bare-held-out"), found(folder, "held-out")
+    assert one["targets"] == whole["targets"] and one["token_perplexity"] > 1
+    assert (one["words"], one["word_perplexity"], one["lm_eval_word_perplexity"]) == (None, None, None)
+    said = f"no word perplexities: --tokenizer-model: {folder}/gone.json: no such file"
+    assert said in outcomes["bare-held-out"].err[0] and "no word" not in outcomes["held-out"].err[0]
+
+
+def test_another_tokenizer_that_was_asked_for_is_said(outcomes, folder):
+    path, err = folder / "other-tokenizer.json", outcomes["another-tokenizer"].err
+    said = f"--tokenizer-model {path}: has another vocabulary than the tokenizer with which the run was trained"
+    assert said in err[0] and not err[1]
+    assert "another vocabulary" not in outcomes["perplexity"].err[0]
+    assert found(folder, "another-tokenizer")["targets"] != found(folder, "perplexity")["targets"]
+
+
+def test_a_run_that_goes_on_with_replaced_data_says_so(outcomes, folder):
+    said = outcomes["again"].err[0]
+    assert "another tokenizer from sample 24 on" in said
+    assert f"other data from sample 24 on: {folder / 'other'} 1 (not the data of that name" in said
 
 
 def test_last_words_on_every_layout(outcomes, folder, theirs, tokenizer):

@@ -32,6 +32,7 @@ def test_the_three_perplexities_stand_side_by_side_with_their_counts(tmp_path):
     assert found["word_perplexity"] == pytest.approx(math.exp(10 / 8))
     assert found["lm_eval_word_perplexity"] == pytest.approx(math.exp(10 / 9))
     assert found["position_nll"] == [None, 0.5, 1.0, 1.5] and found["windows"] == 4
+    assert found["position_targets"] == [0, 2, 2, 2]
     lines = one.text().splitlines()
     assert lines[0] == "wikitext: 4 windows of 4 tokens, stride 2" and lines[1].endswith("iter_0000600, float32")
     for name, value, count in (
@@ -61,6 +62,31 @@ def test_the_picture_shows_the_loss_by_position(tmp_path, length):
     windows_of_few_and_many = result([1.0], length)
     windows_of_few_and_many.draw(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_picture_leaves_out_positions_with_few_targets(tmp_path, monkeypatch):
+    """The first window alone has targets at the first positions of windows that overlap."""
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    drawn, axes = [], []
+    plot, add_subplot = Axes.plot, Figure.add_subplot
+    monkeypatch.setattr(
+        Axes, "plot", lambda self, *words, **named: drawn.append(words[:2]) or plot(self, *words, **named)
+    )
+    monkeypatch.setattr(
+        Figure, "add_subplot", lambda *words, **named: axes.append(add_subplot(*words, **named)) or axes[-1]
+    )
+    seen = torch.tensor([1.0, 1.0, 19.0, 20.0], dtype=torch.float64)
+    windows = Windows([np.arange(42)], 4, 2)
+    scores = Scores(
+        torch.ones(20, dtype=torch.float64), None, torch.zeros(0), torch.tensor([9.0, 8.0, 19.0, 40.0]), seen
+    )
+    results.PerplexityResult.of("wikitext", scores, windows, TextCounts(1, 8, 9, 42), MODEL).draw(tmp_path / "a.png")
+    ((read, losses),) = drawn
+    assert read.tolist() == [1, 2, 3, 4] and np.isnan(losses[:2]).all() and losses[2:].tolist() == [1.0, 2.0]
+    assert axes[0].get_xlabel() == "tokens read before the target (left out: positions with fewer than 2 targets)"
+    assert axes[0].get_title() == "wikitext: perplexity 1.63 per token"
 
 
 def test_last_words():

@@ -160,8 +160,8 @@ def test_logits_are_computed_in_parts(grids, monkeypatch):
     for grid in grids.values():
         model = gpt(grid.tensor)
         whole = score(model, passages, grid.data, batch=2, predict=True)
-        for logits in (1, 200):
-            monkeypatch.setattr(scorer, "_LOGITS", logits)
+        for logits in ((1, 1), (200, 200), (400, 90)):  # of the product, and in float64
+            monkeypatch.setattr(scorer, "_ON_HOST", logits)
             parts = score(model, passages, grid.data, batch=2, predict=True)
             torch.testing.assert_close(parts.nll, whole.nll, rtol=1e-12, atol=0)
             assert torch.equal(parts.predicted, whole.predicted)

@@ -84,6 +84,13 @@ def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, to
     )
     assert counts == texts.TextCounts(1, 16, 16, len(tokens))
     assert texts.read_held_out(settings, None).counts == texts.TextCounts(1, 0, 0, len(tokens))
+    name, identity = str(tmp_path / "a"), IndexedDataset(tmp_path / "a").identity()
+    for sources in ([(name, identity)], [(name, "of before"), (name, identity)], [("moved", "other")]):
+        assert texts.read_held_out(settings, None, sources).counts.tokens == len(tokens)
+    said = f"--task held-out: {name} holds other data (identity {identity}) than the run was trained on (identity 12ab)"
+    with pytest.raises(UsageError) as raised:
+        texts.read_held_out(settings, None, [(str(tmp_path / "b"), identity), (name, "12ab")])
+    assert str(raised.value).startswith(said)
     for changed, said in (
         ({"data_path": None, "mock_data": True}, "trained on --mock-data"),
         ({"split": "1"}, "--split 1 of the run leaves no validation documents"),
@@ -106,9 +113,9 @@ def test_every_rank_gets_the_texts_of_rank_0_or_its_error(world):
     assert texts.broadcast_tokens(world, []) == []
     assert [one.tolist() for one in texts.broadcast_tokens(world, [np.arange(0)])] == [[]]
     for error, said in (
-        (ValueError("f: has no text"), "--data: f: has no text"),
-        (FileNotFoundError(2, "No such file", "f"), "--data: f: No such file"),
-        (FileNotFoundError("f.idx: no such file"), "--data: f.idx: no such file"),
+        (ValueError("f: has no text"), "--data f: has no text"),
+        (FileNotFoundError(2, "No such file", "f"), "--data f: No such file"),
+        (FileNotFoundError("f.idx: no such file"), "--data f.idx: no such file"),
         (UsageError("--load: no tokenizer"), "--load: no tokenizer"),
     ):
 

@@ -45,10 +45,13 @@ def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool =
     such a row raises InputFileError, as do a missing column and a file without rows.
     """
     lines = read_text(path).split("\n")  # not splitlines: a text may hold other separators of lines
-    header = [name.strip().lower() for name in lines[0].split("\t")]
+    names = [name.strip() for name in lines[0].split("\t")]
+    header = [name.lower() for name in names]
     wanted = [columns.first, columns.second, *([columns.label] if labelled else [])]
+    if not any(line.strip() for line in lines):
+        raise InputFileError(f"{path}: is empty; its first line must name the columns, {', '.join(wanted)} among them")
     if missing := [name for name in wanted if name not in header]:
-        there = ", ".join(header)[:200] or "nothing"
+        there = ", ".join(names)[:200] or "nothing"
         raise InputFileError(f"{path}: its first line has no column {', '.join(missing)}; it has {there}")
     if twice := [name for name in wanted if header.count(name) > 1]:
         raise InputFileError(f"{path}: its first line has the column {', '.join(twice)} more than once")

@@ -39,7 +39,9 @@ def read_level(folder: Path, level: str, *, labelled: bool) -> list[ChoiceQuesti
     """
     files = sorted((folder / level).glob("*.txt"))
     if not files:
-        raise InputFileError(f"{folder / level}: there is no *.txt file; RACE has an article in each")
+        others = [other for other in LEVELS if other != level and any((folder / other).glob("*.txt"))]
+        hint = f" (--race-level {others[0]} leaves this level out)" if others else ""
+        raise InputFileError(f"{folder / level}: there is no *.txt file; RACE has an article in each{hint}")
     return [question for path in files for question in _read(path, f"{level}/{path.name}", labelled=labelled)]
 
 

@@ -35,6 +35,11 @@ def test_files_without_labels_have_other_columns(tmp_path):
         read_pairs(path, QQP, labelled=True)
 
 
+def test_columns_that_are_there_are_shown_as_they_are(tmp_path):
+    with pytest.raises(InputFileError, match=r"no column sentence1, sentence2, gold_label; it has index, promptID$"):
+        read_pairs(written(tmp_path, "index\tpromptID", "0\t1"), MNLI, labelled=True)
+
+
 def test_the_toy_files(tmp_path):
     toy_tasks.mnli(tmp_path / "mnli")
     rows, _ = read_pairs(tmp_path / "mnli" / "dev_matched.tsv", MNLI, labelled=True)
@@ -66,7 +71,8 @@ def test_a_damaged_row_is_named_or_left_out(tmp_path, name):
 
 @pytest.mark.parametrize("rows", [[""], [HEADER], [HEADER, "", ""]], ids=["empty", "header", "blank lines"])
 def test_a_file_without_rows_is_refused(tmp_path, rows):
-    with pytest.raises(InputFileError, match=r"no column question1|holds no rows but its header"):
+    message = "is empty; its first line must name the columns" if rows == [""] else "holds no rows but its header"
+    with pytest.raises(InputFileError, match=message):
         read_pairs(written(tmp_path, *rows), QQP, labelled=True, skip=True)
 
 

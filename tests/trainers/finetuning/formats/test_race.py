@@ -71,3 +71,6 @@ def test_a_damaged_file_is_named(tmp_path, name):
 def test_a_folder_without_articles_is_refused(tmp_path):
     with pytest.raises(InputFileError, match=r"high: there is no \*.txt file"):
         read_level(tmp_path, "high", labelled=True)
+    folder = written(tmp_path, ARTICLE)
+    with pytest.raises(InputFileError, match=r"each \(--race-level middle leaves this level out\)"):
+        read_level(folder, "high", labelled=True)
