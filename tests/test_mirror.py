@@ -65,7 +65,6 @@ TESTED_BY = {
     "trainers/evaluate.py": ["trainers/scoring/test_evaluate_command.py"],
     "trainers/lm_eval.py": ["trainers/scoring/test_harness.py"],
     "trainers/run/ending.py": ["trainers/run/test_stopping.py", "trainers/test_pretrain_gpt.py"],
-    "trainers/run/exports.py": ["trainers/weights/test_convert.py"],
     "trainers/run/loop.py": ["trainers/test_pretrain_gpt.py", "trainers/checkpoints/test_run_folder.py"],
     "trainers/run/report.py": ["trainers/run/test_metrics.py", "trainers/test_pretrain_gpt.py"],
     "trainers/run/task.py": ["trainers/test_pretrain_gpt.py"],

@@ -28,6 +28,7 @@ from .options import AT_LEAST_ONE, HEADS, NOT_EMPTY, VOCABULARY, given, make_wri
 from .run.startup import job_config, watched
 from .trained import DTYPES, Trained, load_trained
 from .weights.export import SmallFiles, copy_small_files, export
+from .weights.export_folder import require_replaceable
 from .weights.tokenizer_files import tokenizer_file
 
 
@@ -132,6 +133,7 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
     folder, world = Path(config.save or ""), grid.world
 
     def free() -> None:
+        run_folder.require_apart(folder, load)
         there = [path.name for path in run_folder.left(folder)]
         words = f"--save {folder}: holds a run already ({', '.join(there[:3])}); give another, or --overwrite"
         require(config.overwrite or not there, words)
@@ -145,6 +147,7 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
     with folder_lock.hold(world, folder):
 
         def clear() -> dict[str, Any]:
+            free()  # another job may have written a run meanwhile
             run_folder.remove(folder)
             if (origin := trained.settings.hf_files) is None:
                 return {}
@@ -168,17 +171,21 @@ def _export(config: ConvertConfig, grid: ProcessGrid) -> None:
     folder, world = Path(config.target or ""), grid.world
 
     def free() -> None:
-        there = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-        require(config.overwrite or not there, f"--to hf {folder}: is there already; give another, or --overwrite")
-        make_writable("--to hf", folder.parent)
+        require_replaceable("--to hf", folder, overwrite=config.overwrite)
 
-    on_rank_zero(world, free)
+    def place() -> str:
+        free()
+        make_writable("--to hf", folder.parent)
+        return str(folder.resolve())  # a link to a folder stays, and so does one whose last part is ".."
+
+    place_of_export = Path(on_rank_zero(world, place))
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     trained = load_trained(
         config.load or "", grid, iteration=config.ckpt_step, dtype=dtype, verify=config.verify_checkpoints
     )
     settings = trained.settings
-    export(trained.model, grid, folder, SmallFiles(settings.hf_files, settings.tokenizer_model))
+    small = SmallFiles(settings.hf_files, settings.tokenizer_model)
+    export(trained.model, grid, place_of_export, small, may_replace=free)
     _say(world, f"written to {folder}: {_parameters(trained)} of {trained.checkpoint}")
 
 

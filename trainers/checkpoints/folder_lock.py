@@ -288,8 +288,12 @@ class FolderLock:
         self.release()
 
 
-def hold(world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS) -> FolderLock:
+def hold(
+    world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS, option: str = "--save"
+) -> FolderLock:  # fmt: skip
     """The lock of the existing ``folder``, which rank 0 holds; on the other ranks an object without effect. Collective.
+
+    option: the one that names the folder, for messages.
 
     While another run holds the folder, it waits up to ``wait`` seconds and says so. Raises UsageError, on all ranks,
     if that run then still lives, or the folder cannot be written to.
@@ -303,16 +307,17 @@ def hold(world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS) -> Fo
         try:
             holder = lock.attempt()
         except OSError as error:
-            raise UsageError(f"--save {folder}: cannot be locked: {error}") from error
+            raise UsageError(f"{option} {folder}: cannot be locked: {error}") from error
         if holder is None:
             return True
         if time.monotonic() > deadline:
-            raise UsageError(f"--save {folder}: {holder}, is at work there; end it, or give another --save")
+            raise UsageError(f"{option} {folder}: {holder}, is at work there; end it, or give another {option}")
         if not told:
             told = True
             print(
-                f"--save {folder}: held by {holder}; waiting up to {wait:g} s for its end", file=sys.stderr, flush=True
-            )
+                f"{option} {folder}: held by {holder}; waiting up to {wait:g} s for its end", file=sys.stderr,
+                flush=True,
+            )  # fmt: skip
         time.sleep(0.5)  # not longer: the other ranks wait in a collective
         return False
 

@@ -29,6 +29,11 @@ def name_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint, complete or not, may have this name."""
+    return any(kind.fullmatch(name) for kind in _KINDS)
+
+
 def complete(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, by iteration. A folder has this name only when all that is in it is on disk.
 
@@ -42,7 +47,7 @@ def complete(folder: Path) -> list[Path]:
 
 def folders(folder: Path) -> list[Path]:
     """All folders of checkpoints in ``folder``: complete ones, and those that killed runs left."""
-    return [path for path in _listed(folder) if any(kind.fullmatch(path.name) for kind in _KINDS)]
+    return [path for path in _listed(folder) if is_name(path.name)]
 
 
 def names(folder: Path, most: int = 3) -> str:

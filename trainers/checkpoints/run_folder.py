@@ -7,7 +7,7 @@ from pathlib import Path
 from commengine import UsageError
 from trainers.config import TrainConfig, of_other_program
 
-from . import checkpoint, pointer
+from . import checkpoint, folder_lock, pointer
 
 #: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
 #: new run's rows in place of theirs.
@@ -44,11 +44,21 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
 
 
 def require_free(config: TrainConfig) -> None:
-    """Raise UsageError if ``--load`` names no checkpoint or ``--save`` holds another run. It changes no file."""
+    """Raise UsageError if ``--load`` names no checkpoint or ``--save`` holds another run. It changes no file.
+
+    Also if ``--save`` and a model of another program that ``--load`` names are not apart.
+    """
     found = checkpoint_to_load(config)
-    if config.save is None or config.overwrite:
+    if config.save is None:
         return
     folder = Path(config.save)
+    for origin in (config.load, getattr(config, "pretrained_checkpoint", None)):  # only finetune has the second
+        if of_other_program(origin):
+            require_apart(folder, str(origin))
+        elif origin is not None and origin != config.load and _goes_on(config, checkpoint.find(Path(origin))):
+            raise UsageError(f"--save {folder}: holds the run that this one starts from; give another --save")
+    if config.overwrite:
+        return
     if _same(config.load, config.save):  # files newer than the pointer are left from a crash
         return
     if _goes_on(config, found):
@@ -107,6 +117,24 @@ def left(folder: Path) -> list[Path]:
     files = [path for name in FILES if (path := folder / name).is_file() and path.stat().st_size]
     folders = [path for name in (BATCHES, OF_OTHERS) if (path := folder / name).is_dir()]
     return files + pointer.folders(folder) + folders
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a run lies in the parent folder, and ``path`` has a name that one of its files or folders has or gets."""
+    ours = path.name in (*FILES, BATCHES, OF_OTHERS, folder_lock.NAME) or pointer.is_name(path.name)
+    return ours and bool(left(path.parent))
+
+
+def require_apart(folder: Path, load: str) -> None:
+    """Raise UsageError if the run's ``folder`` is, holds, or lies in the model of another program.
+
+    load: names the model, such as ``hf:FOLDER``. Megatron-LM's checkpoints have the names of ours, so that
+    ``--overwrite`` would remove them.
+    """
+    run, other = folder.resolve(), Path(load.partition(":")[2]).resolve()
+    how = "is" if run == other else "holds" if run in other.parents else "lies in" if other in run.parents else None
+    if how is not None:
+        raise UsageError(f"--save {folder}: {how} the model {load}; give a folder that is apart from it")
 
 
 def _goes_on(config: TrainConfig, found: Path | None) -> bool:

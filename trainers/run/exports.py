@@ -8,6 +8,7 @@ from commengine import UsageError
 from commengine.rank_zero import on_rank_zero
 from trainers.checkpoints import pointer
 from trainers.checkpoints.run_state import CheckpointSaver
+from trainers.weights.export_folder import remove_leftovers
 
 from .metrics import Metrics
 from .task import TrainingTask
@@ -19,11 +20,12 @@ FOLDER = "hf"
 class Exports:
     """Writes the last checkpoint of a run for transformers, or each with ``--save-hf``. Collective, as its methods are.
 
-    A run whose model transformers does not have says why. Raises UsageError, on all ranks, if it was asked for.
+    A run whose model transformers does not have, or that cannot write the folder, says why and goes on: nobody asked
+    for the folder. With ``--save-hf`` it raises UsageError, on all ranks.
     """
 
     def __init__(self, task: TrainingTask, metrics: Metrics, saver: CheckpointSaver) -> None:
-        self._task, self._saver = task, saver
+        self._task, self._saver, self._metrics = task, saver, metrics
         config = task.trainer.config
         self._save, self._every = Path(config.save or ""), bool(config.save_hf)
 
@@ -41,6 +43,17 @@ class Exports:
 
         self._possible = bool(on_rank_zero(task.trainer.grid.world, possible))
 
+    def go_on(self) -> None:
+        """Finish an export that a kill interrupted: of the checkpoint that the run goes on from, which is in --save."""
+        folder = self._folder()
+
+        def left_out() -> bool:
+            remove_leftovers(folder)
+            return not folder.is_dir()
+
+        if on_rank_zero(self._task.trainer.grid.world, left_out):
+            self.after_save()
+
     def after_save(self) -> None:
         """Write the checkpoint that has just been saved, if each is written."""
         if self._possible and self._every:
@@ -48,11 +61,18 @@ class Exports:
 
     def at_end(self) -> None:
         """Write the last checkpoint, if `after_save` has not."""
-        if self._possible and not self._every:
+        if not self._possible or self._every:
+            return
+        try:
             self._write()
+        except UsageError as error:  # on all ranks; the report matters more than a copy of the weights
+            self._metrics.say(f"the run ends without a folder {FOLDER} for transformers: {error}")
 
     def _write(self) -> None:
         trainer = self._task.trainer
         self._saver.finish()  # the checkpoint has its name then
         trainer.optimizer.wait_for_parameters()
-        self._task.export(self._save / pointer.name_of(trainer.iteration) / FOLDER)
+        self._task.export(self._folder())
+
+    def _folder(self) -> Path:
+        return self._save / pointer.name_of(self._task.trainer.iteration) / FOLDER

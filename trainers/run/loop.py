@@ -163,6 +163,9 @@ class _Run:
             begun = StepFile(Path(self.config.step_file) if self.config.step_file and first else None)
             if self.trainer.iteration:  # the evaluation and the report of this step may be left, and may take long
                 begun.begin(self.trainer.iteration)
+            if self.goes_on and self.trainer.iteration:
+                with log.paused():
+                    self.exports.go_on()
             if self.goes_on and self._lacks_evaluation():  # the run was ended in it
                 with log.paused():
                     self._evaluate()

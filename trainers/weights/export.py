@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trainers.checkpoints import disk, parallel_safetensors
 
 from .configuration_writer import TaskHead, written_configuration
 from .configurations import CONFIG, read_json
+from .export_folder import NEW, OLD, working_folder
 from .hugging_face import hugging_face_tensors
 from .hugging_face_model import TheirPart, pieces_of
 from .tensor_files import SAFETENSORS
@@ -68,18 +69,30 @@ def require_exportable(config: GPTConfig | BERTConfig) -> None:
 
 
 def export(
-    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None
-) -> None:
-    """Write ``model`` into ``folder``, in place of an older export there. Collective over the grid's world.
+    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None,
+    may_replace: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Write ``model`` into ``folder``, in place of all that is there. Collective over the grid's world.
 
-    head: of a fine-tuned BERT. The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if
-    the model is of no shape that transformers has, or if any rank cannot write.
+    head: of a fine-tuned BERT. may_replace: called on rank 0 before ``folder`` gets its new content; it raises
+    UsageError if the present one must stay. None: ``folder`` is the caller's own.
+
+    The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if the model is of no shape
+    that transformers has, or if any rank cannot write.
     """
+    on_every_rank(grid.world, lambda: _told(folder, lambda: require_exportable(model.config)))
+    with working_folder(grid.world, folder, lambda work: _told(folder, work)) as own:
+        _write(model, grid, folder, own, small, head, may_replace)
+
+
+def _write(
+    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, own: Path, small: SmallFiles, head: TaskHead | None,
+    may_replace: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    """`export`, by way of the folder ``own``."""
     world, config = grid.world, model.config
-    beside = folder.with_name(f"{folder.name}.tmp")
+    beside = own / NEW
     dtype = model.embedding.weight.dtype
-    on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
-    on_rank_zero(world, lambda: _told(folder, lambda: disk.make_empty(beside)))
     pieces = list(_pieces(model, None if head is None else head.ours))
     described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
     problem: OSError | None = None
@@ -103,7 +116,12 @@ def export(
             raise OSError(errno.EIO, f"has {size} bytes after writing {needed}", str(beside / SAFETENSORS))
         small.write(beside, config, dtype, head)
         disk.sync_folder(beside)
-        disk.remove(folder)
+        if may_replace is not None:
+            may_replace()
+        if folder.is_symlink() or folder.is_file():
+            disk.remove(folder)
+        elif folder.is_dir() and any(folder.iterdir()):
+            disk.replace(folder, own / OLD)  # removing it takes longer, and a kill meanwhile would leave half of it
         disk.replace(beside, folder)
 
     on_rank_zero(world, lambda: _told(folder, publish))

@@ -9,6 +9,7 @@ from commengine import UsageError
 from trainers.checkpoints import pointer
 from trainers.checkpoints.run_folder import require_free
 from trainers.config import TrainConfig
+from trainers.finetuning.config import FinetuneConfig
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +150,24 @@ def test_a_run_that_ended_before_its_first_row_left_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match=r"holds a run already \(metrics.jsonl\)"):
         require_free(TrainConfig(save=str(tmp_path)))
+
+
+def test_a_run_never_replaces_the_model_that_it_starts_from(tmp_path):
+    """It is read before --overwrite removes what an older run left in --save."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    for folder, name in ((model, "iter_0000007/model.pt"), (run, "iter_0000003/state.json")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    (tmp_path / "link").symlink_to(model)
+    for overwrite in (False, True):
+        for word, save in (("is", model), ("is", tmp_path / "link"), ("holds", tmp_path), ("lies in", model / "run")):
+            for kind, option in ((TrainConfig, "load"), (FinetuneConfig, "pretrained_checkpoint")):
+                for program in ("hf", "megatron"):
+                    config = kind(**{option: f"{program}:{model}"}, save=str(save), overwrite=overwrite)
+                    with pytest.raises(UsageError, match=rf"--save {save}: {word} the model {program}:.*apart from it"):
+                        require_free(config)
+        for origin in (run, run / "iter_0000003"):
+            with pytest.raises(UsageError, match=f"--save {run}: holds the run that this one starts from; give an"):
+                require_free(FinetuneConfig(pretrained_checkpoint=str(origin), save=str(run), overwrite=overwrite))
+    require_free(FinetuneConfig(pretrained_checkpoint=str(run), save=str(run / "tuned")))
+    require_free(TrainConfig(load=f"hf:{model}", save=str(tmp_path / "model2")))

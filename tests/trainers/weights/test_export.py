@@ -96,6 +96,6 @@ def test_what_cannot_be_exported_is_refused_by_name(world, folder):
         assert not (folder / "out").exists()
         good = BERT(BERTConfig(1, 16, 4, 9, 8, make_vocab_size_divisible_by=16), grid.tensor)
         (folder / "file").touch()
-        with pytest.raises(UsageError, match=r"file/hf.tmp.*failed"):
+        with pytest.raises(UsageError, match=r"file/.hf.commengine-tmp.*failed"):
             export(good, grid, folder / "file" / "hf", SmallFiles())
         world.barrier()
