@@ -28,7 +28,7 @@ from .export_folder import NEW, OLD, working_folder
 from .hugging_face import hugging_face_tensors
 from .hugging_face_model import TheirPart, pieces_of
 from .tensor_files import SAFETENSORS
-from .tokenizer_files import COPIED, written_tokenizer
+from .tokenizer_files import COPIED, GENERATION, end_of_text, written_tokenizer
 
 #: how transformers knows that the tensors are PyTorch's
 METADATA = {"format": "pt"}
@@ -53,7 +53,12 @@ class SmallFiles:
         there = origin is not None and (origin / CONFIG).is_file()
         keys = read_json(origin / CONFIG) if origin is not None and there else {}
         written = written_configuration(config, dtype, keys, head)
-        disk.write(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True).encode() + b"\n")
+        if not there and isinstance(config, GPTConfig):
+            # Without these keys transformers has those of its class: a Llama would end texts at token 2.
+            ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text(self.tokenizer_model))
+            written |= ends
+            disk.write(folder / GENERATION, _json(ends))
+        disk.write(folder / CONFIG, _json(written))
         copied = [name for name in COPIED if origin is not None and (origin / name).is_file()]
         for name in copied:
             assert origin is not None
@@ -61,6 +66,10 @@ class SmallFiles:
         if self.tokenizer_model is not None and not any("token" in name or "vocab" in name for name in copied):
             for name, content in written_tokenizer(self.tokenizer_model).items():
                 disk.write(folder / name, content)
+
+
+def _json(keys: Mapping[str, Any]) -> bytes:
+    return json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def require_exportable(config: GPTConfig | BERTConfig) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from trainers.data.tokenizer import END_OF_TEXT, Tokenizer
 from trainers.data.wordpiece import SPECIAL
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 #: the files of a folder beside config.json and the weights that an export repeats
 COPIED = (
     TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "vocab.txt", "tokenizer.model", "spiece.model", "generation_config.json", "chat_template.jinja",
+    "vocab.txt", "tokenizer.model", "spiece.model", GENERATION, "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
 
@@ -24,6 +24,12 @@ def tokenizer_file(folder: Path) -> str | None:
         if (folder / name).is_file():
             return str(folder / name)
     return None
+
+
+def end_of_text(model: str | None) -> int | None:
+    """The token that ends a text, of the tokenizer in the file ``model``; None if there is none."""
+    vocabulary = {} if model is None else Tokenizer.from_file(model).vocabulary()
+    return next((vocabulary[token] for token in END_OF_TEXT if token in vocabulary), None)
 
 
 def written_tokenizer(model: str) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from commengine import ProcessGrid, UsageError
-from tplayers import BERT, BERTConfig
+from tplayers import BERT, GPT, BERTConfig, GPTConfig, initialize
 from trainers.data.tokenizer import Tokenizer
 from trainers.weights.export import SmallFiles, export
 from trainers.weights.hugging_face import to_hugging_face
@@ -73,6 +73,30 @@ def test_a_model_without_an_origin(world, folder):
     keys = json.loads((folder / "out" / "config.json").read_text())
     assert keys["architectures"] == ["MegatronBertForPreTraining"] and keys["torch_dtype"] == "bfloat16"
     assert found.keys() == set(to_hugging_face(_ours(shape), shape))
+    world.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("known", [True, False], ids=["tokenizer", "no tokenizer"])
+def test_a_new_model_ends_texts_where_its_tokenizer_does(world, folder, known):
+    """And not at the token that transformers' class would take."""
+    import transformers
+
+    shape = GPTConfig(
+        1, 16, 4, vocab_size=300, max_position_embeddings=8, make_vocab_size_divisible_by=16, normalization="RMSNorm",
+        swiglu=True, position_embedding_type="rope", add_bias_linear=False,
+    )  # fmt: skip
+    tokenizer = Tokenizer.train_bpe(["abra", "cad"] * 9, 257)
+    if world.rank == 0:
+        (folder / "tokenizer.json").write_bytes(tokenizer.to_bytes())
+    with ProcessGrid(world, tensor=world.size) as grid:
+        model = GPT(shape, grid.tensor)
+        initialize(model, 1)
+        export(model, grid, folder / "out", SmallFiles(None, str(folder / "tokenizer.json") if known else None))
+    end = tokenizer.eod if known else None
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        found = kind.from_pretrained(folder / "out")
+        assert (found.bos_token_id, found.eos_token_id) == (end, end)
     world.barrier()
 
 
