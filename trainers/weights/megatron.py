@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -100,7 +101,7 @@ class MegatronCheckpoint:
     """A checkpoint of Megatron-LM: the shape of the model, and its tensors under our names.
 
     config: of a GPT or a BERT with the same function. iteration: the steps after which it was saved, where the file
-    says so. version: of the format, 0 to 3. dtype: of the embedding, and in practice of all tensors.
+    says so. version: of the format, 0 to 3. dtype: the widest of all tensors.
     """
 
     config: GPTConfig | BERTConfig
@@ -170,16 +171,45 @@ def open_megatron(
         raise InputFileError(
             f"{path}: tensor-model-parallel size {parallel} has a file mp_rank_* for each rank; found: {ranks}"
         )
-    for other in contents[1:]:
-        if other.version != first.version:
-            raise other.wrong(f"is of checkpoint version {other.version}; that of rank 0 is of {first.version}")
+    for number, other in enumerate(contents):
+        _require_like(first, other, number)
     config = model_config(first, ranks, vocab_size, num_attention_heads)
     tensors = megatron_tensors(config, first.tensors[f"{TOP}.embedding.word_embeddings.weight"].shape[0] * ranks)
     for one in contents:
         _require_tensors(one, tensors, ranks)
-    dtype = first.tensors[tensors[0].theirs].dtype
+        _require_copies(first, one, tensors)
+    dtype = reduce(torch.promote_types, (one.dtype for one in first.tensors.values()))
     where = {tensor.ours: tensor for tensor in tensors}
     return MegatronCheckpoint(config, first.iteration, first.version, dtype, contents, where)
+
+
+def _require_like(first: MegatronContents, other: MegatronContents, rank: int) -> None:
+    """Raise InputFileError unless ``other`` is the file of rank ``rank`` beside ``first``, that of rank 0."""
+    for name, one, two in (
+        ("checkpoint_version", first.version, other.version),
+        ("iteration", first.iteration, other.iteration),
+        *((name, one, other.function[name]) for name, one in first.function.items()),
+    ):
+        if repr(one) != repr(two):  # also where it is no number
+            raise other.wrong(f"is not of the checkpoint of rank 0: {name} is {two!r} here and {one!r} in {first.file}")
+    numbers = first.settings.get("rank"), other.settings.get("rank")
+    if numbers[0] != numbers[1] and numbers[1] != rank:  # programs that convert checkpoints write one number into all
+        raise other.wrong(f"rank={numbers[1]} in its settings (args), in the place of the file of rank {rank}")
+
+
+def _require_copies(first: MegatronContents, other: MegatronContents, tensors: Sequence[MegatronTensor]) -> None:
+    """Raise InputFileError unless both files have about the same values of the tensors that each of them holds whole.
+
+    They need not be equal: on GPUs the ranks may have added up gradients in different orders.
+    """
+    if other is first:
+        return
+    for tensor in tensors:
+        if tensor.split is None and tensor.theirs in first.tensors:
+            one, two = (contents.tensors[tensor.theirs].float() for contents in (first, other))
+            most = 0.02 * float(one.abs().max())
+            if not torch.allclose(one, two, rtol=0.02, atol=most, equal_nan=True):
+                raise other.wrong(f"{tensor.theirs} is not that of {first.file}, though each file holds it whole")
 
 
 def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTensor], ranks: int) -> None:
@@ -190,7 +220,7 @@ def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTenso
             shape[tensor.split] //= ranks
         found = contents.tensors.get(tensor.theirs)
         if found is None and tensor.ours == _TYPES:
-            continue
+            continue  # of a BERT without sentence order
         if found is None:
             raise contents.wrong(f"lacks {tensor.theirs}, {shape}")
         dense = found.layout is torch.strided and found.device.type == "cpu" and found.dtype in _DTYPES

@@ -27,8 +27,18 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute",), "add_position_embedding": (True,),
     "use_rotary_position_embeddings": (False,), "group_query_attention": (False,), "qk_layernorm": (False,),
     "multi_latent_attention": (False,), "untie_embeddings_and_output_weights": (False,), "num_experts": (None,),
-    "add_bias_linear": (True,),
+    "add_bias_linear": (True,), "window_size": (None,), "softmax_scale": (None,), "softmax_type": ("vanilla",),
+    "attention_output_gate": (False,), "quick_geglu": (False,), "quick_gelu": (False,), "parallel_residual": (False,),
+    "use_alibi_position_embeddings": (False,),
 }  # fmt: skip
+
+
+#: settings of the function whose values are taken
+_READ = (
+    "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings", "kv_channels",
+    "layernorm_epsilon", "norm_epsilon", "bias_gelu_fusion", "openai_gelu", "tokenizer_type", "vocab_size",
+    "make_vocab_size_divisible_by", "tensor_model_parallel_size", "model_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,13 @@ class MegatronContents:
         arguments, iteration = loaded.get("args"), loaded.get("iteration")
         found = vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
         settings = {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+        settings |= {name: str(value)[:80] for name, value in found.items() if isinstance(value, list | tuple)}
+        tensors: dict[str, Tensor] = {}
         try:
-            tensors = dict(_flat(loaded["model"]))
+            for name, tensor in _flat(loaded["model"]):
+                if name in tensors:
+                    raise InputFileError(f"{file}: has {name} twice, under names of two releases")
+                tensors[name] = tensor
         except RecursionError:
             raise InputFileError(f"{file}: damaged: the dicts of its model lie within each other without end") from None
         return cls(file, tensors, settings, int(version), iteration if isinstance(iteration, int) else None)
@@ -67,6 +82,11 @@ class MegatronContents:
         """The setting, or ``default`` where it is absent or None."""
         found = self.settings.get(name)
         return default if found is None else found
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """The settings that the function of the model depends on; all files of a checkpoint have the same."""
+        return {name: self.settings.get(name) for name in (*_SUPPORTED, *_READ)}
 
     def wrong(self, message: str) -> InputFileError:
         """The error of this file."""
@@ -118,8 +138,8 @@ def model_config(
     numbers_of = {"norm_epsilon": setting("layernorm_epsilon", 1e-5), "hidden_dropout": 0.1, "attention_dropout": 0.1}
     for name, default in numbers_of.items():
         found[name] = setting(name, default)
-        if not isinstance(found[name], float | int):
-            raise contents.wrong(f"{name}={str(found[name])[:80]!r}; needed: a number")
+        if not isinstance(found[name], float | int) or not 0 <= found[name] < 1:
+            raise contents.wrong(f"{name}={str(found[name])[:80]!r}; needed: a number from 0 to 1")
     # The fused kernel of bias and GELU computes the form by tanh. The head of masked tokens does not use this kernel.
     openai = setting("openai_gelu", False)
     gelu: Gelu = "tanh" if openai or setting("bias_gelu_fusion", True) else "erf"
@@ -158,14 +178,17 @@ def _heads(contents: MegatronContents, ranks: int, hidden: int, asked: int | Non
 
 def _vocabulary(contents: MegatronContents, padded: int, ranks: int, asked: int | None) -> int:
     """The size of the vocabulary without padding. Raises InputFileError if it is not known, or does not fit."""
+    tokenizer, said = str(contents.setting("tokenizer_type", None)), contents.setting("vocab_size", None)
+    known: Any = _VOCABULARIES.get(tokenizer) if said is None else said
+    if tokenizer == "NullTokenizer" and _natural(known):
+        known += 1  # the end of a document
     if asked is not None:
         if not 0 < asked <= padded:
             raise contents.wrong(f"a vocabulary of {asked} was asked for; it has {padded} tokens with the padding")
+        # A tokenizer's type says less: its vocabulary may be another of the same name.
+        if said is not None and asked != known:
+            raise contents.wrong(f"a vocabulary of {asked} was asked for; its settings (args) say {known}")
         return asked
-    tokenizer = str(contents.setting("tokenizer_type", None))
-    known = contents.setting("vocab_size", _VOCABULARIES.get(tokenizer))
-    if tokenizer == "NullTokenizer" and _natural(known):
-        known += 1  # the end of a document
     multiple = contents.setting("make_vocab_size_divisible_by", 128)
     if _natural(known) and _natural(multiple) and -(-known // (multiple * ranks)) * multiple * ranks == padded:
         return int(known)

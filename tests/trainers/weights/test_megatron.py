@@ -91,6 +91,13 @@ def test_the_configuration_is_that_of_the_function(tmp_path, whole, kind):
     assert found.config == replace(CONFIGS[kind], **same, **forms)
 
 
+def test_the_dtype_is_the_widest(tmp_path, whole):
+    half = {name: tensor if "norm" in name else tensor.half() for name, tensor in whole["gpt"].items()}
+    write_megatron(tmp_path, contents(half, HEADS, version=3, padded=PADDED, vocab_size=VOCAB))
+    found = open_megatron(tmp_path)
+    assert found.dtype == torch.float32 and found.tensor("embedding.weight").dtype == torch.float16
+
+
 def test_a_file_alone_a_folder_alone_and_a_release(tmp_path, whole):
     (file,) = write_megatron(tmp_path, contents(whole["gpt"], HEADS, version=2, vocab_size=VOCAB,
                                                 make_vocab_size_divisible_by=1), alone=True)  # fmt: skip
@@ -112,6 +119,10 @@ def test_a_release_without_settings_needs_heads_and_vocabulary(tmp_path, whole):
         open_megatron(tmp_path, num_attention_heads=HEADS)
     with pytest.raises(InputFileError, match="a vocabulary of 17 was asked for; it has 16"):
         open_megatron(tmp_path, num_attention_heads=HEADS, vocab_size=17)
+    (said,) = contents(whole["gpt"], HEADS, version=0, padded=PADDED, vocab_size=VOCAB)
+    write_megatron(tmp_path / "said", [said])
+    with pytest.raises(InputFileError, match=r"a vocabulary of 10 was asked for; its settings \(args\) say 13"):
+        open_megatron(tmp_path / "said", vocab_size=10)
     found = open_megatron(tmp_path, num_attention_heads=HEADS, vocab_size=VOCAB)
     assert torch.equal(found.tensor("layers.1.attention.qkv.weight"), whole["gpt"]["layers.1.attention.qkv.weight"])
 
@@ -145,6 +156,10 @@ def test_a_well_known_tokenizer_tells_the_vocabulary(tmp_path):
         ({"hidden_size": 24}, "hidden_size is 24 in the settings .args., and 12 by the tensors"),
         ({"kv_channels": 4}, "kv_channels=4; supported: 2"),
         ({"layernorm_epsilon": "x"}, "norm_epsilon='x'; needed: a number"),
+        ({"layernorm_epsilon": float("nan")}, "norm_epsilon='nan'; needed: a number from 0 to 1"),
+        ({"hidden_dropout": -1}, "hidden_dropout='-1'; needed: a number from 0 to 1"),
+        ({"window_size": (4, 0)}, r"window_size='\(4, 0\)' changes the model's function; supported: None"),
+        ({"quick_gelu": True}, "quick_gelu=True changes"),
         (
             {"tensor_model_parallel_size": 2},
             "tensor-model-parallel size 2 has a file mp_rank_. for each rank; found: 1",
@@ -177,7 +192,23 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, whole):
             lambda one: layers(one).update({"layers.1.mlp.dense_h_to_4h.weight": torch.zeros(10, 11)}))  # fmt: skip
     refused(r"the model has no place for language_model\.transformer\.layers\.1\.extra",
             lambda one: layers(one).update({"layers.1.extra": torch.zeros(1)}))  # fmt: skip
-    refused("is of checkpoint version 2; that of rank 0 is of 3", lambda one: one.update(checkpoint_version=2.0))
+    refused(r"not of the checkpoint of rank 0: checkpoint_version is 2 here and 3 in .*mp_rank_00",
+            lambda one: one.update(checkpoint_version=2.0))  # fmt: skip
+    refused("not of the checkpoint of rank 0: iteration is 8 here and 7 in", lambda one: one.update(iteration=8))
+    refused("not of the checkpoint of rank 0: layernorm_epsilon is 0.1 here and 1e-05 in",
+            lambda one: vars(one["args"]).update(layernorm_epsilon=0.1))  # fmt: skip
+    refused("not of the checkpoint of rank 0: swiglu is True here and None in",
+            lambda one: vars(one["args"]).update(swiglu=True))  # fmt: skip
+    refused(r"rank=3 in its settings \(args\), in the place of the file of rank 1",
+            lambda one: vars(one["args"]).update(rank=3))  # fmt: skip
+    refused(r"final_layernorm\.weight is not that of .*mp_rank_00.*, though each file holds it whole",
+            lambda one: layers(one)["final_layernorm.weight"].mul_(1.1))  # fmt: skip
+    refused(r"has language_model\.transformer\.layers\.0\..* twice, under names of two releases",
+            lambda one: one["model"]["language_model"].update(transformer=layers(one)))  # fmt: skip
+    one = torch.load(files[1], weights_only=False)  # what rounding may do
+    layers(one)["final_layernorm.weight"].mul_(1.0001)
+    torch.save(one, files[1])
+    assert open_megatron(tmp_path).config.num_layers == 2
     refused(r"checkpoint_version='4\.0'; valid: 0, 1, 2, 3", lambda one: one.update(checkpoint_version=4.0))
     refused(r"checkpoint_version='tensor.*'; valid", lambda one: one.update(checkpoint_version=torch.ones(3)))
     refused("damaged: the dicts of its model lie within each other without end",
