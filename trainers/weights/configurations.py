@@ -7,7 +7,6 @@ known is refused by its name, unless it is null, false or empty. The names of tr
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ class _Keys:
         right = type(value) is kind or (kind is float and type(value) is int)
         if not right:
             raise self.fault(key, f"must be of type {kind.__name__}")
-        if kind is float and not (abs(value) < 2.0**1000 and math.isfinite(value)):
+        if kind is float and not abs(value) < 2.0**1000:  # also not a number; an integer may be too large for a float
             raise self.fault(key, "must be a finite number")
         return kind(value)
 
