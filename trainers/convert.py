@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commengine import Communicator, ProcessGrid, launch
+from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.rank_zero import on_rank_zero
 from tplayers import Placement
 
@@ -123,14 +123,14 @@ def main(world: Communicator) -> None:
     config = job_config(world, ConvertConfig, "convert")
     with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
         if config.origin is not None:
-            _import(config, ":".join(config.origin), grid)
+            _import(config, config.origin, grid)
         else:
             _export(config, grid)
 
 
-def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
+def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> None:
     """Write the checkpoint of a run without steps. Collective over the grid's world."""
-    folder, world = Path(config.save or ""), grid.world
+    folder, world, load = Path(config.save or ""), grid.world, ":".join(origin)
 
     def free() -> None:
         run_folder.require_apart(folder, load)
@@ -141,7 +141,10 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
     on_rank_zero(world, free)
     names = ("vocab_size", "num_attention_heads", "rotary_interleaved")
     asked = {name: getattr(config, name) for name in names}
-    trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
+    try:
+        trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
+    except UsageError as error:  # on all ranks; it names the option of the other commands
+        raise UsageError(str(error).replace(f"--load {load}", f"--from {' '.join(origin)}")) from error
     settings = _settings_to_save(trained)
     on_rank_zero(world, lambda: make_writable("--save", folder))
     with folder_lock.hold(world, folder):
@@ -158,6 +161,8 @@ def _import(config: ConvertConfig, load: str, grid: ProcessGrid) -> None:
         settings |= on_rank_zero(world, clear) | {CONVERTED_FROM: load}
         CheckpointWriter(folder, Progress(0, 0), trained.model, _NoOptimizer(), settings, grid).finish()
     _say(world, f"written to {folder}: {_parameters(trained)} of {load}; start from it with --load {folder}")
+    if not trained.has_tokenizer:
+        _say(world, "it has no tokenizer: commands that read or write text need --tokenizer-model FILE")
 
 
 def _settings_to_save(trained: Trained) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _heads(contents: MegatronContents, ranks: int, hidden: int, asked: int | Non
     """The number of attention heads. Raises InputFileError if it is not known, or does not fit."""
     heads = contents.setting("num_attention_heads", asked)
     if heads is None:
-        raise contents.wrong("has no settings (args); the number of its attention heads must be given")
+        raise contents.wrong("has no settings (args): give the number of its attention heads, --num-attention-heads")
     if asked not in (None, heads):
         raise contents.wrong(f"has {heads} attention heads; {asked} were asked for")
     if not _natural(heads) or hidden % heads or heads % ranks:
@@ -192,7 +192,7 @@ def _vocabulary(contents: MegatronContents, padded: int, ranks: int, asked: int 
     multiple = contents.setting("make_vocab_size_divisible_by", 128)
     if _natural(known) and _natural(multiple) and -(-known // (multiple * ranks)) * multiple * ranks == padded:
         return int(known)
-    raise contents.wrong(f"has {padded} tokens with the padding; the size of the vocabulary without it must be given")
+    raise contents.wrong(f"has {padded} tokens with the padding: give the number without it, --vocab-size")
 
 
 def _natural(value: Any) -> bool:
