@@ -86,6 +86,6 @@ def test_what_does_not_work_is_one_error_on_all_ranks(world, written, folder, co
     with pytest.raises(UsageError, match=r"mp_rank_01/model_optim_rng\.pt: damaged, cut, or no file of torch\.save"):
         command(world, "--from", "megatron", two, "--save", folder / "other")
     unknown = written("GPT-2", vocab_size=None)
-    with pytest.raises(UsageError, match="has 64 tokens with the padding; the size of the vocabulary without it"):
+    with pytest.raises(UsageError, match="has 64 tokens with the padding: give the number without it"):
         command(world, "--from", "megatron", unknown, "--save", folder / "other")
     command(world, "--from", "megatron", unknown, "--save", folder / "other", "--vocab-size", VOCAB)
