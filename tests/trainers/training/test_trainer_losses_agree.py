@@ -17,8 +17,8 @@ SPLIT = [layout for layout in LAYOUTS if layout != (1, 1)]
 STEPS, BATCH, SEED = 20, 8, 77
 RATE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-warmup-iters", "4", "--weight-decay", "0.5", "--clip-grad", "0.8"]
 # One head of keys and values, which all ranks of a tensor group share. With an epsilon of 1e-6 the gradient norm of a
-# step in which it is large differed by 1.5e-4, and the losses by 2.7e-6. Rounding is the likely reason, and not a proven
-# one.
+# step in which it is large differed by 1.5e-4, and the losses by 2.7e-6. Rounding is the likely reason; this is not
+# proven.
 LLAMA = [
     "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--normalization", "RMSNorm", "--swiglu",
     "--position-embedding-type", "rope", "--use-rope-scaling", "--rope-original-max-position-embeddings", "8",
