@@ -81,11 +81,16 @@ def frequencies(
 
     Pair j turns by ``base`` ** (-2 j / head_size), unless ``scaling`` says otherwise. Raises ValueError for odd sizes.
     """
-    if head_size % 2:
-        raise ValueError(f"rotary positions need heads of an even size; kv_channels={head_size} is odd")
+    require_pairs(head_size)
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size
     found = float(base) ** -exponents
     return found if scaling is None else scaling.scaled(found)
+
+
+def require_pairs(head_size: int) -> None:
+    """Raise ValueError unless a head of this size consists of pairs."""
+    if head_size % 2:
+        raise ValueError(f"rotary positions need heads of an even size; kv_channels={head_size} is odd")
 
 
 def rotation(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> Rotation:

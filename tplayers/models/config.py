@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from commengine.cost import TransformerShape
 from tplayers.attention.head_split import split_heads
-from tplayers.attention.rotary import RopeScaling
+from tplayers.attention.rotary import RopeScaling, require_pairs
 from tplayers.attention.self_attention import DropoutMask
 from tplayers.norm import Normalization, require_normalization
 from tplayers.placement import require_divisible
@@ -139,5 +139,5 @@ class TransformerConfig:
             padded_vocab_size=self.padded_vocab_size, **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
         split_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size, pad=pad)
-        if self.position_embedding_type == "rope" and self.head_size % 2:
-            raise ValueError(f"rotary positions need heads of an even size; kv_channels={self.head_size} is odd")
+        if self.position_embedding_type == "rope":
+            require_pairs(self.head_size)

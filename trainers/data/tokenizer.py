@@ -141,10 +141,15 @@ class Tokenizer:
     @property
     def eod(self) -> int:
         """The id of the first of `END_OF_TEXT` that the vocabulary has. Raises ValueError if it has none."""
-        for end in END_OF_TEXT:
-            if (token := self._backend.token_to_id(end)) is not None:
-                return int(token)
-        raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token, nor {' or '.join(END_OF_TEXT[1:])}")
+        token = None if self.end_token is None else self._backend.token_to_id(self.end_token)
+        if token is None:
+            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token, nor {' or '.join(END_OF_TEXT[1:])}")
+        return int(token)
+
+    @property
+    def end_token(self) -> str | None:
+        """The first of `END_OF_TEXT` that the vocabulary has; None if it has none."""
+        return next((end for end in END_OF_TEXT if self._backend.token_to_id(end) is not None), None)
 
     def wordpieces(self) -> WordPieces:
         """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""

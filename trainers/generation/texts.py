@@ -121,7 +121,4 @@ def generate_texts(
 
 def _end(tokenizer: Tokenizer) -> list[int]:
     """The token that ends a document, if there is one."""
-    try:
-        return [tokenizer.eod]
-    except ValueError:
-        return []
+    return [] if tokenizer.end_token is None else [tokenizer.eod]

@@ -17,9 +17,7 @@ from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import (
-    given,
-)
+from trainers.options import given
 from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainers.data.tokenizer import END_OF_TEXT, Tokenizer
+from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -28,8 +28,8 @@ def tokenizer_file(folder: Path) -> str | None:
 
 def end_of_text(model: str | None) -> int | None:
     """The token that ends a text, of the tokenizer in the file ``model``; None if there is none."""
-    vocabulary = {} if model is None else Tokenizer.from_file(model).vocabulary()
-    return next((vocabulary[token] for token in END_OF_TEXT if token in vocabulary), None)
+    tokenizer = None if model is None else Tokenizer.from_file(model)
+    return None if tokenizer is None or tokenizer.end_token is None else tokenizer.eod
 
 
 def written_tokenizer(model: str) -> dict[str, bytes]:
@@ -43,9 +43,8 @@ def written_tokenizer(model: str) -> dict[str, bytes]:
     )
     vocabulary = found.vocabulary()
     about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    ends = [token for token in END_OF_TEXT if token in vocabulary]
-    if ends:
-        about |= {"bos_token": ends[0], "eos_token": ends[0]}
+    if found.end_token is not None:
+        about |= {"bos_token": found.end_token, "eos_token": found.end_token}
     if all(token in vocabulary for token in SPECIAL):
         about |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
     return {TOKENIZER: content, TOKENIZER_CONFIG: json.dumps(about, indent=2).encode()}
