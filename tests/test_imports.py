@@ -37,6 +37,7 @@ ROOMS = {
         {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement"},
         {"placement"},
+        {"canonical"},  # the same bits at every tensor-parallel size
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commengine.dtypes import TREE, Order
 from commengine.mpi import making_communicators
 from commengine.operations import REDUCING_IN_MEMORY
 from commengine.shared_memory.flags import PRIVATE, Flags, fits
@@ -53,7 +54,8 @@ class MemoryRoutes:
     comm: the MPI communicator of the sequence, which nothing else uses.
     wait: waits until a function returns True.
     transport: makes the transport that moves slices between nodes, over a communicator of one rank of each node.
-    deterministic: never two levels, whose sums are not in rank order.
+    order: with "rank" never two levels, whose sums are not in rank order. With "tree" two levels only if the ranks of
+        each node are a subtree: 2^k neighbours.
 
     Each operation returns whether it has done the collective. False, on all ranks alike, leaves it to MPI.
     """
@@ -66,10 +68,11 @@ class MemoryRoutes:
         *,
         wait: Callable[[Callable[[], bool]], None],
         transport: Callable[[MPI.Intracomm], AcrossNodes],
-        deterministic: bool,
+        order: Order | None,
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
-        self._wait, self._transport, self._deterministic = wait, transport, deterministic
+        self._wait, self._transport, self._order = wait, transport, order
+        self._prefix = TREE if order == "tree" else ""
         self._point: dict[tuple[str, torch.dtype], Point] = {}
         self._least: dict[tuple[str, torch.dtype], float] = {}
         self._flags: Flags | None = None
@@ -102,6 +105,7 @@ class MemoryRoutes:
         route = self._route("all_reduce", tensor.nbytes, tensor)
         if route is None:
             return False
+        op = self._prefix + op
         flat = tensor.data.view(-1)  # .data: autograd must not see the write
         rows = self._rows(flat)
         if route.two_level is not None:
@@ -117,6 +121,7 @@ class MemoryRoutes:
         route = self._route("reduce_scatter", input.nbytes, input)
         if route is None:
             return False
+        op = self._prefix + op
         flat, result = input.data.view(-1), output.data.view(-1)
         rows = self._rows(flat)
         if route.two_level is not None:
@@ -193,11 +198,17 @@ class MemoryRoutes:
             point = self._point[operation, dtype] = self._points.point(operation, dtype, node.size)
             if node.alone:
                 least = min(point.window, point.bounce)
-            elif operation in REDUCING_IN_MEMORY and not self._deterministic:
+            elif operation in REDUCING_IN_MEMORY and self._two_levels_keep_the_order(node):
                 least = point.two_level
         # At least 1 byte: an empty tensor has nothing that keeps the ranks in step, and MPI has nothing to do either.
         self._least[operation, dtype] = max(1, least)
         return self._least[operation, dtype]
+
+    def _two_levels_keep_the_order(self, node: Node) -> bool:
+        if self._order is None:
+            return True
+        in_order = list(itertools.chain(*node.table)) == list(range(self._comm.size))
+        return self._order == "tree" and in_order and node.size.bit_count() == 1
 
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
         """Return the place of the first tensor that lies in a window."""
