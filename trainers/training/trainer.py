@@ -14,8 +14,7 @@ from commengine import ProcessGrid, UsageError
 from tplayers import Randomness, placements
 from trainers.config import TrainConfig, bucket_size, overlapped
 
-from .clipping import clip, gradient_norm
-from .exact_norm import exact_gradient_norm
+from .clipping import clip, exact_gradient_norm, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
