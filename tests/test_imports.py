@@ -55,6 +55,7 @@ ROOMS = {
         {"weights"},  # models and tokenizers of other programs, read and written as checkpoints are
         {"checks"},  # of a run while it trains
         {"run"},
+        {"comparison"},  # of two runs, bit by bit
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"trained"},  # the model of a run, from its checkpoint
         {"finetuning"},  # the tasks of section 5.3: files, samples, measures, predictions
@@ -68,7 +69,14 @@ ROOMS = {
         {"collective_study", "contests"},
         {"peers", "gpu_study", "checkup"},
         {"top"},
-        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
+        {
+            "data_parallel",
+            "deterministic",
+            "fields",
+            "generation",
+            "loading",
+            "saving",
+        },  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -282,6 +282,11 @@ class TrainConfig(JobConfig):
         """The shards in which the model computes the same bits at every layout; None: it does not."""
         return None
 
+    @property
+    def digests(self) -> bool:
+        """Whether metrics.jsonl gets the digests of every step."""
+        return self.log_digests or self.canonical_shards is not None
+
     def require_resumable(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageError unless these settings can go on with a run that has saved its settings as ``saved``.
 

@@ -65,7 +65,7 @@ def exact_gradient_norm(
 ) -> float:
     """`gradient_norm` with the same bits at every layout; infinite if it is not finite.
 
-    It is an exact sum of integers, which has no order: shards of the tensor group, shares of ZeRO-1, buckets and threads
+    It is an exact sum of integers, which has no order. So shards, shares of ZeRO-1, buckets and threads
     may cut the gradient in any way.
 
     Each square is cut off below 2^-46 of the square of the largest element, so the relative error of the square of a
