@@ -91,7 +91,7 @@ class Bounce:
         source, stride = self._bytes_of(flat), self._slot_bytes
         nbytes = len(source)
         count = -(-nbytes // stride)
-        parts = torch.split(flat, stride // dtype.itemsize) if count > 1 else (flat,)
+        parts = _parts(flat, stride // dtype.itemsize, count)
         memory = self._memory[rank]
 
         def fill(chunk: int, slot: int) -> None:
@@ -136,16 +136,17 @@ class Bounce:
         output: may be the rank's row r itself; for a float16 or bfloat16 tensor it may be float32, and then it gets the
         sum before rounding.
         """
-        step = self._step(flat, self._size - 1)
-        own, fill = flat[rows[self._rank]], self._handing_out(flat, rows, step)
-        nbytes = sum(row.stop - row.start for row in rows) * flat.itemsize
+        rank, step = self._rank, self._step(flat, self._size - 1)
+        row, count = rows[rank], self._count(rows, step)
+        fill = self._handing_out(flat, rows, step)
+        parts, totals = _parts(flat[row], step, count), _parts(output, step, count)
 
         def take(chunk: int, slot: int) -> None:
-            part = own[chunk * step :][:step]
-            if part.numel():
-                self._reduce(output[chunk * step :][:step], part, slot, step, op)
+            if chunk < len(parts):
+                self._reduce(totals[chunk], parts[chunk], slot, step, op)
 
-        self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, self._count(rows, step), fill, take)
+        nbytes = (rows[-1].stop - rows[0].start) * flat.itemsize  # the same number on every rank
+        self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, count, fill, take)
 
     def all_gather(
         self, flat: Tensor, rows: Sequence[slice], input: Tensor | None = None, *, begun: bool = False
@@ -239,13 +240,15 @@ class Bounce:
         """
         source, item, rank, size = self._bytes_of(flat), flat.itemsize, self._rank, self._size
         stride = step * item
+        handed = [
+            (row.start * item, row.stop * item, (other - rank - 1) % size * stride)
+            for other, row in enumerate(rows)
+            if other != rank
+        ]
 
         def fill(chunk: int, slot: int) -> None:
-            for other, row in enumerate(rows):
-                if other != rank:
-                    offset = (other - rank - 1) % size * stride
-                    start = row.start * item + chunk * stride
-                    self._copy(source, start, row.stop * item, slot, offset, stride)
+            for start, end, offset in handed:
+                self._copy(source, start + chunk * stride, end, slot, offset, stride)
 
         return fill
 
@@ -282,3 +285,11 @@ class Bounce:
                 view = self._bytes[rank][begin : begin + numel * dtype.itemsize].view(dtype)
             self._views[key] = view
         return view
+
+
+def _parts(flat: Tensor, step: int, count: int) -> Sequence[Tensor]:
+    """Cut a flat tensor, whose row has up to ``count`` chunks, into chunks of ``step`` elements."""
+    if count == 1:
+        return (flat,) if flat.numel() else ()
+    parts: Sequence[Tensor] = torch.split(flat, step) if flat.numel() else ()
+    return parts
