@@ -44,11 +44,13 @@ class _Small(NamedTuple):
     """The buffer into which the ranks' small tensors of one dtype and shape are gathered.
 
     datatype: of a tensor. received: the buffer for MPI. parts: the same memory, one tensor for each rank.
+    pair: two halves, whose sum is one call of torch.
     """
 
     datatype: MPI.Datatype
     received: tuple[Any, MPI.Datatype]
     parts: Sequence[Tensor]
+    pair: bool
 
 
 class HostTransport:
@@ -196,10 +198,10 @@ class HostTransport:
         nbytes = tensor.nbytes
         if nbytes <= SMALL_BYTES:
             kept = self._small.get((tensor.dtype, tensor.shape))
-            datatype, received, parts = self._keep(tensor) if kept is None else kept
+            datatype, received, parts, pair = self._keep(tensor) if kept is None else kept
             self._calls.Allgather((self._address(tensor.data_ptr(), nbytes), datatype), received)
             written = tensor.data
-            if op == "sum" and self.size == 2 and tensor.dtype in HALF_TYPES and not written.is_inference():
+            if pair and op == "sum" and not written.is_inference():
                 torch.add(parts[0], parts[1], out=written)  # a short cut: the code below would end in this line
                 return
             with unseen(written):
@@ -215,7 +217,12 @@ class HostTransport:
             self._small.clear()
         with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
             whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-            made = _Small(self._types.move[tensor.dtype], self._moved(whole), whole.unbind())
+            made = _Small(
+                self._types.move[tensor.dtype],
+                self._moved(whole),
+                whole.unbind(),
+                self.size == 2 and tensor.dtype in HALF_TYPES,
+            )
         self._small[tensor.dtype, tensor.shape] = made
         return made
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 #: bytes of a slot, and slots of a rank
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 512 << 10
 SLOTS = 2
 
 #: rows of a slot begin at multiples of this many elements
@@ -81,18 +81,24 @@ class Bounce:
         Of two ranks each reduces the whole tensor; of more ranks each reduces its row.
         """
         if self._size == 2:
-            self._all_reduce_of_two(flat, op, begun)
+            source = self._bytes_of(flat)
+            self._reduce_two("all_reduce", len(source), op, begun, source, flat, flat)
         else:
             self._all_reduce_rows(flat, rows, op, begun)
 
-    def _all_reduce_of_two(self, flat: Tensor, op: str, begun: bool) -> None:
-        """Let both ranks reduce every chunk: one wait a chunk instead of two, for as many bytes read and written."""
-        rank, dtype = self._rank, flat.dtype
-        source, stride = self._bytes_of(flat), self._slot_bytes
-        nbytes = len(source)
-        count = -(-nbytes // stride)
-        parts = _parts(flat, stride // dtype.itemsize, count)
-        memory = self._memory[rank]
+    def _reduce_two(
+        self, operation: str, nbytes: int, op: str, begun: bool, source: memoryview, own: Tensor, output: Tensor
+    ) -> None:
+        """Give the other rank ``source``, and reduce what it gives with ``own`` into ``output``.
+
+        In an all-reduce both ranks reduce everything: one wait a chunk instead of two, for as many bytes read and
+        written.
+        """
+        rank, dtype, stride, memory = self._rank, own.dtype, self._slot_bytes, self._memory[self._rank]
+        count = -(-max(len(source), own.nbytes) // stride)
+        step = stride // dtype.itemsize
+        parts = _parts(own, step, count)
+        totals = parts if output is own else _parts(output, step, count)
 
         def fill(chunk: int, slot: int) -> None:
             part = source[chunk * stride : (chunk + 1) * stride] if count > 1 else source
@@ -100,11 +106,12 @@ class Bounce:
             memory[begin : begin + len(part)] = part
 
         def take(chunk: int, slot: int) -> None:
-            part = parts[chunk]
-            other = self._view(dtype, slot, 1 - rank, 0, part.numel())
-            reduce_unseen((other, part) if rank else (part, other), op, part)
+            if chunk < len(parts):
+                part = parts[chunk]
+                other = self._view(dtype, slot, 1 - rank, 0, part.numel())
+                reduce_unseen((other, part) if rank else (part, other), op, totals[chunk])
 
-        self._run("all_reduce", nbytes, (dtype, op), begun, flat, count, fill, take)
+        self._run(operation, nbytes, (dtype, op), begun, output, count, fill, take)
 
     def _all_reduce_rows(self, flat: Tensor, rows: Sequence[slice], op: str, begun: bool) -> None:
         """Let rank r reduce row r, then copy the results to all ranks."""
@@ -136,8 +143,15 @@ class Bounce:
         output: may be the rank's row r itself; for a float16 or bfloat16 tensor it may be float32, and then it gets the
         sum before rounding.
         """
-        rank, step = self._rank, self._step(flat, self._size - 1)
-        row, count = rows[rank], self._count(rows, step)
+        row = rows[self._rank]
+        nbytes = (rows[-1].stop - rows[0].start) * flat.itemsize  # the same number on every rank
+        if self._size == 2:
+            other, item = rows[1 - self._rank], flat.itemsize
+            source = self._bytes_of(flat)[other.start * item : other.stop * item]
+            self._reduce_two("reduce_scatter", nbytes, op, begun, source, flat[row], output)
+            return
+        step = self._step(flat, self._size - 1)
+        count = self._count(rows, step)
         fill = self._handing_out(flat, rows, step)
         parts, totals = _parts(flat[row], step, count), _parts(output, step, count)
 
@@ -145,7 +159,6 @@ class Bounce:
             if chunk < len(parts):
                 self._reduce(totals[chunk], parts[chunk], slot, step, op)
 
-        nbytes = (rows[-1].stop - rows[0].start) * flat.itemsize  # the same number on every rank
         self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, count, fill, take)
 
     def all_gather(
