@@ -25,7 +25,7 @@ from commengine.shared_memory.flags import PRIVATE, Flags, fits
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.slots import Bounce
 from commengine.shared_memory.two_level import AcrossNodes, TwoLevel
-from commengine.shared_memory.window_collectives import InWindow
+from commengine.shared_memory.window_collectives import InWindow, PrivateElsewhereError
 from commengine.shared_memory.windows import SharedTensors, WindowTensor
 
 from .switch_points import NEVER, Point, SwitchPoints
@@ -99,52 +99,72 @@ class MemoryRoutes:
 
     def all_reduce(self, tensor: Tensor, op: str) -> bool:
         """See `HostTransport.all_reduce`."""
-        route = self._route("all_reduce", tensor.nbytes, tensor)
+        route = self._route("all_reduce", op, tensor.nbytes, tensor)
         if route is None:
             return False
         flat = tensor.data.view(-1)  # .data: autograd must not see the write
         rows = self._rows(flat)
+        bounce = route.bounce
         if route.two_level is not None:
             route.two_level.all_reduce(flat, rows, route.place, op)
-        elif route.place is not None:
-            route.window.all_reduce(route.place, rows[self._rank], op)
-        elif route.bounce is not None:
-            route.bounce.all_reduce(flat, rows, op)
+            return True
+        if route.place is not None:
+            try:
+                route.window.all_reduce(route.place, rows[self._rank], op)
+                return True
+            except PrivateElsewhereError:
+                bounce = self._as_private("all_reduce", tensor.nbytes, tensor.dtype)
+        if bounce is None:
+            return False
+        bounce.all_reduce(flat, rows, op)
         return True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
         """See `HostTransport.reduce_scatter`."""
-        route = self._route("reduce_scatter", input.nbytes, input)
+        route = self._route("reduce_scatter", op, input.nbytes, input)
         if route is None:
             return False
         flat, result = input.data.view(-1), output.data.view(-1)
         rows = self._rows(flat)
+        bounce = route.bounce
         if route.two_level is not None:
             route.two_level.reduce_scatter(result, flat, route.place, op)
-        elif route.place is not None:
-            route.window.reduce_scatter(result, route.place, rows[self._rank], op)
-        elif route.bounce is not None:
-            route.bounce.reduce_scatter(result, [flat[row] for row in rows], op)
+            return True
+        if route.place is not None:
+            try:
+                route.window.reduce_scatter(result, route.place, rows[self._rank], op)
+                return True
+            except PrivateElsewhereError:
+                bounce = self._as_private("reduce_scatter", input.nbytes, input.dtype)
+        if bounce is None:
+            return False
+        bounce.reduce_scatter(result, [flat[row] for row in rows], op)
         return True
 
     def all_gather(self, output: Tensor, input: Tensor) -> bool:
         """See `HostTransport.all_gather`."""
         nbytes = output.nbytes
-        route = self._route("all_gather", nbytes, output, input)
+        route = self._route("all_gather", "", nbytes, output, input)
         if route is None or route.place is None:
             return False
-        if route.place.nbytes == nbytes:
-            route.window.gather_into(route.place, self._rows(output)[self._rank], input)
-        else:
-            route.window.all_gather(output, route.place)
+        try:
+            if route.place.nbytes == nbytes:
+                route.window.gather_into(route.place, self._rows(output)[self._rank], input)
+            else:
+                route.window.all_gather(output, route.place)
+        except PrivateElsewhereError:
+            return self._as_private("all_gather", nbytes, output.dtype) is not None
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
         """See `HostTransport.broadcast`."""
-        route = self._route("broadcast", tensor.nbytes, tensor)
+        route = self._route("broadcast", f"{root}", tensor.nbytes, tensor)
         if route is None or route.place is None:
             return False
-        route.window.broadcast(route.place, root)
+        try:
+            route.window.broadcast(route.place, root)
+        except PrivateElsewhereError:
+            return self._as_private("broadcast", tensor.nbytes, tensor.dtype) is not None
         return True
 
     @property
@@ -160,10 +180,11 @@ class MemoryRoutes:
 
     # Choosing a route -------------------------------------------------------------------------------------------
 
-    def _route(self, operation: str, nbytes: int, *tensors: Tensor) -> _Route | None:
+    def _route(self, operation: str, how: str, nbytes: int, *tensors: Tensor) -> _Route | None:
         """Return the route of a collective of ``nbytes``, or None for MPI.
 
-        tensors: the tensors that may lie in a window; the first one that does is used in place.
+        how: the reduction or the root. tensors: the tensors that may lie in a window; the first one that does is used
+        in place.
         Collective for a collective that may go through memory, because the first one makes the flags and slots.
         """
         dtype = tensors[0].dtype
@@ -176,7 +197,7 @@ class MemoryRoutes:
         chosen = self._pays(operation, nbytes, dtype, place)
         compared_there = chosen and (place is not None or self._bounce is not None)
         if self._shared.segments and not compared_there:
-            self._compare(operation, nbytes, dtype, place)
+            self._compare(operation, how, nbytes, dtype, place)
         if not chosen:
             return None
         window = self._open_flags()
@@ -200,10 +221,14 @@ class MemoryRoutes:
         return self._least[operation, dtype]
 
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
-        """Return the place of the first tensor that lies in a window."""
+        """Return the place of the first tensor that lies in a window. Of a pool's blocks only the first tensor counts.
+
+        Ranks may differ in which tensors are blocks; they would compare places of different tensors.
+        """
         if not self._shared.segments:
             return None
-        return next(filter(None, map(self._shared.find, tensors)), None)
+        places = map(self._shared.find, tensors)
+        return next((place for n, place in enumerate(places) if place and not (n and place.block)), None)
 
     def _pays(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> bool:
         """Whether a tensor of this size goes through memory: in place, or, for a private tensor, through slots."""
@@ -212,7 +237,7 @@ class MemoryRoutes:
         point = self._point[operation, dtype]
         return not self._node.alone or nbytes >= (point.bounce if place is None else point.window)
 
-    def _compare(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> None:
+    def _compare(self, operation: str, how: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> None:
         """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.
 
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
@@ -220,7 +245,21 @@ class MemoryRoutes:
         """
         self._open_flags()
         assert self._flags is not None
-        self._flags.check(operation, PRIVATE if place is None else place.number, nbytes, str(dtype))
+        self._flags.check(operation, PRIVATE if place is None else place.number, nbytes, f"{dtype} {how}")
+
+    def _as_private(self, operation: str, nbytes: int, dtype: torch.dtype) -> Bounce | None:
+        """Go on as the ranks do whose tensors are private. Returns their slots; None if they use MPI.
+
+        This rank has a block of a pool, and has begun the collective; another rank has none, because its pool is full.
+        That rank has compared the calls in the slots if they exist, and else before it looks for another way.
+        """
+        assert self._flags is not None
+        pays = self._pays(operation, nbytes, dtype, None)
+        if pays and self._bounce is not None:
+            self._flags.begin_private()
+            return self._bounce
+        self._flags.meet()
+        return self._open_bounce() if pays else None
 
     # Setting up -------------------------------------------------------------------------------------------------
 

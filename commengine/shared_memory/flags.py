@@ -37,6 +37,9 @@ WINDOW_COMMUNICATORS = 2
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
+#: a place of at least this number is a block of a pool. Its offset, in the lower bits, differs from rank to rank
+BLOCK = 1 << 62
+
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
 _OPERATIONS = (*IN_MEMORY, "gather_into")
 
@@ -62,6 +65,7 @@ class Flags:
         for word in range(len(self._mine)):
             self._mine[word] = 0
         self._round = 0
+        self._begun = False
         comm.Barrier()  # every flag is 0 before any rank looks
 
     def close(self) -> None:
@@ -75,21 +79,37 @@ class Flags:
     def begin(self, operation: str, place: int, nbytes: int, how: str) -> None:
         """Wait until every rank begins a collective, and compare the calls.
 
-        place: where the tensor lies, as a number that is the same on all ranks, or PRIVATE. how: dtype, and reduction
-        or root. Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over
-        a tensor that belongs to another collective.
+        place: where the tensor lies: a number that is the same on all ranks, a number from BLOCK on, or PRIVATE. Some
+        ranks may give a block and others PRIVATE, because a rank's pool may be full; `private_somewhere` then is true.
+        how: dtype, and reduction or root. Raises CollectiveMismatch on all ranks if the calls differ, because a rank
+        would otherwise write over a tensor that belongs to another collective.
         """
+        if self._begun:
+            self._begun = False
+            return
         self._mine[1] = place
         self._mine[2] = nbytes << 8 | _OPERATIONS.index(operation)
         self._mine[3] = zlib.crc32(how.encode())
         self.meet()
         first = self._flags[0][_ASKED]
-        if any(flags[_ASKED] != first for flags in self._flags):
+        if any(flags[_ASKED] != first and not _alike(flags[_ASKED], first) for flags in self._flags):
             asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
             self.meet()  # no rank overwrites its flags before all ranks have read them
             raise CollectiveMismatch(
                 f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}"
             )
+
+    def begin_private(self) -> None:
+        """Count the `begin` that this rank has done as that of the private way, which it goes on with."""
+        self._begun = True
+
+    def places(self) -> list[int]:
+        """Every rank's place, between `begin` and the next `meet`."""
+        return [flags[1] for flags in self._flags]
+
+    def private_somewhere(self) -> bool:
+        """Whether a rank began with a private tensor, between `begin` and the next `meet`."""
+        return any(flags[1] == PRIVATE for flags in self._flags)
 
     def check(self, operation: str, place: int, nbytes: int, how: str) -> None:
         """Compare the calls before this rank falls back to MPI; the arguments are those of `begin`.
@@ -162,18 +182,29 @@ def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
 
     Touching a window that the node has no memory for would end the process.
     """
+    return bool(comm.allreduce(nbytes <= room(), load_mpi().LAND))
+
+
+def room() -> int:
+    """The bytes of shared memory that this node has left, without those that are left for MPI. Not collective."""
     try:
         space = os.statvfs("/dev/shm")  # where Linux keeps shared memory; often 64 MB in a container
-        room = space.f_bavail * space.f_frsize
     except OSError:
-        room = sys.maxsize
-    return bool(comm.allreduce(nbytes + MARGIN_BYTES <= room, load_mpi().LAND))
+        return sys.maxsize
+    return space.f_bavail * space.f_frsize - MARGIN_BYTES
+
+
+def _alike(one: memoryview, other: memoryview) -> bool:
+    """Whether two calls differ in nothing but their blocks, or in that one rank has no block."""
+    return one[1:] == other[1:] and all(place == PRIVATE or place >= BLOCK for place in (one[0], other[0]))
 
 
 def _described(flags: memoryview) -> str:
     nbytes, operation = divmod(flags[2], 1 << 8)
     where = "of a private tensor"
-    if flags[1] != PRIVATE:
+    if flags[1] >= BLOCK:
+        where = "of a tensor in the pool"
+    elif flags[1] != PRIVATE:
         segment, offset = divmod(flags[1], 1 << 48)
         where = f"at byte {offset} of shared tensor {segment}"
     return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"
