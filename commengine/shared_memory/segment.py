@@ -24,7 +24,8 @@ class SharedSegment:
         self._mine: Any = memory[comm.rank]
         self.address: int = self._mine.address
         # These are not views of the user's tensor: autograd must not notice that a collective writes there.
-        self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
         self._touch_first(self.parts[comm.rank])
         comm.Barrier()
@@ -44,7 +45,8 @@ class SharedSegment:
         """Return every rank's part, for the collectives."""
         if dtype not in self._typed:
             whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
+            with torch.inference_mode(False):
+                self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
         return self._typed[dtype]
 
     def unused(self) -> bool:

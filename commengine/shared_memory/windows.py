@@ -7,6 +7,8 @@ The `Pool` of a communicator is one more window, in which each rank has blocks f
 
 from __future__ import annotations
 
+import bisect
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,8 +25,10 @@ from .segment import SharedSegment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: places of tensors that are kept, because finding one takes a microsecond
+MOST_PLACES = 256
 
-#: the bits of a place's number that are the offset in its window
+#: the bits of a place that are the offset in its window
 OFFSET = (1 << 48) - 1
 
 
@@ -38,6 +42,8 @@ class SharedTensors:
         self.segments: list[SharedSegment] = []
         #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
         self.pool: Pool | None = None
+        self._starts: list[tuple[int, int]] = []  # address and number of each segment, ascending
+        self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
 
     @property
     def node(self) -> Node | None:
@@ -63,7 +69,7 @@ class SharedTensors:
         if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
             return torch.empty_like(like, device="cpu")
         segment = SharedSegment(node.comm, like.nbytes)
-        self.segments.append(segment)
+        self._add(segment)
         return segment.tensor(like.numel(), dtype).view(like.shape)
 
     def open_pool(self, nbytes: int) -> None:
@@ -78,7 +84,11 @@ class SharedTensors:
         nbytes = min(nbytes, left // 2 // node.size) // BLOCK_UNIT * BLOCK_UNIT
         if nbytes > 0:
             self.pool = Pool(node.comm, nbytes)
-            self.segments.append(self.pool)
+            self._add(self.pool)
+
+    def _add(self, segment: SharedSegment) -> None:
+        bisect.insort(self._starts, (segment.address, len(self.segments)))
+        self.segments.append(segment)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a window."""
@@ -86,17 +96,29 @@ class SharedTensors:
 
     def find(self, tensor: Tensor) -> WindowTensor | None:
         """Return where in a window ``tensor`` lies, or None if it lies in no window."""
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        for index, segment in enumerate(self.segments):
-            offset = address - segment.address
-            if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return WindowTensor(segment, index, offset, nbytes, tensor.dtype)
-        return None
+        address, nbytes, dtype = tensor.data_ptr(), tensor.nbytes, tensor.dtype
+        found = self._found.get((address, nbytes, dtype))
+        if found is not None:
+            return found
+        before = bisect.bisect_right(self._starts, (address, sys.maxsize)) - 1
+        if before < 0:
+            return None
+        start, index = self._starts[before]
+        segment, offset = self.segments[index], address - start
+        if offset + nbytes > segment.nbytes:
+            return None
+        if len(self._found) >= MOST_PLACES:
+            self._found.clear()
+        found = WindowTensor(segment, index, offset, nbytes, dtype)
+        self._found[address, nbytes, dtype] = found
+        return found
 
     def close(self) -> None:
         """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
         mpi = load_mpi()
         left = False
+        self._found.clear()
+        self._starts.clear()
         for segment in self.segments:
             if self._comm.allreduce(segment.unused(), mpi.LAND):
                 segment.free()
@@ -112,26 +134,34 @@ class WindowTensor:
     """A tensor in a window, and its counterparts on the other ranks of the node.
 
     segment, index: the window and its number. offset, nbytes: the tensor's place there, in bytes.
-    block: the tensor lies in a block of a pool, so the other ranks' offsets differ from this one's.
+    block: the tensor lies in a block of a pool, so its counterparts may have other offsets.
     """
 
     def __init__(self, segment: SharedSegment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
         self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
         self.block = isinstance(segment, Pool)
+        #: the place as a number. It is the same on all ranks for the same place, and from BLOCK on for a block
+        self.number = BLOCK | offset if self.block else index << 48 | offset
+        self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
-    @property
-    def number(self) -> int:
-        """The place as a number. It is the same on all ranks for the same place, and from BLOCK on for a block."""
-        return BLOCK | self.offset if self.block else self.index << 48 | self.offset
+    def parts(self, places: Sequence[int] | None = None) -> list[Tensor]:
+        """Return every rank's tensor, flat, in the order of the node's ranks; ``places`` as for `rows`."""
+        return self.rows(0, self.nbytes // self.dtype.itemsize, places)
 
-    def parts(self, places: Sequence[int], row: slice | None = None) -> list[Tensor]:
-        """Return every rank's tensor, flat, or its ``row``, in the order of the node's ranks.
+    def rows(self, low: int, high: int, places: Sequence[int] | None = None) -> list[Tensor]:
+        """Return elements ``low`` to ``high`` of every rank's tensor.
 
-        places: every rank's `number`.
+        places: every rank's `number`; None if all are this one. The rows are then kept: making them takes microseconds.
         """
-        itemsize = self.dtype.itemsize
-        low, high = (0, self.nbytes // itemsize) if row is None else (row.start, row.stop)
-        starts = [(place & OFFSET) // itemsize for place in places]
-        return [
-            part[start + low : start + high] for part, start in zip(self.segment.typed(self.dtype), starts, strict=True)
-        ]
+        if places is not None:
+            firsts = [(place & OFFSET) // self.dtype.itemsize for place in places]
+            with torch.inference_mode(False):
+                typed = self.segment.typed(self.dtype)
+                return [part[first + low : first + high] for part, first in zip(typed, firsts, strict=True)]
+        rows = self._rows.get((low, high))
+        if rows is None:
+            first = self.offset // self.dtype.itemsize
+            with torch.inference_mode(False):
+                rows = [part[first + low : first + high] for part in self.segment.typed(self.dtype)]
+            self._rows[low, high] = rows
+        return rows
