@@ -186,13 +186,17 @@ class MemoryRoutes:
         if nbytes < least:  # tested first: collectives that go by MPI must not become slower
             return None
         place: Any = self._find(tensors) if self._shared.segments else None
+        if place is not None and place.block and nbytes < point.window:
+            place = None  # another rank's tensor may be private, and goes through slots from another size on
         private = place is None
         # Between nodes the row has one size only, for two levels.
         chosen = not self._node.alone or nbytes >= (point.bounce if private else point.window)
         if chosen and (self._bounce if private else self._window) is not None:
             return _PRIVATE if private else place  # the calls are compared when they begin
         if self._shared.segments:
-            self._compare(operation, nbytes, (dtype, how), place)
+            places = self._compare(operation, nbytes, (dtype, how), place)
+            if places is not None and PRIVATE in places and not private:
+                private, chosen = True, nbytes >= point.bounce
         if not chosen:
             return None
         self._open_flags()
@@ -225,15 +229,17 @@ class MemoryRoutes:
                 return place
         return None
 
-    def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> None:
+    def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> Any:
         """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.
+
+        Returns the places of all ranks if they differ and may: blocks of a pool, and private tensors where it is full.
 
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
         MPI. Routes that are ready compare the calls themselves when they begin.
         """
         self._open_flags()
         assert self._flags is not None
-        self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
+        return self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
 
     def _as_private(self, operation: str, tensor: Tensor) -> tuple[Any, bool]:
         """Go on as a rank does whose tensor is private. Returns the place that `_choose` would give, and ``begun``.
