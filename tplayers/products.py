@@ -1,4 +1,4 @@
-"""Products of linear layers: with packed weights, and the row-parallel product with its sum as one Function."""
+"""Products of linear layers: with packed weights, and those that are written where a collective takes them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
-from commengine.compiled_ops import all_gather_into_
 
 from .regions import (
     communicates,
-    new_whole,
     product_for,
     reduce_own_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -50,47 +48,42 @@ def row_parallel_product(
     -> this rank's shard of the sum along dim 0. packed: a copy of ``weight`` by `pack`, which a product without a
     backward may use. Every rank of ``comm`` must call it, and with ``sequence_parallel`` run its backward.
     """
-    if communicates(comm) and x.is_cpu and x.dim() > 1 and not torch.compiler.is_compiling():
-        if torch.is_grad_enabled():
-            return _RowParallelProduct.apply(x, weight, comm, sequence_parallel)  # type: ignore[no-untyped-call, no-any-return]
-        if packed is None:
-            return _summed_product(x, weight, comm, sequence_parallel)
-    return _summed(linear_product(x, weight, None, packed), comm, sequence_parallel)
-
-
-def _summed_product(x: Tensor, weight: Tensor, comm: Communicator, sequence_parallel: bool) -> Tensor:
-    """`row_parallel_product` without a backward, on the host."""
     operation = "reduce_scatter" if sequence_parallel else "all_reduce"
-    if x.numel() // x.shape[-1] * weight.shape[0] * x.itemsize < comm.operands_from(operation, x.dtype):
-        return _summed(F.linear(x, weight), comm, sequence_parallel)
-    return _summed(product_for(operation, x, weight.t(), comm), comm, sequence_parallel)
-
-
-def _summed(partial: Tensor, comm: Communicator, sequence_parallel: bool) -> Tensor:
+    if (packed is None or torch.is_grad_enabled()) and _in_shared_memory(operation, x, weight, comm):
+        partial = _Product.apply(x, weight, comm, operation)  # type: ignore[no-untyped-call]
+    else:
+        partial = linear_product(x, weight, None, packed)
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, comm)
     return reduce_own_from_tensor_parallel_region(partial, comm)
 
 
-class _RowParallelProduct(torch.autograd.Function):
-    """The product and its sum as one Function, so that the product is written where the collective takes it."""
+def _in_shared_memory(operation: str, x: Tensor, weight: Tensor, comm: Communicator) -> bool:
+    """Whether x weight^T should lie in memory that the ranks of a node share. A compiled graph plans its own memory."""
+    if not communicates(comm) or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
+        return False
+    nbytes = x.numel() // x.shape[-1] * weight.shape[0] * x.itemsize
+    return nbytes >= comm.operands_from(operation, x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """The product x weight^T, written where ``operation`` takes it.
+
+    Its sum is a Function of its own: a recomputation then ends before the sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, sequence_parallel: bool) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.comm, ctx.sequence_parallel, ctx.shape = comm, sequence_parallel, x.shape
-        return _summed_product(x, weight, comm, sequence_parallel)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, operation: str) -> Tensor:
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.shape = x.shape
+        return product_for(operation, x, weight.t(), comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        (grad,) = grads
-        if ctx.sequence_parallel:
-            part = grad.contiguous()
-            grad = new_whole(part, ctx.comm)
-            all_gather_into_(grad, part, ctx.comm)
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = (rows @ weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_x = None if weight is None else (rows @ weight).view(ctx.shape)
+        grad_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
         return grad_x, grad_weight, None, None
