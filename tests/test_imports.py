@@ -36,7 +36,7 @@ ROOMS = {
     "tplayers": (
         {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement"},
-        {"placement"},
+        {"placement", "products"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},

@@ -220,12 +220,13 @@ class Bounce:
                 number = first + chunk + 1
                 slot = number % self._slots
                 fill(chunk, slot)
-                if chunk or begun:
+                apart = chunk or begun
+                if not apart:  # nothing has been written yet that another collective could use
+                    flags.ask(operation, PRIVATE, nbytes, how)
+                    apart = flags.agree() is not None  # a rank that has a block of a pool asked before it filled a slot
+                if apart:
                     flags.post(FILLED, number)
                     flags.wait_for(FILLED, number)
-                else:  # nothing has been written yet that another collective could use
-                    flags.ask(operation, PRIVATE, nbytes, how)
-                    flags.agree()
                 take(chunk, slot)
         self._chunks = first + count
 
