@@ -146,7 +146,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
         if arguments.overwrite and not arguments.record:
             raise ValueError("--overwrite goes with --record")
         check_writable(json=arguments.json, output=arguments.output)
-        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND)}
+        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND, argv)}
         return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
 
     options = on_rank_zero(world, read)
