@@ -65,9 +65,9 @@ ROOMS = {
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
         {"collective_study", "contests"},
-        {"peers", "gpu_study", "checkup"},
+        {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
-        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "loading", "saving", "study"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16
