@@ -162,7 +162,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             raise ValueError("--overwrite goes with --record")
         arguments.save_format = formats.chosen(arguments.save_format, "--record", given=arguments.record)
         check_writable(json=arguments.json, output=arguments.output)
-        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND)}
+        found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND, argv)}
         if arguments.record:
             return found
         groups = Path(arguments.groups) if arguments.groups else None

@@ -82,7 +82,7 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. Returns the exit status. Collective over ``world``."""
-    surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
+    surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = recorder.from_json(options)
     with watched(config, world) as comm:

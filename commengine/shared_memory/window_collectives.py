@@ -6,13 +6,12 @@ has the same bits on every rank and in every run.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from commengine.dtypes import reduce_unseen
+from commengine.dtypes import reduce_unseen, unseen
 
 from .flags import Flags
 from .windows import WindowTensor
@@ -28,69 +27,78 @@ BLOCK_BYTES = 256 << 10
 class InWindow:
     """The collectives on windows of one sequence of collectives. All are collective over the ranks of the node.
 
-    A row is a stretch of the flat tensor. Rank r of the node works on row r; all ranks cut the tensor in the same way.
+    low, high: the bounds of this rank's row, a stretch of the flat tensor, in elements. Rank r of the node works on
+    row r; all ranks cut the tensor in the same way.
     """
 
     def __init__(self, flags: Flags) -> None:
         self._flags, self._rank = flags, flags.rank
 
-    def all_reduce(self, place: WindowTensor, row: slice, op: str) -> None:
+    def all_reduce(self, place: WindowTensor, low: int, high: int, op: str) -> None:
         """Reduce this rank's row of all ranks' tensors, and write the result to all of them."""
-        with self._together("all_reduce", place, op):
-            for operands in _blocks([part[row] for part in place.parts()]):
+        self._begin("all_reduce", place, op)
+        try:
+            for operands in _blocks(place.rows(low, high)):
                 result = reduce_unseen(operands, op, operands[0])
                 for other in operands[1:]:
                     other.copy_(result)
+        finally:
+            self._flags.meet()
 
-    def reduce_scatter(self, output: Tensor, place: WindowTensor, row: slice, op: str) -> None:
+    def reduce_scatter(self, output: Tensor, place: WindowTensor, low: int, high: int, op: str) -> None:
         """Reduce this rank's row of all ranks' tensors into ``output``.
 
         output: of the row's length; it may be the row itself. For a float16 or bfloat16 tensor it may be float32, and
         then it gets the sum before rounding.
         """
-        with self._together("reduce_scatter", place, op):
-            for block, *operands in _blocks([output.data.view(-1), *(part[row] for part in place.parts())]):
-                reduce_unseen(operands, op, block)
-
-    def all_gather(self, output: Tensor, place: WindowTensor) -> None:
-        """Copy all ranks' tensors into ``output``."""
-        with self._together("all_gather", place):
-            rows = output.view(self._flags.size, -1)
-            for row, part in zip(rows, place.parts(), strict=True):
-                if row.data_ptr() != part.data_ptr():
-                    row.copy_(part)
-
-    def gather_into(self, place: WindowTensor, row: slice, input: Tensor) -> None:
-        """Copy ``input`` into this rank's row of all ranks' tensors."""
-        with self._together("gather_into", place):
-            flat = input.reshape(-1)
-            for part in place.parts():
-                if part[row].data_ptr() != flat.data_ptr():
-                    part[row].copy_(flat)
-
-    def broadcast(self, place: WindowTensor, root: int) -> None:
-        """Copy the tensor of rank ``root`` of the node."""
-        with self._together("broadcast", place, f"{root}"):
-            if self._rank != root:
-                parts = place.parts()
-                parts[self._rank].copy_(parts[root])
-
-    @contextlib.contextmanager
-    def _together(self, operation: str, place: WindowTensor, how: str = "") -> Iterator[None]:
-        """Wait for all ranks before the block and after it, because the block touches the other ranks' memory.
-
-        Autograd and the thread's modes do not see the writes of the block, as they do not see the writes of MPI.
-        """
-        self._flags.begin(operation, place.number, place.nbytes, f"{place.dtype} {how}")
+        self._begin("reduce_scatter", place, op)
         try:
-            with torch.inference_mode():
-                yield
+            with unseen(output):
+                for block, *operands in _blocks([output.data.view(-1), *place.rows(low, high)]):
+                    reduce_unseen(operands, op, block)
         finally:
             self._flags.meet()
 
+    def all_gather(self, output: Tensor, place: WindowTensor) -> None:
+        """Copy all ranks' tensors into ``output``."""
+        self._begin("all_gather", place)
+        try:
+            with unseen(output):
+                rows = output.data.view(self._flags.size, -1).unbind()
+                for row, part in zip(rows, place.parts(), strict=True):
+                    if row.data_ptr() != part.data_ptr():
+                        row.copy_(part)
+        finally:
+            self._flags.meet()
 
-def _blocks(rows: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def gather_into(self, place: WindowTensor, low: int, high: int, input: Tensor) -> None:
+        """Copy ``input`` into this rank's row of all ranks' tensors."""
+        self._begin("gather_into", place)
+        try:
+            flat = input.data.view(-1)
+            for part in place.rows(low, high):
+                if part.data_ptr() != flat.data_ptr():
+                    part.copy_(flat)
+        finally:
+            self._flags.meet()
+
+    def broadcast(self, place: WindowTensor, root: int) -> None:
+        """Copy the tensor of rank ``root`` of the node."""
+        self._begin("broadcast", place, root)
+        try:
+            if self._rank != root:
+                parts = place.parts()
+                parts[self._rank].copy_(parts[root])
+        finally:
+            self._flags.meet()
+
+    def _begin(self, operation: str, place: WindowTensor, how: object = "") -> None:
+        """Wait for all ranks, because the collective touches their memory; they wait for each other at its end, too."""
+        self._flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
+
+
+def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Cut rows of one length into blocks, and yield the blocks of all rows together."""
     if sum(row.nbytes for row in rows) <= CACHED_BYTES:
-        return iter([tuple(rows)])
+        return iter([rows])
     return zip(*(torch.split(row, BLOCK_BYTES // rows[0].itemsize) for row in rows), strict=True)

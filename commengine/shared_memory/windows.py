@@ -6,6 +6,7 @@ A tensor made by `Communicator.empty` lies in a window in which every rank of th
 
 from __future__ import annotations
 
+import bisect
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,9 @@ from .nodes import Node, find_node
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: places of tensors that are kept, because finding one takes a microsecond
+MOST_PLACES = 256
+
 
 class SharedTensors:
     """The windows of one communicator, which the caller owns. `empty` and `close` are collective."""
@@ -30,6 +34,8 @@ class SharedTensors:
         self._node: Node | None = None
         self._looked = comm.size == 1
         self.segments: list[_Segment] = []
+        self._starts: list[tuple[int, int]] = []  # address and number of each segment, ascending
+        self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
 
     @property
     def node(self) -> Node | None:
@@ -55,6 +61,7 @@ class SharedTensors:
         if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
             return torch.empty_like(like, device="cpu")
         segment = _Segment(node.comm, like.nbytes)
+        bisect.insort(self._starts, (segment.address, len(self.segments)))
         self.segments.append(segment)
         return segment.tensor(like.numel(), dtype).view(like.shape)
 
@@ -64,17 +71,29 @@ class SharedTensors:
 
     def find(self, tensor: Tensor) -> WindowTensor | None:
         """Return where in a window ``tensor`` lies, or None if it lies in no window."""
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        for index, segment in enumerate(self.segments):
-            offset = address - segment.address
-            if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return WindowTensor(segment, index, offset, nbytes, tensor.dtype)
-        return None
+        address, nbytes, dtype = tensor.data_ptr(), tensor.nbytes, tensor.dtype
+        found = self._found.get((address, nbytes, dtype))
+        if found is not None:
+            return found
+        before = bisect.bisect_right(self._starts, (address, sys.maxsize)) - 1
+        if before < 0:
+            return None
+        start, index = self._starts[before]
+        segment, offset = self.segments[index], address - start
+        if offset + nbytes > segment.nbytes:
+            return None
+        if len(self._found) >= MOST_PLACES:
+            self._found.clear()
+        found = WindowTensor(segment, index, offset, nbytes, dtype)
+        self._found[address, nbytes, dtype] = found
+        return found
 
     def close(self) -> None:
         """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
         mpi = load_mpi()
         left = False
+        self._found.clear()
+        self._starts.clear()
         for segment in self.segments:
             if self._comm.allreduce(segment.unused(), mpi.LAND):
                 segment.free()
@@ -96,7 +115,8 @@ class _Segment:
         self._mine = memory[comm.rank]
         self.address: int = self._mine.address
         # These are not views of the user's tensor: autograd must not notice that a collective writes there.
-        self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
         # Every page is touched now. The system would count untouched memory as free, give it away, and end the process
         # at the first write.
@@ -111,7 +131,8 @@ class _Segment:
         """Return every rank's part, for the collectives."""
         if dtype not in self._typed:
             whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
+            with torch.inference_mode(False):
+                self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
         return self._typed[dtype]
 
     def unused(self) -> bool:
@@ -132,14 +153,20 @@ class WindowTensor:
 
     def __init__(self, segment: _Segment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
         self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
-
-    @property
-    def number(self) -> int:
-        """The place as a number, which is the same on all ranks for the same place."""
-        return self.index << 48 | self.offset
+        #: the place as a number, which is the same on all ranks for the same place
+        self.number = index << 48 | offset
+        self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
     def parts(self) -> list[Tensor]:
         """Return every rank's tensor, flat, in the order of the node's ranks."""
-        itemsize = self.dtype.itemsize
-        here = slice(self.offset // itemsize, (self.offset + self.nbytes) // itemsize)
-        return [part[here] for part in self.segment.typed(self.dtype)]
+        return self.rows(0, self.nbytes // self.dtype.itemsize)
+
+    def rows(self, low: int, high: int) -> list[Tensor]:
+        """Return elements ``low`` to ``high`` of every rank's tensor. They are kept: making them takes microseconds."""
+        rows = self._rows.get((low, high))
+        if rows is None:
+            first = self.offset // self.dtype.itemsize
+            with torch.inference_mode(False):
+                rows = [part[first + low : first + high] for part in self.segment.typed(self.dtype)]
+            self._rows[low, high] = rows
+        return rows

@@ -251,7 +251,7 @@ def test_a_step_recorded_as_a_chakra_trace_is_replayed(mpi_world, folder, monkey
         assert found["chakra"] == found["commengine"]
         files = {file.name for file in (folder / "chakra").iterdir()}
         assert files == {"comm_groups.json", *(f"step.{rank}.et" for rank in range(world.size))}
-        with pytest.raises(UsageError, match="holds a recording of .* ranks; give another folder, or --overwrite"):
+        with pytest.raises(UsageError, match=r"holds a recording of .* ranks; give another folder, or --overwrite"):
             replay.main(world, [str(folder / "chakra"), "--record", *TINY])
 
 
