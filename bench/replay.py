@@ -6,7 +6,7 @@
     mpiexec -n 2 python -m bench.replay profiles/
 
 bench.step --save records the median of several steps; ``bench.replay DIR --record`` with the options of pretrain_gpt or
-pretrain_bert (--model) records one step in the same way. Traces of MLCommons Chakra and of PyTorch's profiler are
+pretrain_bert (--model) records one step in the same way. Traces of MLCommons Chakra, PyTorch's profiler and PARAM are
 replayed, too; the files' content says which of them they are (docs/traces.md). A replay has the groups, sizes, dtypes,
 reductions, streams and order of the step, and waits for a stream where the step did. A tensor that lay in a window lies
 in a window again; all tensors are zero. A replay needs as many ranks as were recorded, on any machine; --scale replays
@@ -43,7 +43,7 @@ def parser() -> TrainerCommandParser:
         "trace",
         metavar="TRACE",
         help="the folder of a recording (rank-0.jsonl, ...), of a Chakra trace (PREFIX.0.et, ..., or DIR/PREFIX) or of "
-        "the profiles of PyTorch (.json or .json.gz, one a rank)",
+        "PyTorch's profiles or execution traces (.json or .json.gz, one a rank)",
     )
     add("--groups", metavar="FILE", help="the groups of a Chakra trace: ASTRA-sim's --comm-group-configuration")
     add("--record", action="store_true", help="record a training step of the other options in TRACE")

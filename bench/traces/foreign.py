@@ -6,11 +6,12 @@ JSON types that `bench.step_study.recording.parse` checks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ class ForeignCall:
     """One communication of a rank.
 
     elements: of the argument that `commengine.operations` counts. root: a rank of the group, for a message the other
-    one's. peers, received: of a sendrecv, the ranks of the group that it sends to and receives from, and the bytes that
-    come. redop: of an operation that reduces; "sum" by default. enqueue, waited: when the rank began the call, and when
-    it began to wait for it; any numbers, because their order alone counts. overlapped: the rank did something else in
-    between. guessed: the trace does not say the dtype. exact: fields of an event that are known and are not made from
-    the others.
+    one's, for a sendrecv the one that it sends to. source, received: of a sendrecv, the rank that it receives from, and
+    the bytes that come. redop: of an operation that reduces; "sum" by default. enqueue, waited: when the rank began the
+    call, and when it began to wait for it, or None for never; any numbers, because their order alone counts.
+    overlapped: the rank did something else in between. guessed: the trace does not say the dtype. exact: fields of an
+    event that are known and are not made from the others.
     """
 
     operation: str
@@ -69,10 +70,40 @@ class ForeignCall:
     overlapped: bool = False
     redop: str | None = None
     root: int | None = None
-    peers: tuple[int, ...] = ()
+    source: int | None = None
     received: int = 0
     guessed: bool = False
     exact: dict[str, Any] = field(default_factory=dict)
+
+
+def paired(calls: Sequence[ForeignCall]) -> list[ForeignCall]:
+    """The calls of a rank, in order, with a send and a receive of a group that follow each other as one sendrecv.
+
+    Other runtimes let a send end before its receive begins; in a replay all ranks of a ring would wait in their sends.
+    A receive and the send after it stay apart if the rank waited for the receive between them.
+    """
+    found: list[ForeignCall] = []
+    for call in calls:
+        last = found[-1] if found else None
+        if last is not None and last.group == call.group and {last.operation, call.operation} == {"send", "recv"}:
+            send, receive = (last, call) if last.operation == "send" else (call, last)
+            if last is send or last.waited is None or last.waited > call.enqueue:
+                waits = [one.waited for one in (last, call) if one.waited is not None and one.waited > call.enqueue]
+                found[-1] = replace(
+                    send, operation="sendrecv", source=receive.root, enqueue=last.enqueue,
+                    received=receive.elements * item_bytes(receive.dtype), waited=min(waits, default=None),
+                    seconds=max(last.seconds, call.seconds), overlapped=last.overlapped or call.overlapped,
+                )  # fmt: skip
+                continue
+        found.append(call)
+    return found
+
+
+def marked(calls: list[ForeignCall]) -> list[ForeignCall]:
+    """The calls of a rank, in order; a call is overlapped if the next one begins before the rank waits for it."""
+    for call, following in itertools.pairwise(calls):
+        call.overlapped = call.waited is None or call.waited > following.enqueue
+    return calls
 
 
 def as_recording(
@@ -114,7 +145,8 @@ def _event(call: ForeignCall, on_stream: bool) -> dict[str, Any]:
         nbytes, shape, buffers = 0, [], []
     return {
         "operation": call.operation, "redop": (call.redop or "sum") if operation.reduces else None, "root": call.root,
-        "peers": list(call.peers), "dtype": "none" if call.operation == "barrier" else call.dtype, "shape": shape,
+        "peers": [peer for peer in (call.root, call.source) if peer is not None] if operation.pairwise else [],
+        "dtype": "none" if call.operation == "barrier" else call.dtype, "shape": shape,
         "bytes": nbytes, "buffers": buffers, "group": call.group.name, "size": size,
         "stream": f"{call.group.name}/stream1" if on_stream else None, "enqueue": call.enqueue, "start": call.enqueue,
         "end": call.enqueue + call.seconds, "wait_start": call.waited if on_stream else None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.step_study import recording
 from bench.step_study.recording import Recording
-from bench.traces import chakra, chakra_schema, chakra_writer, kineto
+from bench.traces import chakra, chakra_schema, chakra_writer, kineto, param
 from bench.traces.opening import beginning
 from bench.traces.progress import check_ends
 from commengine import Communicator, Trace, UsageError
@@ -51,13 +51,23 @@ def _write_ours(world: Communicator, folder: Path, trace: Trace, span: tuple[flo
     on_every_rank(world, lambda: trace.save(folder / f"rank-{world.rank}.jsonl"))
 
 
+def _numbered(world: Communicator, trace: Trace) -> dict[tuple[str, tuple[int, ...]], int]:
+    """The numbers of all ranks' groups. Collective."""
+    everyone = world.mpi.allgather(list(trace.groups().items()))
+    return chakra_writer.numbered([group for of_rank in everyone for group in of_rank])
+
+
 def _write_chakra(world: Communicator, folder: Path, trace: Trace, span: tuple[float, float] | None) -> None:
-    groups = trace.groups()
-    everyone = world.mpi.allgather(list(groups.items()))
-    numbers = chakra_writer.numbered([group for of_rank in everyone for group in of_rank])
+    groups, numbers = trace.groups(), _numbered(world, trace)
     path = folder / f"step.{world.rank}.et"
     on_every_rank(world, lambda: chakra_writer.write_rank(path, trace.events, groups, numbers, span))
     on_rank_zero(world, lambda: chakra_writer.write_groups(folder, numbers))
+
+
+def _write_param(world: Communicator, folder: Path, trace: Trace, span: tuple[float, float] | None) -> None:
+    groups, numbers = trace.groups(), _numbered(world, trace)
+    path = folder / f"rank-{world.rank}.json"
+    on_every_rank(world, lambda: param.write_rank(path, world.rank, trace.events, groups, numbers, world.size))
 
 
 FORMATS = {
@@ -72,6 +82,9 @@ FORMATS = {
             chakra_schema.message_types,
         ),
         TraceFormat("kineto", kineto.TITLE, kineto.files, kineto.is_kineto, kineto.read),
+        TraceFormat(
+            "param", param.TITLE, param.files, param.is_param, param.read, "rank-*.json", _write_param,
+        ),
     )
 }  # fmt: skip
 #: the formats that are written, by name, and the patterns of their files
@@ -85,7 +98,7 @@ def add_save_format(parser: argparse.ArgumentParser, option: str) -> None:
     parser.add_argument(
         "--save-format",
         choices=tuple(WRITTEN),
-        help=f"with {option}: the format of the files; chakra is for ASTRA-sim and other tools (default: {DEFAULT})",
+        help=f"with {option}: the format of the files; chakra is for ASTRA-sim, param for PARAM (default: {DEFAULT})",
     )
 
 
@@ -118,7 +131,7 @@ def read(trace: Path, groups: Path | None = None) -> dict[str, Any]:
         raise UsageError(str(error)) from error
     raise UsageError(
         f"{trace}: not a recording: there is no rank-0.jsonl (bench.step --save makes one), no PREFIX.0.et (Chakra) "
-        "and no .json or .json.gz of PyTorch's profiler"
+        "and no .json or .json.gz of PyTorch's profiler or its execution traces"
     )
 
 

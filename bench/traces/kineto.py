@@ -139,7 +139,7 @@ class _Profile:
         for longest, (begin, _, call) in zip(itertools.accumulate(spans, _later), spans[1:], strict=False):
             if begin < longest[1]:
                 call.overlapped = longest[2].overlapped = True
-        return found
+        return foreign.paired(found)
 
     def _events(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         """(event, kernel, whether it has notes) of each call, in order; without a kernel the event stands for it."""
@@ -196,9 +196,12 @@ class _Profile:
             sent, received = (int(args.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
             elements = foreign.counted_elements(kind, received if kind == "recv" else sent, received, len(ranks))
         begun, spent = self._start(kernel), float(kernel.get("dur", 0))
+        waited: float | None = 1e-6 * (begun + spent)
+        if kind in ("send", "recv") and kernel is event:
+            waited = None  # one of several messages, which one kernel carries
         return ForeignCall(
-            kind, group, dtype, elements, 1e-6 * self._start(event), 1e-6 * (begun + spent), 1e-6 * spent,
-            redop=foreign.reduction_of(str(kernel.get("name"))), root=root, peers=() if root is None else (root,),
+            kind, group, dtype, elements, 1e-6 * self._start(event), waited, 1e-6 * spent,
+            redop=foreign.reduction_of(str(kernel.get("name"))), root=root,
         )  # fmt: skip
 
     def _annotated(self, event: Mapping[str, Any], size: int) -> ForeignCall | str:

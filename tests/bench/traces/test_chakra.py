@@ -13,7 +13,7 @@ import pytest
 from bench.step_study.recording import Group
 from bench.traces import formats
 from commengine import UsageError
-from tests.support import chakra_files
+from tests.support.traces import chakra_files
 
 pytest.importorskip("google.protobuf", reason="protobuf is not installed: pip install '.[chakra]'")
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
@@ -200,7 +200,7 @@ def communicate(world, stream, windows):
     world.broadcast(one, 1)
     world.reduce(one, 1, op="min")
     world.gather(all_of_them if rank == 0 else None, one, 0)
-    world.scatter(all_of_them if rank == 1 else None, one, 1)
+    world.scatter(one, all_of_them if rank == 1 else None, 1)
     world.all_to_all(torch.zeros_like(all_of_them), all_of_them)
     world.barrier()
     sent, received = torch.zeros(3 + rank), torch.zeros(3 + (rank - 1) % size)
@@ -221,23 +221,33 @@ def test_a_trace_written_here_replays_as_our_own_recording_does(mpi_world, folde
             stream, windows = world.new_stream(), world.empty((1 << 14,)).zero_()
             communicate(world, stream, windows)
             pair.barrier()
-            for name in ("commengine", "chakra"):
+            for name in formats.WRITTEN:
                 if world.rank == 0:
                     (folder / name).mkdir()
                 world.barrier()
                 formats.save(world, name, folder / name, log)
             del windows
         world.barrier()
-        ours, chakra = read(folder / "commengine"), read(folder / "chakra")
+        ours, chakra, param = (read(folder / name) for name in ("commengine", "chakra", "param"))
         assert set(ours.groups) == set(chakra.groups)
 
         def named(what):
-            return [[(what.groups[one.group], *vars(one).items()) for one in calls] for calls in what.calls]
+            """All calls, with their groups in place of the groups' numbers."""
+            return [[vars(one) | {"group": what.groups[one.group]} for one in calls] for calls in what.calls]
 
-        def plain(what):
-            return [[[x for x in one if x[0] != "group"] for one in calls] for calls in named(what)]
+        assert named(ours) == named(chakra)
 
-        assert plain(ours) == plain(chakra)
+        def carried(what):
+            """What PARAM's format carries of a call."""
+            return [
+                [
+                    (one.operation, one.dtype, one.bytes, what.groups[one.group].ranks, one.root, one.peers)
+                    for one in calls
+                ]
+                for calls in what.calls
+            ]
+
+        assert carried(param) == carried(ours)
         rows = [replaying.measure(world, what, warmup=0, rounds=1) for what in (ours, chakra)]
         kept = ("operation", "redop", "root", "group", "ranks", "dtype", "shape", "bytes", "replayed_bytes", "window")
         one, other = ([{name: row[name] for name in kept} for row in many] for many in rows)

@@ -1,6 +1,6 @@
 """Make a Chakra trace with mlc-chakra's own messages and its own writer: what other people's programs would write.
 
-    python -m tests.support.chakra_files FOLDER
+    python -m tests.support.traces.chakra_files FOLDER
 
 mlc-chakra is installed apart from its dependencies (pip install --no-deps mlc-chakra), because they bring a hundred
 packages. The trace is that of tests/bench/recordings/chakra-groups: four ranks in two groups of two.
