@@ -64,7 +64,7 @@ ROOMS = {
     "bench": (
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
-        {"collective_study", "contests"},
+        {"collective_study", "contests", "traces"},
         {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
         {"data_parallel", "fields", "generation", "loading", "saving", "study"},  # commands in folders of their own
