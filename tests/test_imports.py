@@ -36,7 +36,7 @@ ROOMS = {
     "tplayers": (
         {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement"},
-        {"placement"},
+        {"placement", "products"},
         {"canonical"},  # the same bits at every tensor-parallel size
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
@@ -66,17 +66,11 @@ ROOMS = {
     "bench": (
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
-        {"collective_study", "contests"},
-        {"peers", "gpu_study", "checkup"},
+        {"collective_study", "contests", "traces"},
+        {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
-        {
-            "data_parallel",
-            "deterministic",
-            "fields",
-            "generation",
-            "loading",
-            "saving",
-        },  # commands in folders of their own
+        # commands in folders of their own
+        {"data_parallel", "deterministic", "fields", "generation", "loading", "saving", "study"},
     ),
 }
 LARGEST_FOLDER = 16

@@ -51,12 +51,17 @@ def _settings(one: Path, other: Path) -> list[str]:
     return ["settings that differ: " + ", ".join(told)] if told else []
 
 
+def parser() -> OneLineParser:
+    """The command line."""
+    made = OneLineParser("python -m trainers.compare", description=(__doc__ or "").partition("\n\n")[2])
+    made.add_argument("run", nargs=2, type=Path, metavar="RUN", help="the --save folder of a run")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two runs; return the exit status."""
-    parser = OneLineParser("python -m trainers.compare", description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("run", nargs=2, type=Path, metavar="RUN", help="the --save folder of a run")
     try:
-        return int(compare(*parser.parse_args(argv).run))
+        return int(compare(*parser().parse_args(argv).run))
     except (OptionError, UsageError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -32,10 +32,10 @@ from commengine.rank_zero import on_rank_zero
 from trainers.options import COUNT
 from trainers.run.startup import fix_products
 
-from .tiny_run import MODELS, PRECISIONS, Digests, Layout, run, unlike
+from .tiny_run import MODELS, PRECISIONS, Digests, RunLayout, run, unlike
 
 COMMAND = "bench.deterministic.layouts"
-ALONE = Layout(1, 1)
+ALONE = RunLayout(1, 1)
 SIZES = (1, 2, 4)
 
 #: sets of options that change no bit; each layout of the grid has all of them, but sequence parallelism on one rank
@@ -49,11 +49,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def grid(ranks: int) -> Iterator[Layout]:
+def grid(ranks: int) -> Iterator[RunLayout]:
     """The layouts that fit ``ranks`` ranks."""
     for tensor, data in itertools.product(SIZES, SIZES):
         if ranks % (tensor * data) == 0:
-            yield from (Layout(tensor, data, options) for options in OPTIONS)
+            yield from (RunLayout(tensor, data, options) for options in OPTIONS)
 
 
 def measure(world: Communicator, given: Namespace) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def _alone(world: Communicator, model: str, precision: str, steps: int, **option
 def _resumed(world: Communicator, model: str, precision: str, steps: int, right: Digests) -> dict[str, Any]:
     """A run that stops in the middle of an epoch and goes on at another layout."""
     size = min(world.size, 4)
-    first = Layout(1, size, {"use_distributed_optimizer": True})
-    second = Layout(size, 1, {"sequence_parallel": size > 1})
+    first = RunLayout(1, size, {"use_distributed_optimizer": True})
+    second = RunLayout(size, 1, {"sequence_parallel": size > 1})
     folder = Path(world.mpi.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
     begun = max(steps // 2, 1)
     found = run(world.mpi, model, second, precision=precision, steps=steps, resumed=(first, begun, folder))
@@ -99,7 +99,7 @@ def _resumed(world: Communicator, model: str, precision: str, steps: int, right:
 def _control(world: Communicator, model: str, precision: str, steps: int) -> dict[str, Any]:
     """The same comparison without ``--deterministic``."""
     right = _alone(world, model, precision, steps, deterministic=False)
-    layout = Layout(2, 1) if world.size % 2 == 0 else Layout(1, 1, {"micro_batch_size": 4})
+    layout = RunLayout(2, 1) if world.size % 2 == 0 else RunLayout(1, 1, {"micro_batch_size": 4})
     found = run(world.mpi, model, layout, precision=precision, steps=steps, deterministic=False)
     return _row(world, model, precision, f"{layout}", unlike(right, found), right) | {"control": True}
 
@@ -133,7 +133,7 @@ def markdown(result: dict[str, Any]) -> str:
         "- The last column has the runs whose every digest is that of the run on one rank. A control is a run without "
         "`--deterministic`",
         "",
-        "| model | precision | digests of a run | weights after the last step | layouts alike | control: digests that differ |",
+        "| model | precision | digests of a run | of the last weights | layouts alike | control: digests that differ |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for (model, precision), group in itertools.groupby(result["rows"], lambda row: (row["model"], row["precision"])):
@@ -173,7 +173,7 @@ def read(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Compare; rank 0 prints and writes. Returns the status. Collective over ``world``."""
     fix_products()
-    surroundings = environment(COMMAND)
+    surroundings = environment(COMMAND, argv)
     given = Namespace(**on_rank_zero(world, lambda: read(argv)))
     result = surroundings | measure(world, given)
     files = {"output": given.output, "json_file": given.json}

@@ -46,7 +46,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How a run is laid out: ``tensor`` times ``data`` ranks, and options that change no bit."""
 
     tensor: int
@@ -71,8 +71,8 @@ Digests = dict[str, Any]
 
 
 def run(
-    mpi: MPI.Intracomm, model: str, layout: Layout, *, precision: str = "fp32", steps: int = 3,
-    deterministic: bool = True, resumed: tuple[Layout, int, Path] | None = None, **settings: Any,
+    mpi: MPI.Intracomm, model: str, layout: RunLayout, *, precision: str = "fp32", steps: int = 3,
+    deterministic: bool = True, resumed: tuple[RunLayout, int, Path] | None = None, **settings: Any,
 ) -> Digests:  # fmt: skip
     """Train ``model`` for ``steps`` steps on the ranks of ``mpi``, in groups of the layout's ranks, which do the same.
 
@@ -91,7 +91,7 @@ def run(
 
 
 def _at_layout(
-    mpi: MPI.Intracomm, model: str, layout: Layout, steps: int, deterministic: bool, settings: Mapping[str, Any], *,
+    mpi: MPI.Intracomm, model: str, layout: RunLayout, steps: int, deterministic: bool, settings: Mapping[str, Any], *,
     save: Path | None = None, load: Path | None = None,
 ) -> Digests:  # fmt: skip
     group: Any = mpi.Split(mpi.rank // layout.ranks, mpi.rank)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
 from commengine import UsageError
-from commengine.dtypes import Order
 from tplayers import TransformerConfig
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
@@ -19,7 +17,6 @@ from trainers.config import TrainConfig, of_other_program
 from trainers.data.corpus import TextConfig
 from trainers.options import (
     ABOVE_ZERO,
-    AT_LEAST_ONE,
     FRACTION,
     HEADS,
     LAYERS,
@@ -38,10 +35,11 @@ from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
 from .other_models import require_same, settings_of_load
+from .same_bits import SameBitsConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(TextConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
 
     task: the kind of model whose presets the run may name (`trainers.presets`).
@@ -100,30 +98,10 @@ class TransformerTrainConfig(TextConfig, ABC):
         choices=("full", "selective", "none"),
     )
 
-    deterministic: bool = option(
-        False, "the same bits at every tensor-parallel and data-parallel size: see docs/same-bits.md"
+    dry_run: bool = option(False, "print the memory of a rank and the predicted time of a step, and train nothing")
+    cost_model: str | None = option(
+        None, "with --dry-run: a model of bench.fit or bench.study, for the time of the collectives", valid=NOT_EMPTY
     )
-    deterministic_shards: int | None = option(
-        None, "with --deterministic: shards in which the model computes, a power of two that the tensor-parallel size "
-        "divides (default: the smallest one from 4 on)", valid=AT_LEAST_ONE,
-    )  # fmt: skip
-
-    @property
-    def canonical_shards(self) -> int | None:
-        """See `TrainConfig.canonical_shards`."""
-        if not self.deterministic:
-            return None
-        return self.deterministic_shards or max(4, 1 << (self.tensor_model_parallel_size - 1).bit_length())
-
-    @property
-    def order(self) -> Order | None:
-        """See `JobConfig.order`."""
-        return "tree" if self.deterministic else None
-
-    @property
-    def samples_at_once(self) -> int:
-        """The samples that go through the model at once: one, where the bits may not depend on their number."""
-        return 1 if self.deterministic else self.micro_batch_size
 
     @property
     def positions(self) -> int:
@@ -140,64 +118,21 @@ class TransformerTrainConfig(TextConfig, ABC):
             require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         except UsageError as error:
             raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
-        self._require_same_bits(ranks)
+        require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
+        require(
+            self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.deterministic,
+            f"{given(self, 'attention_dropout_mask')}: excludes --deterministic, because the mask depends on the ranks",
+        )
+        require(
+            not self.sequence_parallel or self.seq_length % (self.canonical_shards or 1) == 0,
+            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
+            "--sequence-parallel",
+        )
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(
             compiles,
             f"{given(self, 'attention_dropout_mask')}: excludes --compile, because a compiled graph cannot seed the "
             "mask of each layer; leave one of them out",
-        )
-
-    def _require_same_bits(self, ranks: int) -> None:
-        """Raise UsageError unless ``--deterministic`` holds with the other options."""
-        shards = self.canonical_shards
-        if shards is None:
-            require(self.deterministic_shards is None, f"{given(self, 'deterministic_shards')}: needs --deterministic")
-            return
-        tensor = self.tensor_model_parallel_size
-        replicas = ranks // tensor
-        named = f"--deterministic-shards {shards}"
-        require(shards.bit_count() == 1, f"{named}: must be a power of two")
-        require(
-            shards % tensor == 0,
-            f"{given(self, 'tensor_model_parallel_size')}: does not divide {named}, as --deterministic needs",
-        )
-        require(replicas.bit_count() == 1, f"--deterministic: {replicas} data-parallel ranks are not a power of two")
-        require(not self.compile, "--deterministic: excludes --compile, which orders sums as it likes")
-        require(
-            self.global_batch_size is not None,
-            "--deterministic: needs --global-batch-size, because the default depends on the number of ranks",
-        )
-        require(
-            self.attention_dropout_mask == "position" or self.attention_dropout == 0,
-            f"{given(self, 'attention_dropout_mask')}: excludes --deterministic, because the mask depends on the ranks",
-        )
-        require(
-            not self.sequence_parallel or self.seq_length % shards == 0,
-            f"{given(self, 'seq_length')}: must be a multiple of {named} with --sequence-parallel",
-        )
-
-    def _require_shards(self) -> None:
-        """Raise UsageError unless the canonical shards divide the model's sizes. ``vocab_size`` must be known."""
-        shards, model = self.canonical_shards, self.model()
-        if shards is None:
-            return
-        sizes = {
-            given(self, "num_attention_heads"): model.num_attention_heads,
-            given(self, "ffn_hidden_size"): model.ffn_size,
-            f"num-query-groups {model.query_groups}": model.query_groups,
-            f"the padded vocabulary of {model.padded_vocab_size}": model.padded_vocab_size,
-        }
-        for name, size in sizes.items():
-            require(size % shards == 0, f"{name}: is not a multiple of --deterministic-shards {shards}")
-
-    def require_resumable(self, saved: Mapping[str, Any]) -> None:
-        """See `TrainConfig.require_resumable`: a run of ``--deterministic`` keeps its shards."""
-        before = saved.get("deterministic_shards")
-        require(
-            before is None or self.canonical_shards in (None, before),
-            f"--deterministic-shards {self.canonical_shards}: its bits are not those of the run of --load, which has "
-            f"{before}; give --deterministic-shards {before}",
         )
 
     def completed(self, ranks: int) -> Self:
@@ -208,7 +143,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             other.close()
             require_same(config, other, config.load)
         config.require_split(ranks)
-        config._require_shards()
+        config.require_shards(config.model())
         config = replace(config, deterministic_shards=config.canonical_shards)
         config.require_memory(ranks)
         return config
