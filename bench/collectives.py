@@ -280,7 +280,7 @@ def measure(
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes. Returns 1 if a result was wrong. Collective over ``world``."""
-    surroundings = environment(COMMAND)  # before measuring: the load average is that of other programs
+    surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = Settings(**on_rank_zero(world, lambda: asdict(settings(argv, world.size, memory))))
     with ExitStack() as stack:

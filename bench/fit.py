@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if arguments.output:
             text = json.dumps(
-                as_json(fitted, source, arguments.results, environment(COMMAND)), indent=1, allow_nan=False
+                as_json(fitted, source, arguments.results, environment(COMMAND, argv)), indent=1, allow_nan=False
             )
             arguments.output.write_text(text)
         if arguments.plot:

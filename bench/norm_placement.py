@@ -312,7 +312,7 @@ def draw(path: Path, runs: Sequence[DeepRun]) -> None:
         axes.set_title(f"{depth} layers")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)  # below: it covers no line
     panels[0].set_ylabel(f"training loss of masked tokens (mean of {WINDOW})")
     figure.savefig(path, dpi=110)
 

@@ -22,6 +22,7 @@ are added as twice as many real ones, and cannot be multiplied. Operations that 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +134,23 @@ def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: 
         return reduce_unseen(parts, op, out)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def unseen(written: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which torch may write ``written``, which is ``.data`` of a tensor of a user.
+
+    A tensor that was made in inference mode can be written only there. Another tensor does not need the mode, because
+    autograd does not see its ``.data``.
+    """
+    return torch.inference_mode() if written.is_inference() else _NOTHING
+
+
 def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
-    """`reduce_in_order` for a caller in inference mode. Entering the mode takes longer than adding a few kilobytes."""
+    """`reduce_in_order` for tensors that autograd does not see: ``.data`` of a tensor, inside `unseen`, for example.
+
+    Entering inference mode takes longer than adding a few kilobytes.
+    """
     if isinstance(parts, torch.Tensor):
         parts = parts.unbind()  # in one call: taking one row out of a tensor costs a microsecond
     if len(parts) == 1:

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
 from bench.collective_study.results import KEY, Series
-from bench.collective_study.tables import LINES, readable
+from bench.collective_study.tables import beside, by_size, line_style, panels, readable
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
             pairs = zip(one.series.sizes, one.fit.residuals, strict=True)
             errors = [error for size, error in pairs if part.from_bytes <= size < end]
             rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
-            start = _interval(part.from_bytes, part.from_interval, "g") if part.from_bytes else "0"
-            low, high = (_bandwidth(beta) for beta in reversed(part.beta_interval))
+            start = interval(part.from_bytes, part.from_interval, ",.0f") if part.from_bytes else "0"
+            low, high = (bandwidth(beta) for beta in reversed(part.beta_interval))
             yield (
                 f"| {one.series.operation} | {one.series.ranks} | {one.series.variant} | {start} "
-                f"| {_interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
-                f"| {_bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
+                f"| {interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
+                f"| {bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
             )
     for one in fitted:
         yield from ("", f"{one.title}:", "", "| bytes | measured, us | fit, us | residual |", "|---:|---:|---:|---:|")
@@ -128,27 +128,30 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
             yield f"| {size:.0f} | {1e6 * spent:.4g} | {1e6 * spent * (1 - error):.4g} | {error:+.1%} |"
 
 
-def _interval(value: float, ends: Sequence[float], form: str) -> str:
-    return f"{value:{form}} [{ends[0]:{form}} to {ends[1]:{form}}]"
+def interval(value: float, ends: Sequence[float], form: str = ".4g") -> str:
+    """A number with its interval; an end that the data do not bound reads 0 or infinity."""
+    low, high = (f"{end:{form}}" if math.isfinite(end) else "infinity" for end in ends)
+    return f"{value:{form}} [{low} to {high}]"
 
 
-def _bandwidth(beta: float) -> str:
-    return f"{1e-9 / beta:.4g}" if beta else "inf"
+def bandwidth(beta: float) -> str:
+    """The GB/s of ``beta`` seconds a byte."""
+    return f"{1e-9 / beta:.4g}" if beta else "infinity"
 
 
 def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
     """The fits in a model file. Raises KeyError, TypeError or ValueError if it is not one."""
 
-    def interval(ends: Sequence[float | None]) -> tuple[float, float]:
-        low, high = (math.inf if end is None else float(end) for end in ends)
-        return low, high
+    def bounds(ends: Sequence[float | None]) -> tuple[float, float]:
+        low, high = ends
+        return 0.0 if low is None else float(low), math.inf if high is None else float(high)
 
     found = []
     for one in data.get("series", ()):
         segments = tuple(
             FittedSegment(
-                part["from_bytes"], interval(part["from_interval"]), part["alpha"], interval(part["alpha_interval"]),
-                part["beta"], interval(part["beta_interval"]),
+                part["from_bytes"], bounds(part["from_interval"]), part["alpha"], bounds(part["alpha_interval"]),
+                part["beta"], bounds(part["beta_interval"]),
             )
             for part in one["segments"]
         )  # fmt: skip
@@ -162,33 +165,39 @@ def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
 
 
 def draw(fitted: Sequence[FittedSeries]) -> Figure:
-    """Draw each fit over its data, on logarithmic axes, with the residuals below; one column for each operation."""
-    from matplotlib.figure import Figure
+    """Draw each fit over its data, on logarithmic axes, and beside it the residuals: two plots for each operation.
 
+    Colours, markers and dashes are those of bench.collectives; dotted lines are the switch points.
+    """
     operations = list(dict.fromkeys(one.series.operation for one in fitted))
-    figure = Figure(figsize=(5.5 * len(operations), 6.5), layout="constrained")
-    axes = figure.subplots(2, len(operations), squeeze=False, sharex="col", height_ratios=(3, 1))
-    for column, operation in enumerate(operations):
-        above, below = axes[0][column], axes[1][column]
-        for number, one in enumerate(one for one in fitted if one.series.operation == operation):
-            colour, shown = LINES[number % len(LINES)], one.series.sizes > 0
+    transports = list(dict.fromkeys(one.series.key["transport"] for one in fitted))
+    kinds = list(dict.fromkeys((one.series.key["dtype"], one.series.key["redop"]) for one in fitted))
+    of_operation = {name: [one for one in fitted if one.series.operation == name] for name in operations}
+    figure, axes = panels([len(mine) for mine in of_operation.values()])
+    for (left, right), (operation, mine) in zip(axes, of_operation.items(), strict=True):
+        for one in mine:
+            style, shown = line_style(one.series.key, transports, kinds), one.series.sizes > 0
+            style["label"] = f"{one.series.ranks} ranks, {style['label']}"
             sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
-            bars = 1.96 * one.series.errors[shown] * seconds
-            label = f"{one.series.ranks} ranks, {one.series.variant}"
-            above.errorbar(sizes, seconds, bars, fmt="o", color=colour, markersize=4, label=label)
+            left.errorbar(
+                sizes, seconds, 1.96 * one.series.errors[shown] * seconds, fmt=style["marker"], color=style["color"],
+                markersize=4,
+            )  # fmt: skip
             starts = [part.from_bytes for part in one.fit.segments]
             for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
                 inside = sizes[(sizes >= start) & (sizes < end)]
                 line = [inside[0] * (inside[-1] / inside[0]) ** (k / 50) for k in range(51)]  # a line curves here
-                above.plot(line, [1e6 * one.fit.seconds(size) for size in line], color=colour)
+                curve = [1e6 * one.fit.seconds(size) for size in line]
+                left.plot(line, curve, color=style["color"], linestyle=style["linestyle"])
                 if start:
-                    above.axvline(start, color=colour, linestyle=":", linewidth=0.8)
+                    left.axvline(start, color=style["color"], linestyle=":", linewidth=0.8)
             errors = [100 * error for error, keep in zip(one.fit.residuals, shown, strict=True) if keep]
-            below.plot(sizes, errors, "o-", color=colour, markersize=3, linewidth=0.8)
-        above.set(title=operation, xscale="log", yscale="log", ylabel="time, us" if not column else "")
-        readable(above)
-        above.legend(fontsize="x-small", loc="upper left", framealpha=0.8)
-        below.axhline(0, color="black", linewidth=0.6)
-        below.set(xlabel="size", ylabel="residual, %" if not column else "")
-        below.grid(alpha=0.3)
+            right.plot(sizes, errors, linewidth=0.8, **style)
+        left.set(title=operation, xscale="log", yscale="log", xlabel="size", ylabel="time, us")
+        readable(left)
+        right.axhline(0, color="black", linewidth=0.6)
+        right.set(title=f"{operation}, residuals", xscale="log", xlabel="size", ylabel="(measured - fit) / measured, %")
+        by_size(right)
+        right.grid(alpha=0.3)
+        beside(right)
     return figure

@@ -98,39 +98,59 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     draw(rows).savefig(path, dpi=110)
 
 
+def panels(legends: Sequence[int]) -> tuple[Figure, Any]:
+    """A figure with a row of two plots for each operation, and room for a legend beside each row.
+
+    legends: the number of lines that each operation's legend names. Returns the figure and its axes [row, column].
+    """
+    from matplotlib.figure import Figure  # here: it takes a second to load
+
+    heights = [max(4.0, 0.9 + LEGEND_LINE * lines) for lines in legends] or [4.0]
+    height = sum(heights)
+    figure = Figure(figsize=(14, height))
+    # matplotlib's own layouts take twice as long as all the rest here
+    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
+    return figure, figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+
+
+def beside(axes: Any) -> None:
+    """Put the legend of the right plot of a row beside it, where no line can be."""
+    axes.legend(fontsize="small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False, handlelength=3)
+
+
+def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a row's line.
+
+    transports, kinds: all that the picture shows, in its order.
+    """
+    transport, dtype, redop = (row[name] for name in ("transport", "dtype", "redop"))
+    place = "in place" if row["in_place"] else "out of place"
+    words = [transport, dtype, *([redop] if redop not in (None, "none") else []), place]
+    return {
+        "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
+        "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
+        "linestyle": "--" if row["in_place"] else "-", "label": ", ".join(map(str, words)),
+    }  # fmt: skip
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
     The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
     reduction; lines in place are dashed.
     """
-    from matplotlib.figure import Figure  # here: it takes a second to load
-
     shown = [row for row in rows if row["bytes"] > 0]
     operations = list(dict.fromkeys(row["operation"] for row in shown))
     transports = list(dict.fromkeys(row["transport"] for row in shown))
     kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
-    height = 4 * max(1, len(operations))
-    figure = Figure(figsize=(15, height))
-    # matplotlib's own layouts take twice as long as all the rest here
-    figure.subplots_adjust(0.06, 0.6 / height, 0.82, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
-    axes = figure.subplots(max(1, len(operations)), 2, squeeze=False)
+    lines: defaultdict[str, dict[tuple[Any, ...], list[Row]]] = defaultdict(dict)
+    for row in sorted(shown, key=lambda row: int(row["bytes"])):
+        key = (row["transport"], row["dtype"], row["redop"], row["in_place"])
+        lines[row["operation"]].setdefault(key, []).append(row)
+    figure, axes = panels([len(lines[operation]) for operation in operations])
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
-        lines: defaultdict[tuple[str, str, str, bool], list[Row]] = defaultdict(list)
-        for row in sorted((row for row in shown if row["operation"] == operation), key=lambda row: int(row["bytes"])):
-            lines[row["transport"], row["dtype"], row["redop"], row["in_place"]].append(row)
-        for (transport, dtype, redop, in_place), line in lines.items():
-            words = [
-                transport,
-                dtype,
-                *([redop] if redop != "none" else []),
-                "in place" if in_place else "out of place",
-            ]
-            style: dict[str, Any] = {
-                "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
-                "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
-                "linestyle": "--" if in_place else "-", "label": ", ".join(words),
-            }  # fmt: skip
+        for line in lines[operation].values():
+            style = line_style(line[0], transports, kinds)
             sizes = [row["bytes"] for row in line]
             time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
             ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
@@ -142,10 +162,12 @@ def draw(rows: Sequence[Row]) -> Figure:
         for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
             one.set(xscale="log", yscale="log", xlabel="size", ylabel=label, title=f"{operation}, {ranks} ranks")
             readable(one)
-        bandwidth_axes.legend(fontsize="x-small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
+        beside(bandwidth_axes)
     return figure
 
 
+#: inches of a line of a legend
+LEGEND_LINE = 0.18
 #: colours that are dark enough on white, and that colour-blind people can tell apart (Okabe & Ito 2008)
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
 
@@ -156,16 +178,23 @@ def size_label(nbytes: float, _: object = None) -> str:
     return f"{nbytes / 1024**power:g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
-def readable(axes: Any) -> None:
-    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+def by_size(axes: Any) -> None:
+    """Label a logarithmic x axis with sizes and their units."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axes.get_xlim()
     octaves = math.log2(high / low)
-    base = 2.0 ** max(1, math.ceil(octaves / 9))
+    base = 2.0 ** max(1, math.ceil(octaves / 7))
     axes.xaxis.set_major_locator(LogLocator(base=base, numticks=20))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(size_label))
+
+
+def readable(axes: Any) -> None:
+    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    by_size(axes)
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -182,7 +211,7 @@ def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], boun
 
     first = rows[0]
     factor = first["busbw"] / first["algbw"]
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
     axes = figure.subplots()
     names = [name for name in dict.fromkeys(row["transport"] for row in rows) if name != bound]
     for name in [*names, bound]:
@@ -202,5 +231,5 @@ def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], boun
         title=f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks, {first['dtype']}, in place",
     )  # fmt: skip
     readable(axes)
-    axes.legend(fontsize="small", frameon=False)
+    figure.legend(loc="outside right upper", fontsize="small", frameon=False)  # beside the plot: it covers no line
     figure.savefig(path, dpi=150)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def environment(module: str) -> dict[str, Any]:
+def environment(module: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Command, date, hardware, load and versions. With a GPU, also the GPUs, the driver, and CUDA's libraries.
 
-    Call it before measuring, so that the load is that of other programs.
+    Call it before measuring, so that the load is that of other programs. argv: the arguments of ``module``; None for
+    those of this process.
     """
     versions = {"python": platform.python_version(), **installed(PACKAGES)}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -45,7 +47,7 @@ def environment(module: str) -> dict[str, Any]:
         versions |= {"CUDA": str(torch.version.cuda), **installed(GPU_PACKAGES)}
         versions |= {name: found for name, found in (("driver", driver()), ("NCCL loaded", nccl())) if found}
     return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)]),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
         "gpus": gpus,

@@ -3,7 +3,7 @@
 | route      | used for                                       | implementation                                |
 |------------|------------------------------------------------|-----------------------------------------------|
 | window     | tensors that lie in windows, inside one node   | `commengine.shared_memory.window_collectives` |
-| bounce     | reductions of private tensors, inside one node | `commengine.shared_memory.slots`              |
+| bounce     | private tensors, inside one node               | `commengine.shared_memory.slots`              |
 | two levels | reductions of a group that spans nodes         | `commengine.shared_memory.two_level`          |
 | MPI        | everything else                                | `commengine.host.transport`                   |
 
@@ -12,9 +12,8 @@ A table of switch points (`commengine.host.switch_points`) says from which size 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from commengine.shared_memory.flags import PRIVATE, Flags, fits
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.slots import Bounce
 from commengine.shared_memory.two_level import AcrossNodes, TwoLevel
-from commengine.shared_memory.window_collectives import InWindow
+from commengine.shared_memory.window_collectives import InWindow, PrivateElsewhereError
 from commengine.shared_memory.windows import SharedTensors, WindowTensor
 
 from .switch_points import NEVER, Point, SwitchPoints
@@ -34,17 +33,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _Route(NamedTuple):
-    """A route through memory.
+class _Private:
+    """The place of a tensor that lies in no window and goes through slots."""
 
-    place: the tensor's place in a window; None: the tensor is private, and ``bounce`` takes it.
-    two_level: in a group that spans nodes, the reduction that uses ``window`` or ``bounce`` inside each node.
-    """
 
-    window: InWindow
-    place: WindowTensor | None
-    bounce: Bounce | None
-    two_level: TwoLevel | None
+_PRIVATE = _Private()
 
 
 class MemoryRoutes:
@@ -70,10 +63,11 @@ class MemoryRoutes:
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
         self._wait, self._transport, self._deterministic = wait, transport, deterministic
-        self._point: dict[tuple[str, torch.dtype], Point] = {}
-        self._least: dict[tuple[str, torch.dtype], float] = {}
+        self._point: dict[tuple[str, torch.dtype], tuple[float, Point]] = {}  # from which size on a route may pay
         self._flags: Flags | None = None
-        self._bounce: Bounce | None = None
+        self._window: Any = None  # the collectives in windows, made with the flags
+        self._bounce: Any = None  # the slots, if there are any
+        self._rank, self._size = 0, 1  # of this rank in its node, once there are flags
         self._bounce_tried = False
         self._two_level: TwoLevel | None = None
         self._levels: list[Any] = []  # in a group of several nodes: this node's ranks, and the ranks of this slice
@@ -99,128 +93,166 @@ class MemoryRoutes:
 
     def all_reduce(self, tensor: Tensor, op: str) -> bool:
         """See `HostTransport.all_reduce`."""
-        route = self._route("all_reduce", tensor.nbytes, tensor)
-        if route is None:
+        place, begun = self._choose("all_reduce", tensor.nbytes, op, tensor), False
+        if self._two_level is not None and place is not None:
+            flat = _flat(tensor)
+            where = None if place is _PRIVATE else place
+            self._two_level.all_reduce(flat, self._rows(flat.numel()), where, op)
+            return True
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.all_reduce(place, *self._row(tensor.numel()), op)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("all_reduce", tensor)
+        if place is None:
             return False
-        flat = tensor.data.view(-1)  # .data: autograd must not see the write
-        rows = self._rows(flat)
-        if route.two_level is not None:
-            route.two_level.all_reduce(flat, rows, route.place, op)
-        elif route.place is not None:
-            route.window.all_reduce(route.place, rows[self._rank], op)
-        elif route.bounce is not None:
-            route.bounce.all_reduce(flat, rows, op)
+        flat = _flat(tensor)
+        self._bounce.all_reduce(flat, () if self._size == 2 else self._rows(flat.numel()), op, begun=begun)
         return True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
         """See `HostTransport.reduce_scatter`."""
-        route = self._route("reduce_scatter", input.nbytes, input)
-        if route is None:
+        place, begun = self._choose("reduce_scatter", input.nbytes, op, input), False
+        if self._two_level is not None and place is not None:
+            where = None if place is _PRIVATE else place
+            self._two_level.reduce_scatter(_flat(output), _flat(input), where, op)
+            return True
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.reduce_scatter(output, place, *self._row(input.numel()), op)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("reduce_scatter", input)
+        if place is None:
             return False
-        flat, result = input.data.view(-1), output.data.view(-1)
-        rows = self._rows(flat)
-        if route.two_level is not None:
-            route.two_level.reduce_scatter(result, flat, route.place, op)
-        elif route.place is not None:
-            route.window.reduce_scatter(result, route.place, rows[self._rank], op)
-        elif route.bounce is not None:
-            route.bounce.reduce_scatter(result, [flat[row] for row in rows], op)
+        self._bounce.reduce_scatter(_flat(output), _flat(input), self._rows(input.numel()), op, begun=begun)
         return True
 
     def all_gather(self, output: Tensor, input: Tensor) -> bool:
         """See `HostTransport.all_gather`."""
         nbytes = output.nbytes
-        route = self._route("all_gather", nbytes, output, input)
-        if route is None or route.place is None:
+        place, begun = self._choose("all_gather", nbytes, "", output, input), False
+        if place is not None and place is not _PRIVATE:
+            try:
+                if place.nbytes == nbytes:
+                    self._window.gather_into(place, *self._row(output.numel()), input)
+                else:
+                    self._window.all_gather(output, place)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("all_gather", output)
+        if place is None:
             return False
-        if route.place.nbytes == nbytes:
-            route.window.gather_into(route.place, self._rows(output)[self._rank], input)
-        else:
-            route.window.all_gather(output, route.place)
+        low = output.data_ptr() + self._rank * input.nbytes
+        own = None if input.data_ptr() == low else _flat(input)
+        self._bounce.all_gather(_flat(output), self._rows(output.numel()), own, begun=begun)
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
         """See `HostTransport.broadcast`."""
-        route = self._route("broadcast", tensor.nbytes, tensor)
-        if route is None or route.place is None:
+        place, begun = self._choose("broadcast", tensor.nbytes, root, tensor), False
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.broadcast(place, root)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("broadcast", tensor)
+        if place is None:
             return False
-        route.window.broadcast(route.place, root)
+        self._bounce.broadcast(_flat(tensor), root, begun=begun)
         return True
 
-    @property
-    def _rank(self) -> int:
-        """This rank's number in its node."""
-        return 0 if self._flags is None else self._flags.rank
+    def _row(self, numel: int) -> tuple[int, int]:
+        """Return the bounds of this rank's row when a flat tensor is cut into as many as the node has ranks."""
+        return numel * self._rank // self._size, numel * (self._rank + 1) // self._size
 
-    def _rows(self, tensor: Tensor) -> list[slice]:
-        """Cut a flat tensor into as many parts as the node has ranks."""
-        size, numel = 1 if self._flags is None else self._flags.size, tensor.numel()
-        bounds = [numel * rank // size for rank in range(size + 1)]
-        return [slice(low, high) for low, high in itertools.pairwise(bounds)]
+    def _rows(self, numel: int) -> list[slice]:
+        """Return the bounds of all rows."""
+        size = self._size
+        return [slice(numel * rank // size, numel * (rank + 1) // size) for rank in range(size)]
 
     # Choosing a route -------------------------------------------------------------------------------------------
 
-    def _route(self, operation: str, nbytes: int, *tensors: Tensor) -> _Route | None:
-        """Return the route of a collective of ``nbytes``, or None for MPI.
+    def _choose(self, operation: str, nbytes: int, how: object, *tensors: Tensor) -> Any:
+        """Return the place of a collective of ``nbytes`` in a window, _PRIVATE for slots, or None for MPI.
 
-        tensors: the tensors that may lie in a window; the first one that does is used in place.
+        how: the reduction or the root. tensors: those that may lie in a window; the first that does is used in place.
         Collective for a collective that may go through memory, because the first one makes the flags and slots.
         """
         dtype = tensors[0].dtype
-        least = self._least.get((operation, dtype))
-        if least is None:
-            least = self._look_up(operation, dtype)
+        found = self._point.get((operation, dtype))
+        least, point = self._look_up(operation, dtype) if found is None else found
         if nbytes < least:  # tested first: collectives that go by MPI must not become slower
             return None
-        place = self._find(tensors)
-        chosen = self._pays(operation, nbytes, dtype, place)
-        compared_there = chosen and (place is not None or self._bounce is not None)
-        if self._shared.segments and not compared_there:
-            self._compare(operation, nbytes, dtype, place)
+        place: Any = self._find(tensors) if self._shared.segments else None
+        if place is not None and place.block and nbytes < point.window:
+            place = None  # another rank's tensor may be private, and goes through slots from another size on
+        private = place is None
+        # Between nodes the row has one size only, for two levels.
+        chosen = not self._node.alone or nbytes >= (point.bounce if private else point.window)
+        if chosen and (self._bounce if private else self._window) is not None:
+            return _PRIVATE if private else place  # the calls are compared when they begin
+        if self._shared.segments:
+            places = self._compare(operation, nbytes, (dtype, how), place)
+            if places is not None and PRIVATE in places and not private:
+                private, chosen = True, nbytes >= point.bounce
         if not chosen:
             return None
-        window = self._open_flags()
-        bounce = self._open_bounce() if place is None else None
-        if place is None and bounce is None:
+        self._open_flags()
+        if private and self._open_bounce() is None:
             return None
-        return _Route(window, place, bounce, self._two_level)
+        return _PRIVATE if private else place
 
-    def _look_up(self, operation: str, dtype: torch.dtype) -> float:
-        """Return the size in bytes from which on some route may pay. Collective the first time."""
+    def _look_up(self, operation: str, dtype: torch.dtype) -> tuple[float, Point]:
+        """Return the size in bytes from which on some route may pay, and the row. Collective the first time."""
         node = self._shared.node
-        least = NEVER
+        least, point = NEVER, Point()
         if node is not None:
-            point = self._point[operation, dtype] = self._points.point(operation, dtype, node.size)
+            point = self._points.point(operation, dtype, node.size)
             if node.alone:
                 least = min(point.window, point.bounce)
             elif operation in REDUCING_IN_MEMORY and not self._deterministic:
                 least = point.two_level
         # At least 1 byte: an empty tensor has nothing that keeps the ranks in step, and MPI has nothing to do either.
-        self._least[operation, dtype] = max(1, least)
-        return self._least[operation, dtype]
+        self._point[operation, dtype] = max(1, least), point
+        return self._point[operation, dtype]
 
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
-        """Return the place of the first tensor that lies in a window."""
-        if not self._shared.segments:
-            return None
-        return next(filter(None, map(self._shared.find, tensors)), None)
+        """Return the place of the first tensor that lies in a window; of a pool's blocks only the first tensor counts.
 
-    def _pays(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> bool:
-        """Whether a tensor of this size goes through memory: in place, or, for a private tensor, through slots."""
-        if place is None and operation not in REDUCING_IN_MEMORY:
-            return False
-        point = self._point[operation, dtype]
-        return not self._node.alone or nbytes >= (point.bounce if place is None else point.window)
+        The ranks may differ in which tensors are blocks, and would otherwise compare different tensors.
+        """
+        for number, tensor in enumerate(tensors):
+            place = self._shared.find(tensor)
+            if place is not None and not (number and place.block):
+                return place
+        return None
 
-    def _compare(self, operation: str, nbytes: int, dtype: torch.dtype, place: WindowTensor | None) -> None:
+    def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> Any:
         """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.
+
+        Returns the places of all ranks if they differ and may: blocks of a pool, and private tensors where it is full.
 
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
         MPI. Routes that are ready compare the calls themselves when they begin.
         """
         self._open_flags()
         assert self._flags is not None
-        self._flags.check(operation, PRIVATE if place is None else place.number, nbytes, str(dtype))
+        return self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
+
+    def _as_private(self, operation: str, tensor: Tensor) -> tuple[Any, bool]:
+        """Go on as a rank does whose tensor is private. Returns the place that `_choose` would give, and ``begun``.
+
+        This rank has a block of a pool, and another rank has none, because its pool is full. The ranks have compared
+        their calls. A rank that has slots did so there, and a rank that has none, before it makes them.
+        """
+        _, point = self._point[operation, tensor.dtype]
+        if tensor.nbytes < point.bounce:
+            return None, False
+        if self._bounce is not None:
+            return _PRIVATE, True
+        return (None if self._open_bounce() is None else _PRIVATE), False
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -230,8 +262,8 @@ class MemoryRoutes:
         assert node is not None  # otherwise `_look_up` has found that no route ever pays
         return node
 
-    def _open_flags(self) -> InWindow:
-        """Return the collectives in windows. The first call makes the flags and the second level, and is collective."""
+    def _open_flags(self) -> None:
+        """Make the flags and the second level, unless they are there. Collective the first time."""
         if self._flags is None:
             node = self._node
             local: Any = self._comm
@@ -240,11 +272,11 @@ class MemoryRoutes:
                     local = self._comm.Split(node.index, self._comm.rank)
                     self._levels = [local, self._comm.Split(local.rank, node.index)]
             self._flags = Flags(local, self._wait)
+            self._rank, self._size = self._flags.rank, self._flags.size
             self._window = InWindow(self._flags)
             if not node.alone:
                 across = self._transport(self._levels[1])
                 self._two_level = TwoLevel(self._window, self._open_bounce(), across, node.table, local.rank)
-        return self._window
 
     def _open_bounce(self) -> Bounce | None:
         """Return the slots, or None on all ranks if some node has no memory for them. Collective the first time."""
@@ -252,4 +284,11 @@ class MemoryRoutes:
             self._bounce_tried = True
             if fits(self._comm, Bounce.nbytes() * self._flags.size):
                 self._bounce = Bounce(self._flags)
-        return self._bounce
+        made: Bounce | None = self._bounce
+        return made
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the tensor as one row that autograd does not see."""
+    tensor = tensor.data
+    return tensor if tensor.dim() == 1 else tensor.view(-1)

@@ -1,7 +1,7 @@
 """Flags in a shared window, by which the ranks of a node meet and compare their calls without a message.
 
-Each sequence of collectives has flags of its own: one sequence is the caller's, and each stream has another. At the
-beginning of each collective through memory the ranks meet, and each rank tells the others what it is about to do.
+Each sequence of collectives has flags of its own: one sequence is the caller's, and each stream has another. Each
+collective through memory begins with a comparison: each rank tells the others what it is about to do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commengine.errors import CollectiveMismatch
@@ -23,10 +22,16 @@ if TYPE_CHECKING:
 #: how often a waiting rank looks at another rank's flag between two calls of MPI
 LOOKS_PER_PROGRESS = 256
 
-#: the flags of a rank fill a cache line of their own: the round; three words for the call (place, size and operation,
-#: checksum of the rest); then this rank's progress in each stage of a pipeline, up to three
-LINE_BYTES = 64
-_ROUND, _ASKED, _STAGES = 0, slice(1, 4), 4
+#: how often a rank looks before it waits in the sequence's own way, which takes longer for each look and may sleep
+FIRST_LOOKS = 30
+
+#: the flags of a rank fill two cache lines of their own. In the first: the round, and twice three words for a call
+#: (place; size and operation; checksum of the rest). In the second: the progress in each stage of a pipeline
+LINES_BYTES = 128
+_ROUND, _ASKED, _WORDS, _STAGES = 0, 1, 3, 8
+
+#: the stages of a chunk that goes through slots (`commengine.shared_memory.slots`)
+FILLED, REDUCED = range(2)
 
 #: bytes of shared memory that are left for MPI itself
 MARGIN_BYTES = 8 << 20
@@ -37,8 +42,12 @@ WINDOW_COMMUNICATORS = 2
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
+#: a place of at least this number is a block of a pool; its offset is in the lower bits
+BLOCK = 1 << 62
+
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
 _OPERATIONS = (*IN_MEMORY, "gather_into")
+_NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
 
 
 class Flags:
@@ -53,86 +62,119 @@ class Flags:
         self.comm = comm
         self._wait = wait
         self._progress = comm.Iprobe
-        self._window = new_window(comm, LINE_BYTES)
+        self._window = new_window(comm, LINES_BYTES)
         self._window.Lock_all()  # MPI_Win_sync needs a passive access epoch
         self._sync = self._window.Sync
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self.size)]
         self._flags = [memoryview(part).cast("q") for part in memory]
         self._mine = self._flags[self.rank]
+        self._others = [flags for flags in self._flags if flags is not self._mine]
         for word in range(len(self._mine)):
             self._mine[word] = 0
         self._round = 0
+        self._words = _ASKED  # where the words of the present call begin
+        self._asked = (PRIVATE, 0, 0)  # this rank's words
+        self._checksums: dict[object, int] = {}
         comm.Barrier()  # every flag is 0 before any rank looks
 
     def close(self) -> None:
         """Free the window. Collective."""
+        self._others.clear()
         for flags in self._flags:
             flags.release()
         self._flags.clear()
         self._window.Unlock_all()
         self._window.Free()
 
-    def begin(self, operation: str, place: int, nbytes: int, how: str) -> None:
-        """Wait until every rank begins a collective, and compare the calls.
+    # Comparing calls --------------------------------------------------------------------------------------------
 
-        place: where the tensor lies, as a number that is the same on all ranks, or PRIVATE. how: dtype, and reduction
-        or root. Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over
-        a tensor that belongs to another collective.
+    def begin(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> list[int] | None:
+        """Wait until every rank begins a collective, and compare the calls: `ask`, then `agree`."""
+        self.ask(operation, place, nbytes, how)
+        return self.agree()
+
+    def ask(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> None:
+        """Tell the other ranks what this rank is about to do. It does not wait.
+
+        place: where the tensor lies: a number that is the same on all ranks, a number from BLOCK on, or PRIVATE. Some
+        ranks may give a block and others PRIVATE. how: dtype, and reduction or root, in a few forms only, because their
+        checksums are kept. Everything that this rank wrote before can be read by a rank that has agreed.
+
+        A rank cannot be two calls ahead of another rank, because it waits in `agree` for every rank's last call. So
+        two sets of words suffice, and no rank waits until the others have read its words.
         """
-        self._mine[1] = place
-        self._mine[2] = nbytes << 8 | _OPERATIONS.index(operation)
-        self._mine[3] = zlib.crc32(how.encode())
-        self.meet()
-        first = self._flags[0][_ASKED]
-        if any(flags[_ASKED] != first for flags in self._flags):
-            asked = "; ".join(f"rank {rank}: {_described(flags)}" for rank, flags in enumerate(self._flags))
-            self.meet()  # no rank overwrites its flags before all ranks have read them
-            raise CollectiveMismatch(
-                f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}"
-            )
+        checksum = self._checksums.get(how)
+        if checksum is None:
+            checksum = self._checksums[how] = zlib.crc32(repr(how).encode())
+        mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
+        self._words = word
+        about = nbytes << 8 | _NUMBERS[operation]
+        self._asked = place, about, checksum
+        mine[word], mine[word + 1], mine[word + 2] = place, about, checksum
+        self._round += 1
+        self._sync()
+        mine[_ROUND] = self._round
 
-    def check(self, operation: str, place: int, nbytes: int, how: str) -> None:
-        """Compare the calls before this rank falls back to MPI; the arguments are those of `begin`.
+    def agree(self) -> list[int] | None:
+        """Wait until every rank has asked, and compare the calls. Returns the places of all ranks if they differ.
 
-        Raises CollectiveMismatch on all ranks if one of them would stay in shared memory.
+        Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over a tensor
+        that belongs to another collective.
         """
-        self.begin(operation, place, nbytes, how)
-        self.meet()  # no rank overwrites its flags before all ranks have read them
+        word = self._words
+        self._await(_ROUND, self._round)
+        place, about, checksum = self._asked
+        alike = True
+        for flags in self._others:
+            if flags[word + 1] != about or flags[word + 2] != checksum:
+                break
+            alike = alike and flags[word] == place
+        else:
+            if alike:
+                return None
+            places = [flags[word] for flags in self._flags]
+            if _fit(places):
+                return places
+        asked = "; ".join(f"rank {rank}: {_described(flags, word)}" for rank, flags in enumerate(self._flags))
+        raise CollectiveMismatch(f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}")
 
     def meet(self) -> None:
         """Wait until every rank is here. Each rank then sees everything that the others wrote before."""
         self._round += 1
         self._sync()
         self._mine[_ROUND] = self._round
-        for flags in self._flags:
-            if flags[_ROUND] < self._round:
-                self._wait(self._progressing(partial(self._is_here, flags)))
-        self._sync()
+        self._await(_ROUND, self._round)
 
-    def _is_here(self, flags: memoryview) -> bool:
-        return bool(flags[_ROUND] >= self._round)
+    # Stages -----------------------------------------------------------------------------------------------------
 
     def post(self, stage: int, count: int) -> None:
         """Tell the other ranks that this rank has done ``count`` chunks of a pipeline's ``stage``, and publish them."""
         self._sync()
         self._mine[_STAGES + stage] = count
 
-    def reached(self, stage: int, count: int) -> bool:
-        """Whether every rank has posted at least ``count`` chunks of ``stage``."""
-        word = _STAGES + stage
-        for flags in self._flags:
-            if flags[word] < count:
-                return False
+    def wait_for(self, stage: int, count: int) -> None:
+        """Wait until every other rank has posted at least ``count`` chunks of ``stage``."""
+        self._await(_STAGES + stage, count)
+
+    # Waiting ----------------------------------------------------------------------------------------------------
+
+    def _await(self, word: int, value: int) -> None:
+        """Wait until that word of every other rank's flags is at least ``value``."""
+        for flags in self._others:
+            if flags[word] >= value:
+                continue
+            for _ in range(FIRST_LOOKS):
+                if flags[word] >= value:
+                    break
+            else:
+                self._wait(self._progressing(flags, word, value))
         self._sync()
-        return True
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Wait for the other ranks until ``done`` returns True."""
-        if not done():
-            self._wait(self._progressing(done))
+    def _progressing(self, flags: memoryview, word: int, value: int) -> Callable[[], bool]:
+        """Return whether the wait is over, as a function.
 
-    def _progressing(self, done: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap ``done`` so that MPI makes progress now and then, because another rank may wait for a message."""
+        It lets MPI make progress now and then, because another rank may wait for a message.
+        """
         looks = 0
 
         def looked() -> bool:
@@ -140,9 +182,21 @@ class Flags:
             looks += 1
             if looks % LOOKS_PER_PROGRESS == 0:
                 self._progress()
-            return done()
+            return bool(flags[word] >= value)
 
         return looked
+
+
+def _fit(places: list[int]) -> bool:
+    """Whether the ranks' tensors may lie at these places in one collective.
+
+    Each rank's blocks have offsets of their own, and a rank whose pool is full has a private tensor.
+    """
+    return all(place == places[0] or (_comes_and_goes(place) and _comes_and_goes(places[0])) for place in places)
+
+
+def _comes_and_goes(place: int) -> bool:
+    return place == PRIVATE or place >= BLOCK
 
 
 def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
@@ -162,19 +216,26 @@ def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
 
     Touching a window that the node has no memory for would end the process.
     """
+    return bool(comm.allreduce(nbytes <= room(), load_mpi().LAND))
+
+
+def room() -> int:
+    """The bytes of shared memory that this node has left, without those that are left for MPI. Not collective."""
     try:
         space = os.statvfs("/dev/shm")  # where Linux keeps shared memory; often 64 MB in a container
-        room = space.f_bavail * space.f_frsize
     except OSError:
-        room = sys.maxsize
-    return bool(comm.allreduce(nbytes + MARGIN_BYTES <= room, load_mpi().LAND))
+        return sys.maxsize
+    return space.f_bavail * space.f_frsize - MARGIN_BYTES
 
 
-def _described(flags: memoryview) -> str:
-    nbytes, operation = divmod(flags[2], 1 << 8)
+def _described(flags: memoryview, word: int) -> str:
+    place, about = flags[word : word + 2]
+    nbytes, operation = divmod(about, 1 << 8)
     where = "of a private tensor"
-    if flags[1] != PRIVATE:
-        segment, offset = divmod(flags[1], 1 << 48)
+    if place >= BLOCK:
+        where = "of a block of the pool"
+    elif place != PRIVATE:
+        segment, offset = divmod(place, 1 << 48)
         where = f"at byte {offset} of shared tensor {segment}"
     return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"
 

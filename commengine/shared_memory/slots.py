@@ -1,50 +1,61 @@
-"""Reductions of private tensors inside a node: through slots in a shared window, one chunk at a time.
+"""Collectives of private tensors inside a node: through slots in a shared window, one chunk at a time.
 
-A rank copies a chunk of its tensor into a slot that all ranks see, the ranks reduce there in rank order, and each rank
-copies the result out. The chunks go through a pipeline of such stages, whose slots stay in the caches. A tensor is
-given as *rows*: flat tensors, one for each rank of the node.
+A rank copies a chunk of its tensor into a slot that all ranks see, waits until the others have done so, and takes the
+chunks of the others from their slots. The ranks reduce in rank order. The slots stay in the caches.
+
+One wait a chunk suffices. A rank fills the slot of chunk n again with chunk n + 2, and it has then waited until all
+ranks had filled chunk n + 1; before they did, they had taken chunk n. A rank fills its first chunk before it compares
+its call with those of the other ranks, so that the two need one wait together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from commengine.dtypes import reduce_unseen
+from commengine.dtypes import reduce_unseen, unseen
+from commengine.mpi import load_mpi
 
-from .flags import PRIVATE, Flags, new_window
+from .flags import FILLED, PRIVATE, REDUCED, Flags, new_window
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: bytes of a slot, and slots of a rank: so much of a tensor is in the pipeline at a time
-SLOT_BYTES = 1 << 20
-SLOTS = 4
+#: bytes of a slot, and slots of a rank
+SLOT_BYTES = 512 << 10
+SLOTS = 2
 
 #: rows of a slot begin at multiples of this many elements
 ALIGNMENT = 64
 
-#: the flag of the stage whose end frees a slot
-_LAST = 2
+#: views of slots that are kept, because making one takes a microsecond
+MOST_VIEWS = 4096
 
-#: one stage of the pipeline: does its part of a chunk, given the chunk's number and every rank's slot for it
-Stage = Callable[[int, list[Tensor]], object]
+#: a part of a chunk's work: gets the chunk's number and its slot's
+Work = Callable[[int, int], object]
 
 
 class Bounce:
-    """The slots of one sequence of collectives. Collective to make, on the main threads, and to close."""
+    """The slots of one sequence of collectives. Collective to make, on the main threads, and to close.
+
+    In every method rank r of the node has row r of the flat tensor: ``rows`` are the bounds of the rows. An all-reduce
+    of two ranks does not use them. ``begun``: the ranks have compared their calls already.
+    """
 
     def __init__(self, flags: Flags) -> None:
         self._flags, self._rank, self._size = flags, flags.rank, flags.size
         self._slot_bytes, self._slots = SLOT_BYTES, SLOTS
         self._window: MPI.Win = new_window(flags.comm, self._slot_bytes * self._slots)
-        memory = [self._window.Shared_query(rank)[0] for rank in range(flags.size)]
-        self._bytes = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(flags.size)]
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            self._bytes = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         self._bytes[flags.rank].zero_()  # touch every page, as in `SharedTensors`
-        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._memory = [memoryview(part).cast("B") for part in memory]
+        self._address = load_mpi().memory.fromaddress
+        self._views: dict[tuple[object, ...], Tensor] = {}
         self._chunks = 0  # chunks of all collectives so far
         flags.comm.Barrier()
 
@@ -57,179 +68,242 @@ class Bounce:
         """Free the window. Collective."""
         self._views.clear()
         self._bytes.clear()
+        for part in self._memory:
+            part.release()
+        self._memory.clear()
         self._window.Free()
 
-    def all_reduce(self, flat: Tensor, rows: Sequence[slice], op: str) -> None:
+    # The collectives --------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, rows: Sequence[slice], op: str, *, begun: bool = False) -> None:
         """Reduce all ranks' flat tensors into each of them.
 
         Of two ranks each reduces the whole tensor; of more ranks each reduces its row.
         """
         if self._size == 2:
-            self._all_reduce_of_two(flat, op)
+            source = self._bytes_of(flat)
+            self._reduce_two("all_reduce", len(source), op, begun, source, flat, flat)
         else:
-            self._all_reduce_rows([flat[row] for row in rows], op)
+            self._all_reduce_rows(flat, rows, op, begun)
 
-    def _all_reduce_of_two(self, flat: Tensor, op: str) -> None:
-        """Let both ranks reduce every chunk: one wait a chunk instead of two, for as many bytes read and written."""
-        rank, step = self._rank, self._step(flat, 1)
+    def _reduce_two(
+        self, operation: str, nbytes: int, op: str, begun: bool, source: memoryview, own: Tensor, output: Tensor
+    ) -> None:
+        """Give the other rank ``source``, and reduce what it gives with ``own`` into ``output``.
 
-        def fill(chunk: int, slots: list[Tensor]) -> None:
-            part = _part(flat, chunk, step)
-            slots[rank][: part.numel()].copy_(part)
-
-        def reduce(chunk: int, slots: list[Tensor]) -> None:
-            part = _part(flat, chunk, step)
-            operands = [slot[: part.numel()] for slot in slots]
-            operands[rank] = part
-            reduce_unseen(operands, op, part)
-
-        self._run("all_reduce", [flat], op, step, [fill, reduce])
-
-    def _all_reduce_rows(self, rows: Sequence[Tensor], op: str) -> None:
-        """Let rank r reduce row r, then copy the results to all ranks."""
-        rank, step = self._rank, self._step(rows[0], self._size)
-
-        def reduce(chunk: int, slots: list[Tensor]) -> None:
-            own = _part(rows[rank], chunk, step)
-            total = slots[rank][rank * step :][: own.numel()]
-            self._reduce(total, own, slots, step, op)
-            own.copy_(total)
-
-        def collect(chunk: int, slots: list[Tensor]) -> None:
-            for other, row in enumerate(rows):
-                if other != rank:
-                    part = _part(row, chunk, step)
-                    part.copy_(slots[other][other * step :][: part.numel()])
-
-        self._run("all_reduce", rows, op, step, [self._handing_out(rows, step), reduce, collect])
-
-    def reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], op: str) -> None:
-        """Reduce row r of all ranks' tensors into the flat ``output`` of rank r.
-
-        output: may be the rank's row r itself; for float16 and bfloat16 rows it may be float32.
+        In an all-reduce both ranks reduce everything: one wait a chunk instead of two, for as many bytes read and
+        written.
         """
-        rank, step = self._rank, self._step(rows[0], self._size)
+        rank, dtype, stride, memory = self._rank, own.dtype, self._slot_bytes, self._memory[self._rank]
+        count = -(-max(len(source), own.nbytes) // stride)
+        step = stride // dtype.itemsize
+        parts = _parts(own, step, count)
+        totals = parts if output is own else _parts(output, step, count)
 
-        def reduce(chunk: int, slots: list[Tensor]) -> None:
-            self._reduce(_part(output, chunk, step), _part(rows[rank], chunk, step), slots, step, op)
+        def fill(chunk: int, slot: int) -> None:
+            part = source[chunk * stride : (chunk + 1) * stride] if count > 1 else source
+            begin = slot * stride
+            memory[begin : begin + len(part)] = part
 
-        self._run("reduce_scatter", rows, op, step, [self._handing_out(rows, step), reduce])
+        def take(chunk: int, slot: int) -> None:
+            if chunk < len(parts):
+                part = parts[chunk]
+                other = self._view(dtype, slot, 1 - rank, 0, part.numel())
+                reduce_unseen((other, part) if rank else (part, other), op, totals[chunk])
 
-    def all_gather(self, rows: Sequence[Tensor]) -> None:
-        """Copy each rank's own row into the rows of all ranks."""
-        rank, step = self._rank, self._step(rows[0], 1)
+        self._run(operation, nbytes, (dtype, op), begun, output, count, fill, take)
 
-        def fill(chunk: int, slots: list[Tensor]) -> None:
-            part = _part(rows[rank], chunk, step)
-            slots[rank][: part.numel()].copy_(part)
+    def _all_reduce_rows(self, flat: Tensor, rows: Sequence[slice], op: str, begun: bool) -> None:
+        """Let rank r reduce row r, then copy the results to all ranks."""
+        rank, size, step = self._rank, self._size, self._step(flat, self._size)
+        target, stride = self._bytes_of(flat), step * flat.itemsize
+        own, fill = flat[rows[rank]], self._handing_out(flat, rows, step)
+        count = self._count(rows, step)
 
-        def collect(chunk: int, slots: list[Tensor]) -> None:
+        def take(chunk: int, slot: int) -> None:
+            part = own[chunk * step :][:step]
+            if part.numel():
+                total = self._view(flat.dtype, slot, rank, (size - 1) * step, part.numel())
+                self._reduce(total, part, slot, step, op)
+                part.copy_(total)
+            number = self._chunks + chunk + 1
+            self._flags.post(REDUCED, number)
+            self._flags.wait_for(REDUCED, number)
             for other, row in enumerate(rows):
                 if other != rank:
-                    part = _part(row, chunk, step)
-                    part.copy_(slots[other][: part.numel()])
+                    self._collect(target, row, chunk, other, slot, (size - 1) * stride, stride, flat.itemsize)
 
-        self._run("all_gather", rows, "", step, [fill, collect])
+        self._run("all_reduce", flat.nbytes, (flat.dtype, op), begun, flat, count, fill, take)
 
-    def _step(self, row: Tensor, rows: int) -> int:
-        """Return the elements of a chunk when a slot holds a chunk of each of ``rows`` rows."""
-        return self._slot_bytes // row.itemsize // rows // ALIGNMENT * ALIGNMENT
+    def reduce_scatter(
+        self, output: Tensor, flat: Tensor, rows: Sequence[slice], op: str, *, begun: bool = False
+    ) -> None:
+        """Reduce row r of all ranks' flat tensors into the flat ``output`` of rank r.
 
-    def _handing_out(self, rows: Sequence[Tensor], step: int) -> Stage:
-        """Return the stage that copies each row to where the rank that reduces it finds it."""
+        output: may be the rank's row r itself; for a float16 or bfloat16 tensor it may be float32, and then it gets the
+        sum before rounding.
+        """
+        row = rows[self._rank]
+        nbytes = (rows[-1].stop - rows[0].start) * flat.itemsize  # the same number on every rank
+        if self._size == 2:
+            other, item = rows[1 - self._rank], flat.itemsize
+            source = self._bytes_of(flat)[other.start * item : other.stop * item]
+            self._reduce_two("reduce_scatter", nbytes, op, begun, source, flat[row], output)
+            return
+        step = self._step(flat, self._size - 1)
+        count = self._count(rows, step)
+        fill = self._handing_out(flat, rows, step)
+        parts, totals = _parts(flat[row], step, count), _parts(output, step, count)
 
-        def fill(chunk: int, slots: list[Tensor]) -> None:
+        def take(chunk: int, slot: int) -> None:
+            if chunk < len(parts):
+                self._reduce(totals[chunk], parts[chunk], slot, step, op)
+
+        self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, count, fill, take)
+
+    def all_gather(
+        self, flat: Tensor, rows: Sequence[slice], input: Tensor | None = None, *, begun: bool = False
+    ) -> None:
+        """Copy each rank's row into the rows of all ranks.
+
+        input: the flat tensor of this rank's row, if it does not lie in ``flat``.
+        """
+        rank, item, step = self._rank, flat.itemsize, self._step(flat, 1)
+        stride, target = step * item, self._bytes_of(flat)
+        low, high = rows[rank].start * item, rows[rank].stop * item
+        source = target[low:high] if input is None else self._bytes_of(input)
+
+        def fill(chunk: int, slot: int) -> None:
+            self._copy(source, chunk * stride, len(source), slot, 0, stride)
+
+        def take(chunk: int, slot: int) -> None:
+            if input is not None:
+                start = low + chunk * stride
+                target[start : min(start + stride, high)] = source[chunk * stride :][:stride]
             for other, row in enumerate(rows):
-                if other != self._rank:
-                    part = _part(row, chunk, step)
-                    slots[self._rank][other * step :][: part.numel()].copy_(part)
+                if other != rank:
+                    self._collect(target, row, chunk, other, slot, 0, stride, item)
+
+        self._run("all_gather", flat.nbytes, (flat.dtype, ""), begun, flat, self._count(rows, step), fill, take)
+
+    def broadcast(self, flat: Tensor, root: int, *, begun: bool = False) -> None:
+        """Copy the flat tensor of rank ``root`` of the node."""
+        rank, step = self._rank, self._step(flat, 1)
+        memory, stride = self._bytes_of(flat), step * flat.itemsize
+
+        def fill(chunk: int, slot: int) -> None:
+            if rank == root:
+                self._copy(memory, chunk * stride, len(memory), slot, 0, stride)
+
+        def take(chunk: int, slot: int) -> None:
+            if rank != root:
+                part = memory[chunk * stride :][:stride]
+                start = slot * self._slot_bytes
+                part[:] = self._memory[root][start : start + len(part)]
+
+        self._run("broadcast", flat.nbytes, (flat.dtype, root), begun, flat, -(-flat.numel() // step), fill, take)
+
+    # The parts of a chunk's work --------------------------------------------------------------------------------
+
+    def _run(
+        self, operation: str, nbytes: int, how: tuple[object, ...], begun: bool, written: Tensor, count: int,
+        fill: Work, take: Work,
+    ) -> None:  # fmt: skip
+        """Take each chunk through a slot: this rank fills it; when all ranks have, this rank takes what they filled.
+
+        how: dtype, and reduction or root, for the comparison of calls. written: the tensor of the results.
+        count: chunks, as many on every rank.
+        """
+        flags, first = self._flags, self._chunks
+        with unseen(written):
+            for chunk in range(count):
+                number = first + chunk + 1
+                slot = number % self._slots
+                fill(chunk, slot)
+                apart = chunk or begun
+                if not apart:  # nothing has been written yet that another collective could use
+                    flags.ask(operation, PRIVATE, nbytes, how)
+                    apart = flags.agree() is not None  # a rank that has a block of a pool asked before it filled a slot
+                if apart:
+                    flags.post(FILLED, number)
+                    flags.wait_for(FILLED, number)
+                take(chunk, slot)
+        self._chunks = first + count
+
+    def _copy(self, source: memoryview, start: int, end: int, slot: int, offset: int, most: int) -> None:
+        """Copy up to ``most`` bytes of ``source``, from byte ``start`` to ``end``, to byte ``offset`` of a slot."""
+        part = source[start : min(start + most, end)]
+        if part:
+            begin = slot * self._slot_bytes + offset
+            self._memory[self._rank][begin : begin + len(part)] = part
+
+    def _collect(
+        self, target: memoryview, row: slice, chunk: int, other: int, slot: int, offset: int, stride: int, item: int
+    ) -> None:
+        """Copy a chunk of a row from byte ``offset`` of rank ``other``'s slot to its place in ``target``."""
+        start, end = row.start * item + chunk * stride, row.stop * item
+        part = target[start : min(start + stride, end)]
+        if part:
+            begin = slot * self._slot_bytes + offset
+            part[:] = self._memory[other][begin : begin + len(part)]
+
+    def _handing_out(self, flat: Tensor, rows: Sequence[slice], step: int) -> Work:
+        """Return the function that copies each row to where the rank that reduces it finds it.
+
+        In the slot of rank q, the row of rank r is number (r - q - 1) modulo the node's size.
+        """
+        source, item, rank, size = self._bytes_of(flat), flat.itemsize, self._rank, self._size
+        stride = step * item
+        handed = [
+            (row.start * item, row.stop * item, (other - rank - 1) % size * stride)
+            for other, row in enumerate(rows)
+            if other != rank
+        ]
+
+        def fill(chunk: int, slot: int) -> None:
+            for start, end, offset in handed:
+                self._copy(source, start + chunk * stride, end, slot, offset, stride)
 
         return fill
 
-    def _reduce(self, output: Tensor, own: Tensor, slots: list[Tensor], step: int, op: str) -> None:
-        operands = [slot[self._rank * step :][: own.numel()] for slot in slots]
-        operands[self._rank] = own
+    def _reduce(self, output: Tensor, own: Tensor, slot: int, step: int, op: str) -> None:
+        """Reduce a chunk of this rank's row, which the other ranks have handed out, into ``output``."""
+        rank, size = self._rank, self._size
+        operands = [
+            own if other == rank else self._view(own.dtype, slot, other, (rank - other - 1) % size * step, own.numel())
+            for other in range(size)
+        ]
         reduce_unseen(operands, op, output)
 
-    def _run(self, operation: str, rows: Sequence[Tensor], how: str, step: int, stages: Sequence[Stage]) -> None:
-        """Take each chunk through each stage. A rank begins a stage when all ranks have done the stage before it.
+    def _step(self, flat: Tensor, rows: int) -> int:
+        """Return the elements of a chunk when a slot holds a chunk of each of ``rows`` rows."""
+        step: int = self._slot_bytes // flat.itemsize // rows // ALIGNMENT * ALIGNMENT
+        return step
 
-        rows: the flat tensors, cut into chunks of ``step`` elements. how: the reduction, for the comparison of calls.
-        A rank whose next stage must wait for other ranks goes on with later chunks as long as there are free slots.
-        """
-        dtype = rows[0].dtype
-        self._flags.begin(operation, PRIVATE, sum(row.nbytes for row in rows), f"{dtype} {how}")
-        slots = self._typed(dtype)
-        count = -(-max(row.numel() for row in rows) // step)
-        pipeline = _Pipeline(self._flags, self._slots, self._chunks, count, len(stages))
-        self._chunks += count
-        with torch.inference_mode():
-            while not pipeline.finished:
-                stage = pipeline.ready()
-                if stage is None:
-                    self._flags.wait(pipeline.can_go_on)
-                    continue
-                stages[stage](pipeline.done[stage], slots[pipeline.slot(stage)])
-                pipeline.advance(stage)
+    def _count(self, rows: Sequence[slice], step: int) -> int:
+        longest: int = max(row.stop - row.start for row in rows)
+        return -(-longest // step)
 
-    def _typed(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return the slots of all ranks as tensors of ``dtype``: [slot][rank]."""
-        if dtype not in self._views:
-            self._views[dtype] = [
-                [part[slot * self._slot_bytes :][: self._slot_bytes].view(dtype) for part in self._bytes]
-                for slot in range(self._slots)
-            ]
-        return self._views[dtype]
+    def _bytes_of(self, tensor: Tensor) -> memoryview:
+        return memoryview(self._address(tensor.data_ptr(), tensor.nbytes))
+
+    def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, numel: int) -> Tensor:
+        """Return ``numel`` elements of a rank's slot as a tensor, from element ``start`` on."""
+        key = (dtype, slot, rank, start, numel)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            begin = slot * self._slot_bytes + start * dtype.itemsize
+            with torch.inference_mode(False):
+                view = self._bytes[rank][begin : begin + numel * dtype.itemsize].view(dtype)
+            self._views[key] = view
+        return view
 
 
-def _part(row: Tensor, chunk: int, step: int) -> Tensor:
-    return row[chunk * step :][:step]
-
-
-class _Pipeline:
-    """The progress of one collective through its stages: on this rank in ``done``, on all ranks in the flags.
-
-    slots: slots of a rank. first: chunks that earlier collectives took through the slots. count: chunks of this
-    collective. stages: number of stages.
-    """
-
-    def __init__(self, flags: Flags, slots: int, first: int, count: int, stages: int) -> None:
-        self._flags, self._slots, self._first, self._count = flags, slots, first, count
-        self._words = [*range(stages - 1), _LAST]  # the flag of each stage's progress
-        self.done = [0] * stages  # chunks that this rank has taken through each stage
-
-    @property
-    def finished(self) -> bool:
-        """Whether this rank has taken all chunks through the last stage."""
-        return self.done[-1] == self._count
-
-    def ready(self) -> int | None:
-        """Return a stage that can go on with its next chunk, or None.
-
-        The last such stage comes first, because it frees a slot and finds its chunk in the caches.
-        """
-        for stage in reversed(range(len(self.done))):
-            if self._is_ready(stage):
-                return stage
-        return None
-
-    def _is_ready(self, stage: int) -> bool:
-        """Whether the next chunk of ``stage`` has left the stage before on all ranks, or, at stage 0, has a slot."""
-        chunk = self.done[stage]
-        number = self._first + chunk + 1
-        if stage == 0:
-            return chunk < self._count and self._flags.reached(_LAST, number - self._slots)
-        return chunk < self.done[stage - 1] and self._flags.reached(self._words[stage - 1], number)
-
-    def can_go_on(self) -> bool:
-        """Whether any stage is ready."""
-        return self.ready() is not None
-
-    def slot(self, stage: int) -> int:
-        """Return the slot of the next chunk of ``stage``."""
-        return (self._first + self.done[stage]) % self._slots
-
-    def advance(self, stage: int) -> None:
-        """Note that ``stage`` has done its next chunk, and tell the other ranks."""
-        self.done[stage] += 1
-        self._flags.post(self._words[stage], self._first + self.done[stage])
+def _parts(flat: Tensor, step: int, count: int) -> Sequence[Tensor]:
+    """Cut a flat tensor, whose row has up to ``count`` chunks, into chunks of ``step`` elements."""
+    if count == 1:
+        return (flat,) if flat.numel() else ()
+    parts: Sequence[Tensor] = torch.split(flat, step) if flat.numel() else ()
+    return parts

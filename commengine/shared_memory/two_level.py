@@ -72,9 +72,10 @@ class TwoLevel:
                 self._across.all_gather(gathered, part.to(own.dtype))
                 own.copy_(gathered[: own.numel()])
         if place is not None:
-            self._window.gather_into(place, rows[self._rank], own)
+            row = rows[self._rank]
+            self._window.gather_into(place, row.start, row.stop, own)
         elif self._bounce is not None:
-            self._bounce.all_gather([flat[row] for row in rows])
+            self._bounce.all_gather(flat, rows)
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, place: WindowTensor | None, op: str) -> None:
         """Reduce a flat tensor over the group; rank r of the group gets block r in its flat ``output``."""
@@ -94,9 +95,10 @@ class TwoLevel:
     def _reduce(self, output: Tensor, flat: Tensor, rows: Sequence[slice], place: WindowTensor | None, op: str) -> None:
         """Reduce inside the node; its i-th rank reduces row i, into the flat ``output``."""
         if place is not None:
-            self._window.reduce_scatter(output, place, rows[self._rank], _step(op))
+            row = rows[self._rank]
+            self._window.reduce_scatter(output, place, row.start, row.stop, _step(op))
         elif self._bounce is not None:
-            self._bounce.reduce_scatter(output, [flat[row] for row in rows], _step(op))
+            self._bounce.reduce_scatter(output, flat, rows, _step(op))
 
 
 def _step(op: str) -> str:

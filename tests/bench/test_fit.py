@@ -2,12 +2,17 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import fit
 from bench.collective_study import piecewise
+from bench.collective_study.fitted_series import FittedSeries, as_json, draw, fits_of, tables
+from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
+from bench.collective_study.results import KEY, Series
+from bench.collective_study.tables import draw as collectives_picture
 from commengine import cost
 
 SIZES = [2.0**k for k in range(3, 28)]
@@ -219,3 +224,52 @@ def test_file_that_is_none_is_named(tmp_path, capsys):
         with pytest.raises(SystemExit):
             call(tmp_path / name)
         assert name in capsys.readouterr().err
+
+
+def test_an_end_that_the_data_do_not_bound_reads_0_or_infinity():
+    key = dict.fromkeys(KEY) | {
+        "operation": "all_reduce",
+        "ranks": 2,
+        "transport": "engine",
+        "in_place": True,
+    }
+    sizes = np.array([8.0, 64.0, 512.0])
+    segment = FittedSegment(0.0, (0.0, 0.0), 1e-6, (0.0, math.inf), 1e-9, (0.0, math.inf))
+    series = Series(key, sizes, 1e-6 + 1e-9 * sizes, np.zeros(3))
+    fitted = FittedSeries(series, PiecewiseFit((segment,), (0.0, 0.0, 0.0), 0.0))
+    row = list(tables([fitted]))[2]
+    assert "| 1 [0 to infinity] | 1 [0 to infinity] |" in row
+    data = as_json([fitted], {}, Path("r.json"), {})
+    assert data["series"][0]["segments"][0]["alpha_interval"] == [0.0, None]  # JSON has no infinity
+    data["series"][0]["segments"][0]["beta_interval"] = [None, None]
+    (again,) = fits_of(data)
+    assert again.fit.segments[0].alpha_interval == again.fit.segments[0].beta_interval == (0.0, math.inf)
+
+
+def test_fits_have_the_lines_of_the_collectives_and_legends_beside_them():
+    """A colour is a transport, a dash a place; no legend lies over a plot."""
+    sizes = np.array([8.0, 64.0, 512.0, 4096.0])
+    fitted, rows = [], []
+    for transport in ("engine", "mpi4py"):
+        for in_place in (False, True):
+            key = dict.fromkeys(KEY) | {
+                "operation": "all_reduce", "ranks": 2, "transport": transport, "in_place": in_place, "redop": "sum",
+                "dtype": "float32",
+            }  # fmt: skip
+            times = 1e-6 + 1e-9 * sizes
+            series = Series(key, sizes, times, np.full(4, 0.01))
+            fitted.append(FittedSeries(series, piecewise.fit(series.sizes, series.seconds, series.errors)))
+            rows += [
+                key | {"bytes": int(size), "seconds": {"p50": spent}, "busbw": size / spent}
+                for size, spent in zip(sizes, times, strict=True)
+            ]
+    looks = []
+    for figure in (draw(fitted), collectives_picture(rows)):
+        figure.canvas.draw()
+        left, right = figure.axes
+        legend = right.get_legend().get_window_extent()
+        assert not any(legend.overlaps(axes.get_window_extent()) for axes in (left, right))
+        assert legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
+        lines = [line for line in right.get_lines() if not line.get_label().startswith("_")]
+        looks.append([(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines])
+    assert looks[0] == looks[1] and len(set(looks[0])) == 4

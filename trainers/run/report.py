@@ -16,6 +16,12 @@ from .metrics import as_json
 #: the report for programs, written last
 NAME = "report.json"
 
+#: the line of a report whose model loses against the simplest one
+WORSE = (
+    "THE MODEL IS WORSE THAN THE UNIGRAM MODEL: how often each token occurs predicts this text better than the model "
+    "does, which uses the text before each token. Train longer, or look at the data and the learning rate."
+)
+
 
 @dataclass(frozen=True)
 class Remarks:
@@ -87,6 +93,8 @@ class Report:
                 gain = self.unigram_entropy - self.token_loss
                 said = f"the model is {abs(gain):.4f} {'below' if gain >= 0 else 'above'}"
                 lines.append(f"unigram model, same text  {self.unigram_entropy:8.4f} {unit}: {said}")
+                if gain < 0:
+                    lines.append(WORSE)
         if self.loss_scale is not None:
             scale = f"the loss scale is {self.loss_scale:g}"
             lines.append(f"skipped steps             {self.skipped_steps:8,} of {self.iteration:,}: {scale}")
@@ -187,5 +195,5 @@ def _plot(
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, linestyle=":", color="grey", label="unigram model")
     if axes.has_data():
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)  # below: it covers no line
     figure.savefig(path, dpi=120)

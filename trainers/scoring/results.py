@@ -126,7 +126,7 @@ class PerplexityResult:
                     middles.append(math.sqrt(low * (high - 1)))
                     means.append(float(np.nanmean(known)))
             axes.plot(middles, means, "-", linewidth=2, label="mean")
-            axes.legend()
+            figure.legend(loc="outside lower right", frameon=False)  # below: it covers no point
             axes.set_xscale("log")
         axes.set_title(f"{self.task}: perplexity {perplexity(self.nll, self.targets):,.2f} per token")
         figure.savefig(path, dpi=120)

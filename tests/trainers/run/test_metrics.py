@@ -39,6 +39,15 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert "training loss                  nan nats/token" in (tmp_path / "report.txt").read_text()
 
 
+def test_a_model_that_is_worse_than_the_unigram_model_is_called_so():
+    """The words come with the first loss above the unigram model's, and not with an equal one."""
+    for loss, worse in ((6.25, True), (6.0, False), (5.5, False)):
+        report = Report(2, 10, 1, 1, 5.0, loss, 6.0, 8, 100.0, "", "", [], 1.0, token_loss=loss)
+        text = report.text("nats/token")
+        assert ("THE MODEL IS WORSE THAN THE UNIGRAM MODEL" in text) == worse
+        assert f"the model is {abs(loss - 6):.4f} {'above' if worse else 'below'}" in text
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [(832, "832"), (999, "999"), (1000, "1.0 k"), (25_440, "25.4 k"), (999_900, "999.9 k"), (999_960, "1.0 M"),
