@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
+        {"host_copy", "checks", "parameter_memory"},
         {"rng", "recompute", "regions", "movement"},
         {"placement", "products"},
         {"canonical"},  # the same bits at every tensor-parallel size
