@@ -16,9 +16,10 @@ import os
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,14 +28,18 @@ from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
 from commengine import Communicator
-from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 from trainers.options import COUNT
 from trainers.run.startup import fix_products
 
 from .tiny_run import MODELS, PRECISIONS, Digests, RunLayout, run, unlike
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 COMMAND = "bench.deterministic.layouts"
+#: seconds between looks of a rank that waits
+POLL_SECONDS = 0.02
 ALONE = RunLayout(1, 1)
 SIZES = (1, 2, 4)
 
@@ -52,7 +57,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def grid(ranks: int) -> Iterator[RunLayout]:
     """The layouts that fit ``ranks`` ranks."""
     for tensor, data in itertools.product(SIZES, SIZES):
-        if ranks % (tensor * data) == 0:
+        if tensor * data <= ranks:
             yield from (RunLayout(tensor, data, options) for options in OPTIONS)
 
 
@@ -66,7 +71,8 @@ def measure(world: Communicator, given: Namespace) -> dict[str, Any]:
         for model, precision in cases:
             right = _alone(world, model, precision, given.steps)
             for layout in layouts:
-                found = run(world.mpi, model, layout, precision=precision, steps=given.steps)
+                work = partial(run, model=model, layout=layout, precision=precision, steps=given.steps)
+                found = on_some(world, layout.ranks, work)
                 rows.append(_row(world, model, precision, str(layout), unlike(right, found), right))
                 bar.update()
             rows.append(_resumed(world, model, precision, given.steps, right))
@@ -76,22 +82,36 @@ def measure(world: Communicator, given: Namespace) -> dict[str, Any]:
     return {"ranks": world.size, "steps": given.steps, "seconds": time.perf_counter() - began, "rows": rows}
 
 
+def on_some(world: Communicator, ranks: int, work: Callable[[MPI.Intracomm], Digests]) -> Digests:
+    """``work`` on the first ``ranks`` ranks, while the others sleep: there may be more ranks than cores.
+
+    All ranks get rank 0's result. Collective over ``world``.
+    """
+    found, mine = None, world.rank < ranks
+    group: Any = world.mpi.Split(int(mine), world.rank)
+    if mine:
+        found = work(group)
+    done = world.mpi.Ibarrier()
+    while not done.Test():
+        time.sleep(POLL_SECONDS)
+    group.Free()
+    return dict(world.mpi.bcast(found))
+
+
 def _alone(world: Communicator, model: str, precision: str, steps: int, **options: Any) -> Digests:
     """The run on one rank: rank 0 trains, and the others learn its digests."""
-    found = None
-    if world.rank == 0:
-        found = run(load_mpi().COMM_SELF, model, ALONE, precision=precision, steps=steps, **options)
-    return dict(world.mpi.bcast(found))
+    return on_some(world, 1, lambda mpi: run(mpi, model, ALONE, precision=precision, steps=steps, **options))
 
 
 def _resumed(world: Communicator, model: str, precision: str, steps: int, right: Digests) -> dict[str, Any]:
     """A run that stops in the middle of an epoch and goes on at another layout."""
-    size = min(world.size, 4)
+    size = 1 << min(world.size, 4).bit_length() - 1
     first = RunLayout(1, size, {"use_distributed_optimizer": True})
     second = RunLayout(size, 1, {"sequence_parallel": size > 1})
     folder = Path(world.mpi.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
     begun = max(steps // 2, 1)
-    found = run(world.mpi, model, second, precision=precision, steps=steps, resumed=(first, begun, folder))
+    more: dict[str, Any] = {"precision": precision, "steps": steps, "resumed": (first, begun, folder)}
+    found = on_some(world, size, lambda mpi: run(mpi, model, second, **more))
     name = f"{first}; from step {begun} on {second}"
     return _row(world, model, precision, name, unlike(right, found), right)
 
@@ -99,8 +119,9 @@ def _resumed(world: Communicator, model: str, precision: str, steps: int, right:
 def _control(world: Communicator, model: str, precision: str, steps: int) -> dict[str, Any]:
     """The same comparison without ``--deterministic``."""
     right = _alone(world, model, precision, steps, deterministic=False)
-    layout = RunLayout(2, 1) if world.size % 2 == 0 else RunLayout(1, 1, {"micro_batch_size": 4})
-    found = run(world.mpi, model, layout, precision=precision, steps=steps, deterministic=False)
+    layout = RunLayout(2, 1) if world.size > 1 else RunLayout(1, 1, {"micro_batch_size": 4})
+    more: dict[str, Any] = {"precision": precision, "steps": steps, "deterministic": False}
+    found = on_some(world, layout.ranks, lambda mpi: run(mpi, model, layout, **more))
     return _row(world, model, precision, f"{layout}", unlike(right, found), right) | {"control": True}
 
 

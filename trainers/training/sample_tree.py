@@ -37,11 +37,10 @@ def tree_of_samples(values: Sequence[Tensor], run: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Node:
-    """The sum of the gradients of ``samples`` neighbouring samples."""
+    """The sums of the gradients of ``samples`` neighbouring samples."""
 
     samples: int
-    sums: Tensor
-    views: dict[nn.Parameter, Tensor]
+    sums: dict[nn.Parameter, Tensor]
 
 
 class SampleTree:
@@ -51,53 +50,53 @@ class SampleTree:
     samples of a leaf.
 
     A step is: `begin` and a `put` for every parameter for each sample, the last one with ``last=True``; `end` after
-    each sample. Besides ``result`` it keeps a buffer for each level of the tree below it.
+    each sample. Besides ``result`` it keeps the gradients of one sample, and sums for each level of the tree.
     """
 
     def __init__(self, layout: BucketLayout, result: Tensor, run: int) -> None:
-        self._layout, self._run = layout, run
-        self._result = self._node(result)
-        self._free: list[_Node] = []
+        self._run, self._dtype = run, result.dtype
+        self._views = {parameter: layout.view(result, parameter) for parameter in layout.names}
         self._waiting: list[_Node] = []
-        self._sample: _Node | None = None  # made with the sample's first gradient
+        self._sample: dict[nn.Parameter, Tensor] = {}
+        self._last = False
 
     def clear(self) -> None:
         """Start a step."""
-        for node in self._waiting:  # of a step that failed there may be several
-            if node.sums is not self._result.sums:
-                self._free.append(_Node(1, node.sums, node.views))
         self._waiting.clear()
 
     def begin(self, *, last: bool) -> None:
         """Start a sample. last: it is this rank's last one of the step."""
-        self._sample = self._result if last else None
+        self._sample, self._last = {}, last
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Set the sample's gradient of ``parameter``."""
-        if self._sample is None:
-            self._sample = self._free.pop() if self._free else self._node(torch.zeros_like(self._result.sums))
-        view = self._sample.views[parameter]
-        view.copy_(gradient)
-        if not self._waiting:
-            # In the first sample -0 becomes +0. So a sum of zeros is +0, whichever of the others are -0.
-            view.add_(0.0)
+        """Set the sample's gradient of ``parameter``, which nobody else may change or need."""
+        # In the first sample -0 becomes +0. So a sum of zeros is +0, whichever of the others are -0.
+        self._sample[parameter] = gradient if self._waiting else gradient.add_(0.0)
 
     def end(self) -> None:
         """Add the sample, of which every gradient has been put, to the tree."""
-        node, self._sample = self._sample, None
-        assert node is not None
+        node = _Node(1, self._sample)
+        self._sample = {}
         while self._waiting and self._fits(self._waiting[-1], node):
-            node = self._joined(self._waiting.pop(), node)
-        self._waiting.append(node)
+            left = self._waiting.pop()
+            node = _Node(left.samples + node.samples, self._joined(left.sums, node.sums))
+        if not self._last:
+            self._waiting.append(node)
+            return
+        for parameter, view in self._views.items():
+            if node.sums[parameter] is not view:
+                view.copy_(node.sums[parameter])
 
     def _fits(self, left: _Node, right: _Node) -> bool:
         return left.samples < self._run or left.samples == right.samples
 
-    def _joined(self, left: _Node, right: _Node) -> _Node:
-        kept, other = (right, left) if right.sums is self._result.sums else (left, right)
-        kept.sums.add_(other.sums)
-        self._free.append(_Node(1, other.sums, other.views))
-        return _Node(left.samples + right.samples, kept.sums, kept.views)
-
-    def _node(self, sums: Tensor) -> _Node:
-        return _Node(1, sums, {parameter: self._layout.view(sums, parameter) for parameter in self._layout.names})
+    def _joined(
+        self, left: dict[nn.Parameter, Tensor], right: dict[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """The sums of both, in the memory of ``left``, or after the last sample in the buffer of the result."""
+        found = {}
+        for parameter, view in self._views.items():
+            # Half gradients of a sample are added in float32.
+            one, other = left[parameter].to(self._dtype), right[parameter]
+            found[parameter] = torch.add(one, other, out=view if self._last else one)
+        return found

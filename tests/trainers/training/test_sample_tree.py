@@ -47,37 +47,50 @@ def test_ranks_have_subtrees(samples, ranks):
     assert torch.equal(in_pairs(parts), expected(values, run))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("samples", [1, 2, 3, 8, 12, 16, 20])
-def test_gradients_of_a_bucket(samples):
-    """Five steps. The sum is in the bucket's buffer, and no more buffers are made than the tree has levels."""
-    module = nn.Linear(2, 2)
+def test_gradients_of_a_bucket(samples, dtype):
+    """Three steps. The sum is in the bucket's buffer, and no more sums are kept than the tree has levels."""
+    module = nn.Linear(2, 2, dtype=dtype)
     named = list(module.named_parameters())
     layout = BucketLayout(named, placements(module), Group(), shard=False, flat=True)
     result = torch.zeros(layout.size)
     run = run_length(samples)
-    tree, made = SampleTree(layout, result, run), []
-    new = tree._node
-    tree._node = lambda sums: made.append(sums) or new(sums)
-    for _ in range(5):
-        values = values_of(samples)
+    tree, most = SampleTree(layout, result, run), 0
+    for _ in range(3):
+        values = [value.to(dtype) for value in values_of(samples)]
         tree.clear()
         for number, value in enumerate(values):
             tree.begin(last=number + 1 == samples)
             for (_, parameter), part in zip(named, (value[:4].view(2, 2), value[4:]), strict=True):
-                tree.put(parameter, part)
+                tree.put(parameter, part.clone())
             tree.end()
-        right = expected(values, run)
+            most = max(most, len(tree._waiting))
+        right = expected([value.float() for value in values], run)
         assert torch.equal(layout.view(result, named[0][1]).flatten(), right[:4])
         assert torch.equal(layout.view(result, named[1][1]), right[4:])
-    assert len(made) <= (samples // run).bit_length() + (run > 1)
+    assert most <= (samples // run).bit_length()
+
+
+def test_a_step_that_failed_leaves_nothing():
+    module = nn.Linear(1, 1, bias=False)
+    layout = BucketLayout(list(module.named_parameters()), placements(module), Group(), shard=False, flat=True)
+    tree = SampleTree(layout, result := torch.zeros(layout.size), 1)
+    for number, last in ((1.0, False), (2.0, False), (5.0, True)):
+        if last:
+            tree.clear()
+        tree.begin(last=last)
+        tree.put(module.weight, torch.tensor([[number]]))
+        tree.end()
+    assert result[0] == 5
 
 
 def test_a_negative_zero_becomes_positive():
     module = nn.Linear(1, 1, bias=False)
     layout = BucketLayout(list(module.named_parameters()), placements(module), Group(), shard=False, flat=True)
-    result = torch.zeros(layout.size)
-    tree = SampleTree(layout, result, 1)
-    tree.begin(last=True)
-    tree.put(module.weight, torch.tensor([[-0.0]]))
-    tree.end()
+    tree = SampleTree(layout, result := torch.zeros(layout.size), 1)
+    for last in (False, True):
+        tree.begin(last=last)
+        tree.put(module.weight, torch.tensor([[-0.0]]))
+        tree.end()
     assert not torch.signbit(result).any()
