@@ -21,6 +21,8 @@ from commengine.operations import OPERATIONS
 #: a torch tensor, or an array with DLPack (NumPy, CuPy): its memory is used, not copied
 TensorLike: TypeAlias = Any
 
+_STRIDED = torch.strided
+
 #: the largest C int: the largest colour and key that MPI takes
 INT_MAX = 2**31 - 1
 
@@ -44,7 +46,7 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
     """
     tensor = value if isinstance(value, Tensor) else _from_dlpack(group, operation, value, argument)
     here = tensor.is_cpu or tensor.device == group.device
-    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
+    if here and tensor.layout is _STRIDED and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
         if tensor.is_neg():  # its memory holds the negated values
             raise call_error(group, operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
         return tensor
