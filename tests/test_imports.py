@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
+        {"host_copy", "checks", "parameter_memory"},
         {"rng", "recompute", "regions", "movement"},
         {"placement", "products"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
@@ -64,10 +64,10 @@ ROOMS = {
     "bench": (
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
-        {"collective_study", "contests"},
-        {"peers", "gpu_study", "checkup"},
+        {"collective_study", "contests", "traces"},
+        {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
-        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "loading", "saving", "study"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

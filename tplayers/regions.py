@@ -60,7 +60,7 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
         x.requires_grad and torch.is_grad_enabled()
     ):  # the compiler knows no mark_dirty here
         all_reduce_(x, comm)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(x)
         return x
     return _apply(_ReduceOwn, x, comm)
