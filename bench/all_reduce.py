@@ -63,18 +63,18 @@ MOST_CALLS = 200  # of a turn
 class Cell:
     """One transport at one size.
 
-    turns: by round, the median of the turn's calls in seconds, on the slowest rank, and the number of its state.
-    seconds: of all calls, by state.
+    turns: by round, the seconds of the turn's calls on the slowest rank. states: of the turns; None: it is not shown.
     """
 
     calls: int = 1
     wrong: int = 0
-    turns: list[tuple[float, int]] = field(default_factory=list)
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    turns: list[Times] = field(default_factory=list)
+    states: list[int | None] = field(default_factory=list)
 
-    def of(self, state: int) -> list[float]:
-        """The turns of a state."""
-        return [middle for middle, number in self.turns if number == state]
+    def medians(self, state: int) -> dict[int, float]:
+        """By round, the medians of the turns of a state."""
+        pairs = enumerate(zip(self.turns, self.states, strict=True))
+        return {number: float(np.median(turn)) for number, (turn, mine) in pairs if mine == state}
 
 
 def slowest(group: Communicator, bound: Bound, count: int) -> Times:
@@ -106,8 +106,8 @@ def measure(
         for name in order.sample(list(cells), len(cells)):
             cell = cells[name]
             spent, state = states.turn(partial(slowest, group, bounds[name], cell.calls))
-            cell.turns.append((float(np.median(spent)), state))
-            cell.seconds.setdefault(state, []).extend(spent.tolist())
+            cell.turns.append(spent)
+            cell.states.append(state)
     for name, cell in cells.items():
         bounds[name].reset()
         group.mpi.Barrier()
@@ -130,9 +130,10 @@ def rows_of(call: CollectiveCall, cells: dict[str, Cell], state: int, name_of_st
     """
     rows = []
     for name, cell in cells.items():
-        if not cell.of(state):
+        medians = cell.medians(state)
+        if not medians:
             continue
-        seconds = np.array(cell.seconds[state])
+        seconds = np.concatenate([cell.turns[number] for number in medians])
         p50, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99)).tolist()
         row = {
             "operation": call.operation, "transport": name, "group": "world", "ranks": call.ranks,
@@ -141,7 +142,7 @@ def rows_of(call: CollectiveCall, cells: dict[str, Cell], state: int, name_of_st
             "bytes": call.nbytes, "count": call.count, "iterations": len(seconds), "wrong": cell.wrong,
             "seconds": {"p50": p50, "p95": p95, "p99": p99, "min": float(seconds.min()), "max": float(seconds.max()),
                         "mean": float(seconds.mean())},
-            "ci": list(median_interval(seconds)), "turns": quartiles(cell.of(state)),
+            "ci": list(median_interval(seconds)), "turns": quartiles(list(medians.values())),
             "algbw": call.nbytes / p50, "busbw": call.nbytes / p50 * call.bus_factor,
         }  # fmt: skip
         ours = cells[OURS].turns if OURS in cells else []
@@ -236,6 +237,9 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             bar.update()
     for transport in transports:
         transport.close()
+    for _, cells in found:
+        for cell in cells.values():
+            cell.states = states.assigned([number or 0 for number in cell.states])
     shown = states.shown()
     names = name_states(shown) if len(shown) > 1 else {}
     rows = [row for state in shown for call, cells in found for row in rows_of(call, cells, state, names.get(state))]

@@ -274,7 +274,7 @@ def measure(
             bar.update()
         found.sort(key=lambda row: (row["bytes"], row["transport"], row["in_place"]))
         for row in found:
-            row["state"] = None if row["state"] is None else f"state {row['state'] + 1}"
+            row["state"] = None if row["state"] is None else state_name(row["state"])
         if found:
             show(table(found))
         rows += found
@@ -325,10 +325,29 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
 def of_shown_states(rows: list[dict[str, Any]], states: States) -> list[dict[str, Any]]:
     """The rows of states that are no mere disturbance; their state is None if there is only one."""
-    shown = states.shown()
-    names = {f"state {number + 1}" for number in shown}
-    kept = [row for row in rows if row["state"] in names]
-    return kept if len(shown) > 1 else [row | {"state": None} for row in kept]
+    several = len(states.shown()) > 1
+    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("operation", "transport", "dtype", "redop", "in_place", "bytes"))
+        calls.setdefault(key, []).append(row)
+    kept: list[dict[str, Any]] = []
+    for mine in calls.values():
+        best: dict[int, dict[str, Any]] = {}  # of several parts of one state, the one with most calls
+        for row, number in zip(mine, states.assigned([state_number(row) for row in mine]), strict=True):
+            if number is not None and row["iterations"] > best.get(number, {"iterations": 0})["iterations"]:
+                best[number] = row | {"state": state_name(number) if several else None}
+        kept += best.values()
+    return kept
+
+
+def state_name(number: int) -> str:
+    """The name of a state, in the order in which they were seen, because tables are printed while more may come."""
+    return f"state {number + 1}"
+
+
+def state_number(row: dict[str, Any]) -> int:
+    """The number of a row's state."""
+    return int(row["state"].removeprefix("state ")) - 1
 
 
 def _close(transport: Transport, failed: type[BaseException] | None, *_: object) -> None:

@@ -11,10 +11,11 @@ Messages of 8 bytes tell the states apart: their time does not depend on what th
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,6 +69,7 @@ class States:
         self._probe = probe or self._message
         self._last: tuple[float, float] | None = None
         self.all: list[State] = []  # in the order in which they were seen
+        self._part_of: dict[int, int] = {}
         self.again = 0  # turns that were measured again
 
     def turn(self, run: Callable[[], T]) -> tuple[T, int]:
@@ -88,15 +90,37 @@ class States:
         """The numbers of the states that are shown, the fastest first: those with enough turns, or the largest."""
         if not self.all:
             return [0]
-        turns = [len(state.probes) for state in self.all]
-        kept = [number for number, count in enumerate(turns) if count >= LEAST_SHARE * sum(turns)]
+        turns = {number: len(self.all[number].probes) for number in set(map(self._one, range(len(self.all))))}
+        least = min(LEAST_SHARE * sum(turns.values()), max(turns.values()))
+        kept = [number for number, count in turns.items() if count >= least]
         return sorted(kept, key=lambda number: self.all[number].centre)
+
+    def assigned(self, numbers: Sequence[int]) -> list[int | None]:
+        """For turns of these states: the state that is shown for each, and None for a disturbance.
+
+        If all are disturbances, they count for the nearest state, because a gap in a table helps nobody.
+        """
+        shown = self.shown()
+        mine = [self._one(number) for number in numbers] if self.all else [0] * len(numbers)
+        if any(number in shown for number in mine):
+            return [number if number in shown else None for number in mine]
+        return [
+            min(shown, key=lambda other: abs(math.log(self.all[other].centre / self.all[number].centre)))
+            for number in mine
+        ]
+
+    def _one(self, number: int) -> int:
+        """The number of the state of which this one has turned out to be a part."""
+        while number in self._part_of:
+            number = self._part_of[number]
+        return number
 
     def lines(self, names: dict[int, str] | None = None) -> list[str]:
         """What was seen, for the head of a table. names: of the states; None: those of `name_states`."""
         if not self.known:
             return ["- states of the machine: not told apart, because the ranks have no cores of their own on one node"]
-        shown, turns = self.shown(), sum(len(state.probes) for state in self.all)
+        shown = self.shown()
+        turns = sum(len(state.probes) for number, state in enumerate(self.all) if number not in self._part_of)
         names = name_states(shown) if names is None else names
         described = [
             f"{names[number]}: MPI's 8 bytes in {1e6 * self.all[number].centre:.2f} us, 1 KB in "
@@ -113,14 +137,21 @@ class States:
     def _number(self, ends: tuple[tuple[float, float], ...]) -> int:
         """The number of the state of a turn with these probes at its ends."""
         middle = statistics.fmean(small for small, _ in ends)
-        near = [number for number, state in enumerate(self.all) if _same(state.centre, middle)]
+        known = [number for number in range(len(self.all)) if number not in self._part_of]
+        near = [number for number in known if _same(self.all[number].centre, middle)]
         if near:
             found = min(near, key=lambda number: abs(self.all[number].centre - middle))
         else:
             found = len(self.all)
             self.all.append(State())
-        self.all[found].probes += [small for small, _ in ends]
-        self.all[found].longer += [longer for _, longer in ends]
+        state = self.all[found]
+        state.probes += [small for small, _ in ends]
+        state.longer += [longer for _, longer in ends]
+        for other in known:  # two states whose centres meet are one
+            if other != found and _same(self.all[other].centre, state.centre):
+                state.probes += self.all[other].probes
+                state.longer += self.all[other].longer
+                self._part_of[other] = found
         return found
 
     def _message(self) -> tuple[float, float]:

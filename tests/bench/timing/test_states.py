@@ -56,6 +56,21 @@ def test_a_disturbance_is_no_state():
     assert "one state seen" in seen.lines()[0]
 
 
+def test_states_whose_centres_meet_are_one():
+    """The first probe was a lucky one: what follows lies nearer and nearer to the centre of another state."""
+    seen = states(1.60, 1.60, *[1.90] * 8, *[1.72] * 12)
+    numbers = [seen.turn(int)[1] for _ in range(16)]
+    assert len(set(numbers)) == 2 and len(seen.shown()) == 1
+    assert set(seen.assigned(numbers)) == set(seen.shown())
+
+
+def test_a_call_that_was_always_disturbed_counts_for_the_nearest_state():
+    seen = states(*[1.0] * 80, *[4.0] * 4, *[1.0] * 80)
+    numbers = [seen.turn(int)[1] for _ in range(130)]
+    disturbed = max(numbers)
+    assert seen.assigned([0, disturbed]) == [0, None] and seen.assigned([disturbed]) == [0]
+
+
 def test_ranks_without_cores_take_turns_as_they_are():
     seen = States(MPI.COMM_SELF)
     assert seen.turn(lambda: 7) == (7, 0) and seen.shown() == [0]
