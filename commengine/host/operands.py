@@ -31,6 +31,8 @@ class Operands:
 
     def __init__(self, shared: SharedTensors, points: SwitchPoints, limit: int) -> None:
         self._shared, self._points, self.limit = shared, points, limit
+        #: the size in bytes below which no tensor of any operation or dtype should lie in shared memory
+        self.floor = max(1, min((point.window for point in points.rows.values()), default=NEVER))
         #: what `look_up` has found
         self.known: dict[tuple[str, torch.dtype], float] = {}
 
