@@ -197,11 +197,16 @@ class HostTransport:
             reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
-        source = (self._address(input.data_ptr(), nbytes), datatype)
-        target = (self._address(output.data_ptr(), output.nbytes), datatype)
-        self._calls.Reduce_scatter_block(source, target, mpi_op)
+        start, part, result = input.data_ptr(), output.nbytes, output
+        if part and output.data_ptr() == start + self.rank * part:  # MPI's own form in place changes the other rows
+            result = torch.empty_like(output)
+        source, target = self._address(start, nbytes), self._address(result.data_ptr(), part)
+        self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
-            _divide(output, self.size)
+            _divide(result, self.size)
+        if result is not output:
+            with torch.inference_mode():  # as in `_divide`
+                output.copy_(result)
 
     def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
