@@ -143,7 +143,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 def progress_of(world: Communicator, total: int) -> tqdm[NoReturn]:
     """A progress bar on rank 0's standard error, also through a launcher's pipe, where it is drawn less often."""
     often = 0.1 if sys.stderr.isatty() else 2.0
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+    shape = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     return tqdm(
         total=total,
         disable=world.rank != 0,
