@@ -324,7 +324,8 @@ def exists(path: str) -> bool:
 #: names of files that commands write, or that a reader has
 WRITTEN = {
     "config.json", "tokenizer_config.json", "model.safetensors.index.json",
-    "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json", "study.json",
+    "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
+    "study.json",
     "PREFIX-tokenizer.json", "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
     ".json", ".png",
     "bert.py", "pretrain_bert.py",
