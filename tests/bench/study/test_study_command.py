@@ -99,8 +99,12 @@ def test_a_study_is_stopped_goes_on_and_answers_four_questions(world, folder, mo
             assert [one["ranks"] for one in record["numbers"]["projection"]] == [8, 64, 512]
             assert all(one["step_s"] > one["waiting_s"] > 0 for one in record["numbers"]["projection"])
         stamp = (folder / "step.json").stat().st_mtime_ns
-    assert study.main(world, words) == 0  # nothing is left to measure; the page is written anew
+    also = {name: folder.with_name(f"also.{name}") for name in ("output", "json")}
+    more = [word for name, path in also.items() for word in (f"--{name}", str(path))]
+    assert study.main(world, [*words, *more]) == 0  # nothing is left to measure; the page is written anew
     if world.rank == 0:
+        assert also["json"].read_text() == (folder / "study.json").read_text()
+        assert also["output"].read_text() == (folder / "study.md").read_text()
         assert contents(folder / "collectives.json")["rows"] == rows["rows"]
         assert (folder / "step.json").stat().st_mtime_ns == stamp
 
