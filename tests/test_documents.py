@@ -325,7 +325,6 @@ def exists(path: str) -> bool:
 WRITTEN = {
     "config.json", "tokenizer_config.json", "model.safetensors.index.json",
     "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
-    "study.json",
     "PREFIX-tokenizer.json", "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
     ".json", ".png",
     "bert.py", "pretrain_bert.py",
