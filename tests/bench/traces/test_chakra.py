@@ -217,10 +217,11 @@ def test_a_trace_written_here_replays_as_our_own_recording_does(mpi_world, folde
     from commengine import Communicator, trace
 
     with Communicator(mpi_world) as world:
-        with world.split(world.rank // 2, name="pair") as pair, trace(world, pair) as log:
+        with world.split(world.rank // 2, name="pair") as pair:
             stream, windows = world.new_stream(), world.empty((1 << 14,)).zero_()
-            communicate(world, stream, windows)
-            pair.barrier()
+            with trace(world, pair) as log:
+                communicate(world, stream, windows)
+                pair.barrier()
             for name in formats.WRITTEN:
                 if world.rank == 0:
                     (folder / name).mkdir()
