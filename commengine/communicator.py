@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import compiled_ops
+from .agreement import agree
 from .calls.checks import INT_MAX, call_error, is_c_int
 from .calls.dispatch import Dispatcher
 from .calls.group_calls import GroupCalls
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
+from .device.stream import DeviceStream
 from .errors import CollectiveError, TransferError
+from .host.operands import POOL_BYTES, Operands
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
 from .mpi import load_mpi, making_communicators, ranks_in
@@ -78,6 +83,7 @@ class Communicator(GroupCalls):
         transport: str = "nccl",
         cuda_aware_mpi: bool | None = None,
         switch_points: SwitchPoints | None = None,
+        operand_bytes: int = POOL_BYTES,
     ) -> None:
         mpi = load_mpi()
         parse_device(device)
@@ -95,7 +101,7 @@ class Communicator(GroupCalls):
             raise CollectiveError(f"Communicator {name!r}: {error}") from error
         self._root_watch = None if timeout is None else Watch(watching, timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._set_up(own, checked, deterministic, name, watched, points)
+        self._set_up(own, checked, deterministic, name, watched, points, operand_bytes)
         try:
             with self._calls.watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
@@ -106,7 +112,7 @@ class Communicator(GroupCalls):
 
     def _set_up(
         self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None,
-        points: SwitchPoints,
+        points: SwitchPoints, operand_bytes: int,
     ) -> None:  # fmt: skip
         """Set all fields, and take over the MPI communicator ``comm``, which nobody else uses."""
         self.mpi: MPI.Intracomm = comm
@@ -120,6 +126,8 @@ class Communicator(GroupCalls):
         self._backend: Backend | None = None
         self._watched = watched
         self._shared = SharedTensors(comm)
+        self._operands = Operands(self._shared, points, operand_bytes)
+        self._operand_bytes = operand_bytes
         self._streams: list[Stream] = []
         self._blocks: dict[int, Communicator] = {}
         self._host = self._new_host(comm)
@@ -195,6 +203,50 @@ class Communicator(GroupCalls):
         with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
 
+    def operand(self, operation: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised host tensor that is to be an operand of ``operation``, and is used for a while only.
+
+        From `operands_from` bytes on it lies in memory that the ranks of the node share, as a tensor of `empty` does,
+        so that the collective copies nothing. It is the tensor that is reduced, or the ``output`` of an all-gather.
+        Each rank takes its memory from a pool of its own, so the ranks' tensors may live for different times. The
+        memory returns to the pool when no tensor refers to it any more: no view, nothing that autograd keeps for the
+        backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective takes
+        the way of private tensors on all ranks.
+
+        The first call for tensors of that size is collective; later calls are local. `close` frees the pool if no
+        tensor on any rank refers to it any more. Otherwise it lives as long as the process.
+        """
+        if math.prod(shape) * dtype.itemsize < self.operands_from(operation, dtype):
+            return torch.empty(shape, dtype=dtype)
+        if not self._operands.opened:
+            self._live_mpi()
+            for stream in self._streams:  # ranks would differ in whether a collective in flight finds the window
+                if not isinstance(stream, DeviceStream):
+                    stream.synchronize()
+            with self._making("operand"):
+                self._operands.open()
+        return self._operands.empty(shape, dtype)
+
+    def operands_from(self, operation: str, dtype: torch.dtype) -> float:
+        """The size in bytes from which on `operand` uses shared memory; infinity if it never does.
+
+        Collective at the first call for an operation and a dtype.
+        """
+        least = self._operands.known.get((operation, dtype))
+        if least is None:
+            self._live_mpi()
+            with self._making("operands_from"):
+                least = self._operands.look_up(operation, dtype)
+        return least
+
+    @contextlib.contextmanager
+    def _making(self, operation: str) -> Iterator[None]:
+        """Watch what is made for operands; with ``checked``, first compare that all ranks make it."""
+        with self._calls.watching(operation, "life"):
+            if self.checked:
+                agree(self, self._host.all_gather, operation)
+            yield
+
     def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
 
@@ -260,7 +312,7 @@ class Communicator(GroupCalls):
         made = Communicator.__new__(Communicator)
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
-        made._set_up(part, self.checked, self.deterministic, name, watched, self.switch_points)
+        made._set_up(part, self.checked, self.deterministic, name, watched, self.switch_points, self._operand_bytes)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)

@@ -36,7 +36,7 @@ ROOMS = {
     "tplayers": (
         {"host_copy", "checks"},
         {"rng", "recompute", "regions", "movement"},
-        {"placement"},
+        {"placement", "products"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
@@ -65,9 +65,9 @@ ROOMS = {
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
         {"collective_study", "contests", "traces"},
-        {"peers", "gpu_study", "checkup"},
+        {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
-        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
+        {"data_parallel", "fields", "generation", "loading", "saving", "study"},  # commands in folders of their own
     ),
 }
 LARGEST_FOLDER = 16

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 
+from .regions import new_operand
+
 
 def vocab_parallel_cross_entropy(
     logits_shard: Tensor,
@@ -71,9 +73,9 @@ class _CrossEntropy(torch.autograd.Function):
         precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
         # Subtracting the global maximum keeps exp() finite. A rank that holds only padding contributes -inf.
-        peak = logits.new_full(target.shape, -torch.inf, dtype=precision)
+        peak = new_operand("all_reduce", target.shape, logits.new_empty(0, dtype=precision), comm).fill_(-torch.inf)
         if real:
-            peak = logits[..., :real].amax(dim=-1).to(precision)
+            peak.copy_(logits[..., :real].amax(dim=-1))
         all_reduce_(peak, comm, "max")
 
         ctx.overwrite = overwrite and real == width and precision == logits.dtype
@@ -86,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
             shifted = _shift_real(logits, peak, real)
         mine = (target >= start) & (target < start + real)
         column = torch.where(mine, target - start, 0).unsqueeze(-1)
-        sums = peak.new_zeros((2, *target.shape))
+        sums = new_operand("all_reduce", (2, *target.shape), peak, comm)
         sums[1] = torch.where(mine, shifted.gather(-1, column).squeeze(-1), 0.0)
         exponentials = shifted.exp_()
         sums[0] = exponentials.sum(dim=-1)

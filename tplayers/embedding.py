@@ -15,7 +15,12 @@ from commengine.dtypes import HALF_TYPES
 from .checks import require_within
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
-from .regions import communicates, reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
+from .regions import (
+    communicates,
+    new_operand,
+    reduce_own_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -62,7 +67,11 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.comm.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         found = looked_up(local.masked_fill(elsewhere, 0), self.weight)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        operation = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+        if found.is_cpu and not torch.compiler.is_compiling():
+            found = _Masked.apply(found, elsewhere, operation, self.comm)  # type: ignore[no-untyped-call]
+        else:
+            found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(found, self.comm)
         return reduce_own_from_tensor_parallel_region(found, self.comm)
@@ -79,6 +88,21 @@ class VocabParallelEmbedding(nn.Module):
             x, self.weight, bias, self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream, packed=self.packed,
         )  # fmt: skip
+
+
+class _Masked(torch.autograd.Function):
+    """The rows ``found`` [..., d], with zeros where ``elsewhere`` [...], written where ``operation`` takes them."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, elsewhere: Tensor, operation: str, comm: Communicator) -> Tensor:
+        ctx.save_for_backward(elsewhere)
+        return new_operand(operation, found.shape, found, comm).copy_(found).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (elsewhere,) = ctx.saved_tensors
+        return grads[0].masked_fill(elsewhere.unsqueeze(-1), 0.0), None, None, None
 
 
 def looked_up(rows: Tensor, table: Tensor) -> Tensor:

@@ -14,19 +14,16 @@ from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
+from .products import linear_product, row_parallel_product
 from .regions import (
     communicates,
     gather_from_tensor_parallel_region,
     new_whole,
-    reduce_own_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+    product_for,
     scatter_to_tensor_parallel_region,
 )
 
 DEFAULT_INIT = Normal(0.02)
-
-#: the fewest rows for which a product with a packed weight is faster
-PACKED_ROWS = 4
 
 
 class ColumnParallelLinear(nn.Module):
@@ -150,11 +147,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
-        y = _product(x, self.weight, None, self.packed)
-        if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, self.comm)
-        else:
-            y = reduce_own_from_tensor_parallel_region(y, self.comm)
+        y = row_parallel_product(x, self.weight, self.comm, self.sequence_parallel, self.packed)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -209,6 +202,8 @@ def column_parallel_linear(
         same order, and the computation waits for each of them. A compiled backward does not use it.
     packed: a copy of ``weight`` by `pack`, which a product without a backward may use.
     """
+    if _needs_no_function(comm, sequence_parallel):
+        return linear_product(x, weight, bias, packed)
     (y,) = column_parallel_linears(
         x, [(weight, bias, packed)], comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream
     )
@@ -228,28 +223,15 @@ def column_parallel_linears(
 
     The layers communicate as one: x is gathered once, and their gradients of x are added up before the one all-reduce.
     """
-    if not communicates(comm) or not (torch.is_grad_enabled() or sequence_parallel):
-        # Without a backward nothing communicates; a Function costs 20 us a call.
-        return tuple(_product(x, *layer) for layer in layers)
+    if _needs_no_function(comm, sequence_parallel):
+        return tuple(linear_product(x, *layer) for layer in layers)
     tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
     return _ColumnParallelLinears.apply(x, comm, sequence_parallel, overlap_stream, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A copy of ``weight`` [out, in] in the order in which oneDNN's product with a few rows reads it.
-
-    ``weight`` is in float32 on the host. Of 8 rows the product needs half as long as MKL's of the weight itself.
-    """
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
-    return copy
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """``F.linear``; from ``packed``, a copy of the weight, if there is one, no backward and rows enough."""
-    if packed is None or torch.is_grad_enabled() or x.numel() < PACKED_ROWS * x.shape[-1]:
-        return F.linear(x, weight, bias)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return y
+def _needs_no_function(comm: Communicator, sequence_parallel: bool) -> bool:
+    """Whether column-parallel layers communicate nothing, because there is no backward. A Function costs 20 us."""
+    return not communicates(comm) or not (sequence_parallel or torch.is_grad_enabled())
 
 
 class _ColumnParallelLinears(torch.autograd.Function):
@@ -286,10 +268,10 @@ class _ColumnParallelLinears(torch.autograd.Function):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
         if need_x:
-            total = rows[0] @ weights[0]
+            total = product_for("reduce_scatter" if ctx.sequence_parallel else "all_reduce", grads[0], weights[0], comm)
             for more, weight in zip(rows[1:], weights[1:], strict=True):
-                total.addmm_(more, weight)
-            grad_x = total.view(*grads[0].shape[:-1], total.shape[1])
+                total.view(-1, total.shape[-1]).addmm_(more, weight)
+            grad_x = total
             if ctx.sequence_parallel:
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)

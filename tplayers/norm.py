@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -46,7 +45,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and x.dtype in HALF_TYPES:
             return _HostHalfNorm.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call, no-any-return]
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return torch.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class _HostHalfNorm(torch.autograd.Function):

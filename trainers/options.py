@@ -240,6 +240,14 @@ def parser_of(kind: type[DataclassInstance], prog: str) -> Parser:
     return parser
 
 
+def add_some(parser: Parser, kind: type[DataclassInstance], names: Sequence[str]) -> None:
+    """Add the options ``names`` of dataclass ``kind`` to another command's parser. It checks no ranges."""
+    hints = typing.get_type_hints(kind)
+    for item in fields(kind):
+        if item.name in names:
+            _add(parser, item, hints[item.name])
+
+
 def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str) -> Any:
     """The value of one option, as `parse` would read it; whatever else ``argv`` and the file hold is left alone."""
     (item,) = (item for item in fields(kind) if item.name == name)

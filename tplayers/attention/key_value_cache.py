@@ -42,14 +42,12 @@ class KeyValueCache:
         self, layers: int, batch: int, heads: int, head_size: int, capacity: int, *, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        # Zeros, because attention multiplies what it does not see by 0, and uninitialised memory may hold a NaN.
-        self._stored = torch.zeros((2, layers, batch, heads, capacity, head_size), dtype=dtype, device=device)
+        # Zeros, because attention multiplies what it does not see by 0, and uninitialised memory may hold a NaN. A
+        # token's heads lie together: a new token is then written at one place.
+        self._stored = torch.zeros((2, layers, batch, capacity, heads, head_size), dtype=dtype, device=device)
         self.capacity = capacity
         self.lengths = [0] * batch
-        self.layers = [LayerCache(self, number) for number in range(layers)]
-        self._first = 0
-        self._slots: tuple[Tensor, Tensor] | None = None
-        self._mask: Tensor | None = None
+        self.layers = [LayerCache() for _ in range(layers)]
 
     @property
     def nbytes(self) -> int:
@@ -73,49 +71,61 @@ class KeyValueCache:
         longest = max(self.lengths) + s
         if longest > self.capacity:
             raise ValueError(f"the cache has room for {self.capacity} tokens in a row; {longest} are too many")
-        self._first, self._slots, self._mask = self.lengths[0], None, None
-        device = self._stored.device
+        first, device, stored = self.lengths[0], self._stored.device, self._stored.transpose(3, 4)
         if len(set(self.lengths)) == 1:
-            if self._first and s > 1:
-                self._mask = torch.ones((s, longest), dtype=torch.bool, device=device).tril(self._first)
-            return slice(self._first, longest)
+            mask = None
+            if first and s > 1:
+                mask = torch.ones((s, longest), dtype=torch.bool, device=device).tril(first)
+            seen = stored[..., :longest, :] if first else None
+            self._announce(stored[..., first:longest, :], None, seen, mask)
+            return slice(first, longest)
         starts = to_device(torch.tensor(self.lengths), device)
         positions = starts[:, None] + torch.arange(s, device=device)
-        self._slots = torch.arange(len(self.lengths), device=device)[:, None], positions
-        self._mask = (torch.arange(longest, device=device) <= positions[..., None]).unsqueeze(1)
+        slots = torch.arange(len(self.lengths), device=device)[:, None], positions
+        mask = (torch.arange(longest, device=device) <= positions[..., None]).unsqueeze(1)
+        self._announce(stored, slots, stored[..., :longest, :], mask)
         return positions
+
+    def _announce(
+        self, room: Tensor, slots: tuple[Tensor, Tensor] | None, seen: Tensor | None, mask: Tensor | None
+    ) -> None:
+        """Give each layer its part of what `LayerCache.extend` needs.
+
+        It is done for all layers together, because it takes longer within a layer, where the core's caches are cold.
+
+        room: [2, layers, b, heads, n, d], where new keys and values go. seen: the same, what the new tokens see.
+        """
+        for number, layer in enumerate(self.layers):
+            layer.room, layer.slots = (room[0, number], room[1, number]), slots
+            layer.seen = None if seen is None else Seen(seen[0, number], seen[1, number], mask, causal=False)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Say how many of each row's new tokens are real; these come first."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> Seen:
-        """Store the keys and values [b, heads, s, d] of the tokens that `begin` announced, and return all they see."""
-        if k.requires_grad:
-            raise ValueError("a key-value cache keeps no gradients; call the model within torch.no_grad()")
-        keys, values = self._stored[0, layer], self._stored[1, layer]
-        s = k.shape[2]
-        if self._slots is not None:
-            row, position = self._slots
-            keys[row, :, position] = k.transpose(1, 2)  # two indices around a slice: torch puts their shape first
-            values[row, :, position] = v.transpose(1, 2)
-            assert self._mask is not None
-            end = self._mask.shape[-1]
-            return Seen(keys[:, :, :end], values[:, :, :end], self._mask, causal=False)
-        end = self._first + s
-        keys[:, :, self._first : end] = k
-        values[:, :, self._first : end] = v
-        if not self._first:
-            return Seen(k, v, None, causal=True)
-        return Seen(keys[:, :, :end], values[:, :, :end], self._mask, causal=False)
-
 
 class LayerCache:
     """One layer's part of a `KeyValueCache`."""
 
-    def __init__(self, cache: KeyValueCache, layer: int) -> None:
-        self._cache, self._layer = cache, layer
+    #: [b, heads, n, d], to which new keys and values go; their rows and places there, or None if they fill it
+    room: tuple[Tensor, Tensor]
+    slots: tuple[Tensor, Tensor] | None
+    #: what the new tokens see; None for each other
+    seen: Seen | None
 
     def extend(self, k: Tensor, v: Tensor) -> Seen:
-        """Store the keys and values [b, heads, s, d] of new tokens; return what these tokens attend to."""
-        return self._cache.extend(self._layer, k, v)
+        """Store the keys and values [b, heads, s, d] of the tokens that `KeyValueCache.begin` announced.
+
+        Returns all that these tokens attend to.
+        """
+        if k.requires_grad:
+            raise ValueError("a key-value cache keeps no gradients; call the model within torch.no_grad()")
+        keys, values = self.room
+        if self.slots is None:
+            keys.copy_(k)
+            values.copy_(v)
+        else:
+            row, position = self.slots
+            keys[row, :, position] = k.transpose(1, 2)  # two indices around a slice: torch puts their shape first
+            values[row, :, position] = v.transpose(1, 2)
+        return Seen(k, v, None, causal=True) if self.seen is None else self.seen

@@ -164,7 +164,7 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             # The values as a view would keep the memory of the keys before their rotation, too.
             q, k, v = rotation(q), rotation(k), v.contiguous()
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         b, _, s, _ = q.shape
         if cache is not None:
             seen = cache.extend(k, v)
@@ -186,8 +186,9 @@ class SelfAttention(nn.Module):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, num_heads, d], keys and values [s, b, kv_heads, d] of this rank."""
         if not self.grouped:
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
-            return self._heads(q), self._heads(k), self._heads(v)
+            qkv = self.qkv(x)
+            q, k, v = qkv.view(*qkv.shape[:2], 3, self.num_heads, self.head_size).unbind(2)
+            return q, k, v
         q, kv = column_parallel_linears(
             x, [(layer.weight, layer.bias, layer.packed) for layer in (self.query, self.key_value)], self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
@@ -195,12 +196,8 @@ class SelfAttention(nn.Module):
         if self.sharing is not None:
             s, b, _ = kv.shape
             kv = gather_from_sequence_parallel_region(kv.view(s, b, 2, -1), self.sharing, dim=-1).flatten(2)
-        k, v = kv.chunk(2, dim=-1)
-        return self._heads(q), self._heads(k), self._heads(v)
-
-    def _heads(self, part: Tensor) -> Tensor:
-        """[s, b, heads * d] as [s, b, heads, d]."""
-        return part.view(*part.shape[:2], -1, self.head_size)
+        k, v = kv.view(*kv.shape[:2], 2, self.kv_heads, self.head_size).unbind(2)
+        return q.view(*q.shape[:2], self.num_heads, self.head_size), k, v
 
     def _drawn(self, randomness: Randomness | None) -> Tensor | int | None:
         """The keys [b, heads] of a mask by position, the seed of a fused mask, or None for no dropout."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import index
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from commengine.agreement import compare_words
 from tplayers.attention.key_value_cache import KeyValueCache
@@ -18,6 +18,7 @@ from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
+from .inference_copy import inference_copy
 from .output_screen import OutputScreen
 from .sampling import Sampling
 from .weight_copies import fast_weights, screened
@@ -55,8 +56,8 @@ def generate(
     Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
     CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
     (`weight_copies`). Raises TypeError for a prompt that is no sequence of integers, and ValueError for an argument out
-    of its range and where the model's logits are not finite; on all ranks. The model is in evaluation mode meanwhile,
-    without sequence parallelism, and no gradient is kept.
+    of its range and where the model's logits are not finite; on all ranks. The model does not change, and no gradient
+    is kept.
     """
     sampling = Sampling(temperature=0) if sampling is None else sampling
     rows_of = tokens.tolist() if isinstance(tokens, Tensor) else tokens
@@ -77,8 +78,9 @@ def generate(
         model.comm, model.config.vocab_size, model.embedding.weight.shape[0], sampling, model.embedding.weight.device
     )
     fast = fast_weights(model, len(rows), max_new_tokens, sampling, chooser.real)
-    with _evaluating(model), torch.inference_mode(), fast as screen:
-        for step, chosen in enumerate(_steps(model, rows, max_new_tokens, chooser, screen, seed, slide)):
+    with torch.inference_mode(), fast as screen:
+        steps = _steps(inference_copy(model), rows, max_new_tokens, chooser, screen, seed, slide)
+        for step, chosen in enumerate(steps):
             for row, token in chosen:
                 row.new.append(token)
                 ended = token in stops
@@ -160,7 +162,7 @@ def _steps(
             keys = to_device(torch.tensor(of_rows), device)
         tokens, scores = chooser.choose(logits, keys, None if seen is None else seen.of)
         chosen = tokens.tolist()
-        if not bool(scores.isfinite().all()):
+        if not all(map(math.isfinite, scores.tolist())):
             raise ValueError(
                 f"generate: the logits of token {step} after the prompt are not finite: the model's weights, or sums "
                 "of them in its dtype, are not"
@@ -230,26 +232,6 @@ class _Seen:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows only."""
         self.of = self.of[list(rows)]
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A block with the model in evaluation mode and without sequence parallelism, which changes none of its numbers.
-
-    A new token alone cannot be split over the ranks.
-    """
-    trained = [(module, module.training) for module in model.modules()]
-    split = [module for module in model.modules() if getattr(module, "sequence_parallel", False)]
-    model.eval()
-    for module in split:
-        module.sequence_parallel = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, training in trained:
-            module.training = training
-        for module in split:
-            module.sequence_parallel = True  # type: ignore[assignment]
 
 
 def _require(

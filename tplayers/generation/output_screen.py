@@ -57,15 +57,18 @@ class OutputScreen:
         x: float32 [b, h]. None if so many logits may be among the largest that the product with all is better; a NaN or
         an infinity in ``x`` or ``weight`` leads there.
         """
-        scale = _scale(x)
-        first = (x / scale).round_()
-        second = (x - first * scale).div_(scale / (2 * _MOST)).round_().clamp_(-_MOST, _MOST)
-        products = _product(torch.cat((first, second)), self._packed)
-        found = products[: len(x)].mul_(scale).addcmul_(products[len(x) :], scale / (2 * _MOST)).mul_(self._scales)
-        error = torch.linalg.vector_norm(x, dim=1, keepdim=True) * self._errors
-        low = found - error
+        unit = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30).div_(_MOST * 2 * _MOST)
+        whole = x.div(unit).round_()  # x = whole * unit, and whole = first * 2 * _MOST + second
+        first = whole.div(2 * _MOST).round_()
+        second = whole.sub_(first, alpha=2 * _MOST)
+        products = _product(torch.cat((first, second)), self._packed, self._scales)
+        # From here on, all logits are divided by unit.
+        found = products[len(x) :].add_(products[: len(x)], alpha=2 * _MOST)
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True).div_(unit)
+        low = torch.addcmul(found, self._errors, length, value=-1)
         least = low.amax(dim=1, keepdim=True) if k == 1 else low.topk(k).values[:, -1:]
-        row, column = torch.nonzero(found.add_(error).lt_(least).logical_not_(), as_tuple=True)
+        high = found.addcmul_(self._errors, length)
+        row, column = torch.nonzero(high.lt(least).logical_not_(), as_tuple=True)
         if len(row) * _FEW > found.numel():
             return None
         logits = x.new_full((len(x), self._columns), -torch.inf)
@@ -82,7 +85,8 @@ def available(weight: Tensor) -> bool:
 def _exact_products() -> bool:
     """Whether `_product` is right. Processors without VNNI instructions add pairs of products in 16 bits."""
     try:
-        found = _product(torch.full((2, 64), float(_MOST)), _pack(torch.full((16, 64), _MOST, dtype=torch.int8)))
+        packed = _pack(torch.full((16, 64), _MOST, dtype=torch.int8))
+        found = _product(torch.full((2, 64), float(_MOST)), packed, torch.ones(16))
     except (AttributeError, NotImplementedError, RuntimeError):  # PyTorch was built without oneDNN
         return False
     return bool((found == 64 * _MOST * _MOST).all())
@@ -99,11 +103,14 @@ def _pack(integers: Tensor) -> Tensor:
     return packed
 
 
-def _product(x: Tensor, packed: Tensor) -> Tensor:
-    """Integers x [b, h] in float32, of at most 127 each, times the transposed integers of `_pack`: float32 [b, n]."""
+def _product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    """Integers x [b, h] in float32, of at most 127 each, times the transposed integers of `_pack`, times ``scales``.
+
+    The result is float32 [b, n]; scales: [n].
+    """
     unsigned = x.add_(_ZERO).to(torch.uint8)
-    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
-        unsigned, 1.0, _ZERO, packed, one, zero, None, 1.0, 0, torch.float32, "none", [], ""
+        unsigned, 1.0, _ZERO, packed, scales, zero, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return product

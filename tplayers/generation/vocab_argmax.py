@@ -39,6 +39,6 @@ def vocab_parallel_max(logits_shard: Tensor, comm: Communicator, vocab_size: int
         return best[1].long(), best[0]
     ranks = best.new_empty((comm.size, *best.shape))
     comm.all_gather(ranks.view(-1), best.view(-1))
-    winner = ranks[:, 0].argmax(dim=0, keepdim=True)  # of equal ones the lowest rank
-    logit, token = (ranks[:, part].gather(0, winner)[0] for part in (0, 1))
+    winner = ranks[:, :1].argmax(dim=0, keepdim=True)  # of equal ones the lowest rank
+    logit, token = ranks.gather(0, winner.expand(1, *best.shape))[0]
     return token.long(), logit

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 
 from tplayers.embedding import VocabParallelEmbedding
-from tplayers.linear import PACKED_ROWS, ColumnParallelLinear, RowParallelLinear, pack
+from tplayers.linear import ColumnParallelLinear, RowParallelLinear
 from tplayers.models.gpt import GPT
+from tplayers.products import PACKED_ROWS, pack
 
 from .output_screen import OutputScreen, available
 from .sampling import Sampling

@@ -23,19 +23,23 @@ Job = TypeVar("Job", bound=JobConfig)
 
 
 def run_command(
-    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask]
-) -> int:
+    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask],
+    instead: Callable[[Config, Communicator], bool] = lambda *_: False,
+) -> int:  # fmt: skip
     """One rank of the training command ``command``, from its flags to its report: the exit status.
 
-    kind: of the settings. new_task: as for `trainers.run.loop.train`. Rank 0 reads the flags and the files; an error in
-    them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that end a run
-    (`StopRequests`), so that its status is the returned one.
+    kind: of the settings. new_task: as for `trainers.run.loop.train`. instead: called before it, as a collective; if it
+    returns True, that was all that the settings ask for, and nothing is trained. Rank 0 reads the flags and the files;
+    an error in them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that
+    end a run (`StopRequests`), so that its status is the returned one.
     """
     with StopRequests(world) as stopping:
         config = job_config(world, kind, command)
         verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
+            if instead(config, comm):
+                return 0
             return train(config, comm, new_task, stopping)
 
 

@@ -97,6 +97,11 @@ class TransformerTrainConfig(TextConfig, ABC):
         choices=("full", "selective", "none"),
     )
 
+    dry_run: bool = option(False, "print the memory of a rank and the predicted time of a step, and train nothing")
+    cost_model: str | None = option(
+        None, "with --dry-run: a model of bench.fit or bench.study, for the time of the collectives", valid=NOT_EMPTY
+    )
+
     @property
     def positions(self) -> int:
         """The number of positions that the model knows."""
@@ -112,6 +117,7 @@ class TransformerTrainConfig(TextConfig, ABC):
             require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         except UsageError as error:
             raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
+        require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(
             compiles,

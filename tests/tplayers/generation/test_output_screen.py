@@ -71,7 +71,7 @@ def test_too_many_candidates_leave_the_choice_to_the_whole_product(weight):
 def test_a_host_without_exact_products_of_integers_has_none(monkeypatch):
     """A product that saturates, as those of old processors do, is noticed."""
     product = output_screen._product
-    monkeypatch.setattr(output_screen, "_product", lambda x, packed: product(x, packed).clamp(max=32767))
+    monkeypatch.setattr(output_screen, "_product", lambda *operands: product(*operands).clamp(max=32767))
     assert not output_screen._exact_products.__wrapped__()
 
 
