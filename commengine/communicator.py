@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ from .trace import Trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+#: seconds between two looks of a rank that sleeps until the others come
+_NAP_SECONDS = 1e-4
 
 
 class Communicator(GroupCalls):
@@ -362,6 +366,18 @@ class Communicator(GroupCalls):
         node = self._shared.node
         return None if node is None else node.size
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank is here, and leave the core to others meanwhile. Collective.
+
+        `barrier` is done sooner, and keeps its core: it would slow down the ranks that still work, where there are more
+        ranks than cores. A rank sleeps 0.1 ms at a time.
+        """
+        comm = self._live_mpi()
+        with self._calls.watching("wait_for_all", "life"):
+            everybody = comm.Ibarrier()
+            while not everybody.Test():
+                time.sleep(_NAP_SECONDS)
+
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
 
@@ -411,5 +427,6 @@ class Communicator(GroupCalls):
 
     def _live_mpi(self) -> MPI.Intracomm:
         if self._calls.closed:
-            raise call_error(self, "new_stream, split, empty or world_ranks", "the communicator is closed")
+            problem = "the communicator is closed"
+            raise call_error(self, "new_stream, split, empty, wait_for_all or world_ranks", problem)
         return self.mpi

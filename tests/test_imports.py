@@ -34,7 +34,7 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
+        {"host_copy", "checks", "parameter_memory"},
         {"rng", "recompute", "regions", "movement"},
         {"placement", "products"},
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 
+from .parameter_memory import parameter_memory
 from .rng import generator
 
 
@@ -197,8 +198,9 @@ def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: tor
     """Give ``module`` a parameter ``name`` with this placement, and the record that `placements` reads.
 
     The parameter holds NaN until `initialize` or a checkpoint fills it, so that nobody trains one that was forgotten.
+    Within `unfilled_parameters` it holds any values.
     """
-    module.register_parameter(name, nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype)))
+    module.register_parameter(name, nn.Parameter(parameter_memory(placement.local_shape, dtype)))
     vars(module).setdefault(_RECORDS, {})[name] = placement
 
 
