@@ -21,7 +21,7 @@ from .device.choice import DeviceLike, parse_device
 from .device.stream import DeviceStream
 from .dtypes import ORDERS, Order
 from .errors import CollectiveError, TransferError
-from .host.operands import POOL_BYTES, Operands
+from .host.operands import POOL_BYTES, Operands, agreed_limit
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
 from .mpi import load_mpi, making_communicators, ranks_in
@@ -101,7 +101,7 @@ class Communicator(GroupCalls):
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
-        points = agreed(mpi_comm, switch_points)
+        points, operand_bytes = agreed(mpi_comm, switch_points), agreed_limit(mpi_comm, operand_bytes)
         try:
             with making_communicators():
                 own = mpi_comm.Dup()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commengine import CollectiveMismatch, Communicator
+from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import pool as pools
 from commengine.shared_memory import windows
@@ -217,6 +217,8 @@ def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world)
         kept = comm.operand("all_reduce", (NUMEL,)).fill_(3.0)[5:]
     gc.collect()
     assert kept.sum() == 3.0 * (NUMEL - 5)
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.operand("all_reduce", (NUMEL,))
 
 
 def test_where_a_rank_makes_no_pool_checked_says_so(mpi_world):
