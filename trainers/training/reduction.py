@@ -13,6 +13,7 @@ from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
 
 from .layout import BucketLayout, Treatment, new_buffer, parts
+from .sample_tree import SampleTree
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,12 @@ class GradientBucket:
     none in single and double precision in a data group of one rank, unless the parameters are flat: nothing is sent,
     and the gradients stay where autograd puts them. In half precision ``parameter.grad`` is None after each backward,
     because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it.
+
+    run: gradients come from one sample at a time and are added up in a tree, of which this is a leaf's samples
+    (`SampleTree`); ``parameter.grad`` then is None after each backward, too. None: they are added one to the other.
     """
 
-    def __init__(self, layout: BucketLayout, data: Communicator) -> None:
+    def __init__(self, layout: BucketLayout, data: Communicator, run: int | None = None) -> None:
         self.layout = layout
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
@@ -50,6 +54,7 @@ class GradientBucket:
         if layout.flat or data.size > 1:
             self.gradients = new_buffer(layout.size, layout.state_dtype, layout.device, data)
             self.views = {parameter: layout.view(self.gradients, parameter) for parameter in layout.names}
+        self.tree = None if run is None or self.gradients is None else SampleTree(layout, self.gradients, run)
         self._places = [(parameter, view, view.detach(), view.data_ptr()) for parameter, view in self.views.items()]
         self.segments = [GradientSegment(treatment, parameter) for parameter, treatment in layout.treatments.items()]
         if layout.flat:
@@ -63,7 +68,10 @@ class GradientBucket:
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
-        if self.layout.mixed or self.gradients is None:
+        if self.tree is not None:
+            self.tree.clear()
+            self.begin_sample(last=False)
+        if self.layout.mixed or self.tree is not None or self.gradients is None:
             self._fresh = set(self.layout.names)
             for parameter in self.layout.names:
                 parameter.grad = None
@@ -71,6 +79,22 @@ class GradientBucket:
         self.gradients.zero_()
         for parameter, view in self.views.items():  # a caller that set a gradient to None took it out of the buffer
             parameter.grad = view
+
+    def begin_sample(self, *, last: bool) -> None:
+        """Wait for the gradients of the next sample, or microbatch. last: it is the last one of the step.
+
+        Raises RuntimeError that names the parameters that got no gradient from the sample before.
+        """
+        if self.tree is not None:
+            if 0 < len(self.waiting) < len(self.layout.names):
+                self.require_complete()
+            self.tree.begin(last=last)
+        self.waiting = set(self.layout.names)
+
+    def require_complete(self) -> None:
+        """Raise RuntimeError that names the parameters whose gradient has not come."""
+        if missing := [self.layout.names[parameter] for parameter in self.waiting]:
+            raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Move a gradient that is not in the buffer into it: autograd then adds the next ones there.
@@ -112,6 +136,9 @@ class GradientBucket:
         assert self.gradients is not None
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
+        if self.tree is not None:
+            self.tree.put(parameter, grad)
+            return
         total = self.views[parameter]
         if parameter in self._fresh:
             self._fresh.discard(parameter)
@@ -134,6 +161,8 @@ class GradientBuckets:
     masters: half-precision parameters have fp32 masters, and gradient sums in fp32. Without, they are treated as other
         parameters are, for optimizers that know no masters.
     op: "sum", or "avg" for the mean of the ranks' gradients.
+    run: every microbatch is one sample, and the sum over the samples of the global batch is taken in a binary tree with
+        leaves of ``run`` samples (`SampleTree`). Needs ``reduce_in_fp32``. None: they are added one to the other.
 
     Parameters that require no gradient have no place in a bucket.
 
@@ -160,6 +189,7 @@ class GradientBuckets:
         reduce_in_fp32: bool = False,
         masters: bool = True,
         op: str = "sum",
+        run: int | None = None,
     ) -> None:
         self.data, self.tensor = data, tensor
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
@@ -167,7 +197,9 @@ class GradientBuckets:
         self.placements = placements(module)
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
         self.buckets = [
-            GradientBucket(BucketLayout(part, self.placements, data, shard=shard, masters=masters), data)
+            GradientBucket(
+                BucketLayout(part, self.placements, data, shard=shard, masters=masters, flat=run is not None), data, run
+            )
             for part in parts(reversed(trained), bucket_size)
         ]
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
@@ -201,7 +233,7 @@ class GradientBuckets:
     def last_microbatch(self) -> Iterator[None]:
         """A block around the last backward of a step. With ``overlap``, gradients are sent from within it."""
         for bucket in self.buckets:
-            bucket.waiting = set(bucket.layout.names)
+            bucket.begin_sample(last=True)
         self._last = True
         try:
             yield
@@ -252,10 +284,16 @@ class GradientBuckets:
 
     def _arrived(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
         """Autograd's hook: the parameter's gradient of this microbatch is complete."""
-        if bucket.layout.mixed:
+        if bucket.layout.mixed or bucket.tree is not None:
             bucket.accumulate(parameter)
         else:
             bucket.adopt(parameter)
+        if bucket.tree is not None:
+            bucket.waiting.discard(parameter)
+            if not bucket.waiting:
+                bucket.tree.end()
+                if not self._last:
+                    bucket.begin_sample(last=False)
         if self._last:
             bucket.waiting.discard(parameter)
             self._send_complete()
