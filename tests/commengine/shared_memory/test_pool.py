@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commengine import CollectiveMismatch, Communicator
+from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import pool as pools
 from commengine.shared_memory import windows
@@ -101,6 +101,9 @@ def check_all(comm, dtype, stream=None, numel=NUMEL):
     part = torch.empty(numel, dtype=dtype)
     comm.reduce_scatter(part, whole, stream=stream).wait()
     assert torch.equal(part, expected(dtype, rows, comm.size, "sum").chunk(comm.size)[comm.rank])
+    own = whole[numel * comm.rank : numel * (comm.rank + 1)]
+    comm.reduce_scatter(own, whole, stream=stream).wait()  # in place
+    assert torch.equal(own, part)
     gathered = comm.operand("all_gather", (rows,), dtype)
     own = values(dtype, numel, comm.rank)
     comm.all_gather(gathered, own, stream=stream).wait()
@@ -214,6 +217,8 @@ def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world)
         kept = comm.operand("all_reduce", (NUMEL,)).fill_(3.0)[5:]
     gc.collect()
     assert kept.sum() == 3.0 * (NUMEL - 5)
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.operand("all_reduce", (NUMEL,))
 
 
 def test_where_a_rank_makes_no_pool_checked_says_so(mpi_world):
