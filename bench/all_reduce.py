@@ -145,12 +145,9 @@ def rows_of(call: CollectiveCall, cells: dict[str, Cell], state: int, name_of_st
             "ci": list(median_interval(seconds)), "turns": quartiles(list(medians.values())),
             "algbw": call.nbytes / p50, "busbw": call.nbytes / p50 * call.bus_factor,
         }  # fmt: skip
-        ours = cells[OURS].turns if OURS in cells else []
-        pairs = [
-            (one[0], other[0]) for one, other in zip(cell.turns, ours, strict=False) if one[1] == other[1] == state
-        ]
-        if pairs:
-            row["speedup"] = quartiles([theirs / mine for theirs, mine in pairs])
+        ours = cells[OURS].medians(state) if OURS in cells else {}
+        if ratios := [medians[number] / ours[number] for number in medians if number in ours]:
+            row["speedup"] = quartiles(ratios)
         rows.append(row)
     return rows
 
