@@ -202,7 +202,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             text = [*heading("Replay", options["surroundings"]), *lines, ""]
             Path(options["output"]).write_text("\n".join(text))
         if options["json"]:
-            about = {"recorded_ranks": recorded, "format": options["data"]["format"], "ranks": ranks}
+            about = {"recorded_ranks": recorded, "trace_format": options["data"]["format"], "ranks": ranks}
             result = options["surroundings"] | about
             Path(options["json"]).write_text(json.dumps(result, indent=1))
 

@@ -19,6 +19,7 @@ from .calls.group_calls import GroupCalls
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
 from .device.stream import DeviceStream
+from .dtypes import ORDERS, Order
 from .errors import CollectiveError, TransferError
 from .host.operands import POOL_BYTES, Operands
 from .host.switch_points import SwitchPoints, agreed
@@ -46,10 +47,12 @@ class Communicator(GroupCalls):
         the device.
     checked: before each collective the group compares operation, shape, dtype, reduction, root and stream; if they
         differ, every rank raises `CollectiveMismatch`. It costs a round trip and is meant for finding faults.
-    deterministic: reduce host tensors in rank order, so that the bits of the result depend only on the inputs and the
-        size of the group. MPI may choose another order by size, placement or timing. Where MPI moves the data this
-        costs a copy of the tensor; in shared memory it costs nothing. Groups that span nodes then never reduce in two
-        levels.
+    order: how host tensors are reduced, so that the bits of the result depend only on the inputs and the size of the
+        group. None: MPI may choose an order by size, placement or timing. "rank": in rank order; halves are added in
+        float32 and rounded once. Groups that span nodes then never reduce in two levels. "tree": ranks 0 and 1, 2 and
+        3, and so on are reduced, then pairs of these results; every pair is rounded to the tensor's dtype. A group of
+        fewer ranks whose tensors are such pairs already gets the same bits. Where MPI moves the data an order costs a
+        copy of the tensor; in shared memory it costs nothing. NCCL has its own order on devices.
     name: the group's name in errors and traces.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the missing ranks.
         It also holds for communicators that are split from this one, until this one is closed. For MPI below
@@ -81,7 +84,7 @@ class Communicator(GroupCalls):
         *,
         device: DeviceLike = None,
         checked: bool = False,
-        deterministic: bool = False,
+        order: Order | None = None,
         name: str = "world",
         timeout: float | None = None,
         transport: str = "nccl",
@@ -91,6 +94,8 @@ class Communicator(GroupCalls):
     ) -> None:
         mpi = load_mpi()
         parse_device(device)
+        if order is not None and order not in ORDERS:
+            raise CollectiveError(f"order={order!r} is neither None nor one of {', '.join(ORDERS)}")
         if not mpi.Is_initialized() or mpi.Is_finalized():
             raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
@@ -105,7 +110,7 @@ class Communicator(GroupCalls):
             raise CollectiveError(f"Communicator {name!r}: {error}") from error
         self._root_watch = None if timeout is None else Watch(watching, timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._set_up(own, checked, deterministic, name, watched, points, operand_bytes)
+        self._set_up(own, checked, order, name, watched, points, operand_bytes)
         try:
             with self._calls.watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
@@ -115,7 +120,7 @@ class Communicator(GroupCalls):
             raise
 
     def _set_up(
-        self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None,
+        self, comm: Any, checked: bool, order: Order | None, name: str, watched: WatchedGroup | None,
         points: SwitchPoints, operand_bytes: int,
     ) -> None:  # fmt: skip
         """Set all fields, and take over the MPI communicator ``comm``, which nobody else uses."""
@@ -125,7 +130,7 @@ class Communicator(GroupCalls):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world_rank: int = load_mpi().COMM_WORLD.rank
-        self.checked, self.deterministic, self.name, self.switch_points = checked, deterministic, name, points
+        self.checked, self.order, self.name, self.switch_points = checked, order, name, points
         self.device = torch.device("cpu")
         self._backend: Backend | None = None
         self._watched = watched
@@ -156,7 +161,7 @@ class Communicator(GroupCalls):
             look=self._look(),
             shared=self._shared,
             points=self.switch_points,
-            deterministic=self.deterministic,
+            order=self.order,
         )
 
     def _use(self, backend: Backend | None) -> None:
@@ -316,7 +321,7 @@ class Communicator(GroupCalls):
         made = Communicator.__new__(Communicator)
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
-        made._set_up(part, self.checked, self.deterministic, name, watched, self.switch_points, self._operand_bytes)
+        made._set_up(part, self.checked, self.order, name, watched, self.switch_points, self._operand_bytes)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)

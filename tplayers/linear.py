@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
+from .canonical.products import ColumnWeight, columns, replicated, rows
+from .canonical.shards import CanonicalShards, stacked, unstacked
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .products import linear_product, row_parallel_product
 from .regions import (
@@ -38,6 +40,8 @@ class ColumnParallelLinear(nn.Module):
     overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
         (`column_parallel_linear`).
     packed: a copy of the weight by `pack`, which products without a backward may use; None for none.
+    canonical: the shards in which the layer computes, or None (`tplayers.use_canonical_shards`). `shards` then gives
+        its output without putting the shards side by side.
 
     forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size] (or [..., out_features]).
     One all-reduce of x's gradient backward (f).
@@ -48,6 +52,7 @@ class ColumnParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: Tensor | None = None
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -72,6 +77,8 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
         self.gather_output = gather_output
+        self.blocks = blocks
+        self.canonical_sizes = {"out_features": filled.total}
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
@@ -86,11 +93,20 @@ class ColumnParallelLinear(nn.Module):
             self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            y = unstacked(self.shards(x))
+            return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
         y = column_parallel_linear(
             x, self.weight, self.bias, self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream, packed=self.packed,
         )  # fmt: skip
         return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
+
+    def shards(self, x: Tensor) -> Tensor:
+        """The canonical shards of the output, [blocks * own, ..., out_features / (blocks * C)]."""
+        assert self.canonical is not None
+        (y,) = canonical_columns(x, [self], self.canonical)
+        return y
 
 
 class RowParallelLinear(nn.Module):
@@ -102,6 +118,7 @@ class RowParallelLinear(nn.Module):
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
     packed: as in `ColumnParallelLinear`.
+    canonical: as in `ColumnParallelLinear`; `of_shards` takes the shards of x as they are.
 
     forward: x [..., in_features / comm.size] (or [..., in_features]) -> [..., out_features], equal on all ranks.
     One all-reduce of the output forward (g).
@@ -112,6 +129,7 @@ class RowParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: Tensor | None = None
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -131,6 +149,7 @@ class RowParallelLinear(nn.Module):
         require_divisible(comm.size, in_features=filled.total)
         self.comm = comm
         self.input_is_parallel = input_is_parallel
+        self.canonical_sizes = {"in_features": filled.total}
         self.sequence_parallel = sequence_parallel
         view, more = (out_features, *filled.sizes), (out_features, *filled.padded)
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
@@ -147,8 +166,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
+        if self.canonical is not None:
+            return self.of_shards(list(stacked(x, self.canonical.own)))
         y = row_parallel_product(x, self.weight, self.comm, self.sequence_parallel, self.packed)
         return y if self.bias is None else y.add_(self.bias)
+
+    def of_shards(self, parts: Sequence[Tensor]) -> Tensor:
+        """The output for the canonical shards of the input, each [..., in_features / C]."""
+        assert self.canonical is not None
+        return rows(parts, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
 
 
 class ReplicatedLinear(nn.Module):
@@ -161,6 +187,7 @@ class ReplicatedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -172,12 +199,22 @@ class ReplicatedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.sequence_parallel = sequence_parallel
         weight = Placement((out_features, in_features), init, partial=sequence_parallel)
         add_parameter(self, "weight", weight, dtype)
         add_parameter(self, "bias", Placement((out_features,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            return replicated(x, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
         return F.linear(x, self.weight, self.bias)
+
+
+def canonical_columns(x: Tensor, layers: Sequence[ColumnParallelLinear], shards: CanonicalShards) -> tuple[Tensor, ...]:
+    """`ColumnParallelLinear.shards` of each of ``layers``, which communicate as one. They are alike but for weights."""
+    first = layers[0]
+    weights = [ColumnWeight(layer.weight, layer.bias, layer.blocks) for layer in layers]
+    return columns(x, weights, shards, split=first.sequence_parallel, stream=first.overlap_stream)
 
 
 def column_parallel_linear(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -252,6 +252,13 @@ def initialize(module: nn.Module, seed: int) -> None:
         for name, parameter in module.named_parameters():
             if (placement := recorded.get(parameter)) is not None:
                 parameter.copy_(placement.part(placement.init.draw(placement.shape, seed, name)))
+
+
+def without_partial_gradients(module: nn.Module) -> None:
+    """Note that the layers of ``module`` sum their gradients themselves: no placement is `Placement.partial`."""
+    for owner in module.modules():
+        records = vars(owner).get(_RECORDS, {})
+        records.update({name: replace(placement, partial=False) for name, placement in records.items()})
 
 
 def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:

@@ -21,6 +21,9 @@ from commengine.operations import OPERATIONS
 #: a torch tensor, or an array with DLPack (NumPy, CuPy): its memory is used, not copied
 TensorLike: TypeAlias = Any
 
+#: the operations of an output and an input of which one may be this rank's rows of the other
+IN_PLACE = ("all_gather", "reduce_scatter")
+
 #: the largest C int: the largest colour and key that MPI takes
 INT_MAX = 2**31 - 1
 
@@ -95,8 +98,9 @@ def checked_pair(group: Caller, operation: str, output: TensorLike, input: Tenso
     else:
         _check_whole(group, operation, "output", output, "input", input)
     if output.is_cpu != input.is_cpu or _overlap(output, input):
-        in_place = operation == "all_gather" and input.data_ptr() == output.data_ptr() + group.rank * input.nbytes
-        if not in_place:
+        big, small = (input, output) if OPERATIONS[operation].whole == "input" else (output, input)
+        in_place = small.data_ptr() == big.data_ptr() + group.rank * small.nbytes  # this rank's rows
+        if operation not in IN_PLACE or not in_place:
             check_disjoint(group, operation, output, input)
     return output, input
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commengine.dtypes import TREE, Order
 from commengine.mpi import making_communicators
 from commengine.operations import REDUCING_IN_MEMORY
 from commengine.shared_memory.flags import PRIVATE, Flags, fits
@@ -46,7 +47,8 @@ class MemoryRoutes:
     comm: the MPI communicator of the sequence, which nothing else uses.
     wait: waits until a function returns True.
     transport: makes the transport that moves slices between nodes, over a communicator of one rank of each node.
-    deterministic: never two levels, whose sums are not in rank order.
+    order: with "rank" never two levels, whose sums are not in rank order. With "tree" two levels only if the ranks of
+        each node are a subtree: 2^k neighbours.
 
     Each operation returns whether it has done the collective. False, on all ranks alike, leaves it to MPI.
     """
@@ -59,10 +61,11 @@ class MemoryRoutes:
         *,
         wait: Callable[[Callable[[], bool]], None],
         transport: Callable[[MPI.Intracomm], AcrossNodes],
-        deterministic: bool,
+        order: Order | None,
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
-        self._wait, self._transport, self._deterministic = wait, transport, deterministic
+        self._wait, self._transport, self._order = wait, transport, order
+        self._prefix = TREE if order == "tree" else ""
         self._point: dict[tuple[str, torch.dtype], tuple[float, Point]] = {}  # from which size on a route may pay
         self._flags: Flags | None = None
         self._window: Any = None  # the collectives in windows, made with the flags
@@ -93,6 +96,7 @@ class MemoryRoutes:
 
     def all_reduce(self, tensor: Tensor, op: str) -> bool:
         """See `HostTransport.all_reduce`."""
+        op = self._prefix + op
         place, begun = self._choose("all_reduce", tensor.nbytes, op, tensor), False
         if self._two_level is not None and place is not None:
             flat = _flat(tensor)
@@ -113,6 +117,7 @@ class MemoryRoutes:
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
         """See `HostTransport.reduce_scatter`."""
+        op = self._prefix + op
         place, begun = self._choose("reduce_scatter", input.nbytes, op, input), False
         if self._two_level is not None and place is not None:
             where = None if place is _PRIVATE else place
@@ -212,11 +217,17 @@ class MemoryRoutes:
             point = self._points.point(operation, dtype, node.size)
             if node.alone:
                 least = min(point.window, point.bounce)
-            elif operation in REDUCING_IN_MEMORY and not self._deterministic:
+            elif operation in REDUCING_IN_MEMORY and self._two_levels_keep_the_order(node):
                 least = point.two_level
         # At least 1 byte: an empty tensor has nothing that keeps the ranks in step, and MPI has nothing to do either.
         self._point[operation, dtype] = max(1, least), point
         return self._point[operation, dtype]
+
+    def _two_levels_keep_the_order(self, node: Node) -> bool:
+        if self._order is None:
+            return True
+        in_order = [rank for ranks in node.table for rank in ranks] == list(range(self._comm.size))
+        return self._order == "tree" and in_order and node.size.bit_count() == 1
 
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
         """Return the place of the first tensor that lies in a window; of a pool's blocks only the first tensor counts.

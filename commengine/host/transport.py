@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commengine.dtypes import DTYPES, HALF_TYPES, OUR_TYPES, MpiTypes, reduce_in_order, reduce_unseen, unseen
+from commengine.dtypes import (
+    DTYPES,
+    HALF_TYPES,
+    OUR_TYPES,
+    TREE,
+    MpiTypes,
+    Order,
+    reduce_in_order,
+    reduce_unseen,
+    unseen,
+)  # fmt: skip
 from commengine.errors import TransferError
 from commengine.mpi import load_mpi
 from commengine.operations import IN_MEMORY
@@ -61,7 +71,7 @@ class HostTransport:
     look: called now and then while waiting; implies ``polling``.
     shared: the tensors in shared windows. With it, large collectives go through the memory of a node, from the sizes in
         ``points`` on (see `commengine.host.routes`). Without it, everything goes by MPI.
-    deterministic: reduce every dtype in rank order.
+    order: reduce every dtype in rank order, or in a binary tree of the ranks (`Communicator`); None: as is fastest.
     """
 
     def __init__(
@@ -72,12 +82,12 @@ class HostTransport:
         look: Callable[[], None] | None = None,
         shared: SharedTensors | None = None,
         points: SwitchPoints | None = None,
-        deterministic: bool = False,
+        order: Order | None = None,
     ) -> None:
         mpi = load_mpi()
         self.rank = comm.rank
         self.size = comm.size
-        self.deterministic = deterministic
+        self.order = order
         self._comm = comm
         self._calls: Any = comm
         self._waitall: Callable[..., Any] = mpi.Request.Waitall
@@ -98,10 +108,11 @@ class HostTransport:
                 shared,
                 points,
                 wait=wait,
-                transport=lambda across: HostTransport(across, polling=polling, look=look),
-                deterministic=deterministic,
+                transport=lambda across: HostTransport(across, polling=polling, look=look, order=order),
+                order=order,
             )
-        self._in_order = DTYPES if deterministic else OUR_TYPES
+        self._in_order = OUR_TYPES if order is None else DTYPES
+        self._prefix = TREE if order == "tree" else ""
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
@@ -113,7 +124,7 @@ class HostTransport:
 
         wrap: gets the calls of this transport and returns the wrapped ones. The result owns nothing.
         """
-        made = HostTransport(self._comm, deterministic=self.deterministic)
+        made = HostTransport(self._comm, order=self.order)
         made._calls, made._waitall = wrap(self._calls), self._waitall
         return made
 
@@ -183,14 +194,19 @@ class HostTransport:
         if dtype in self._in_order:
             parts = torch.empty_like(input)
             self._calls.Alltoall(self._moved(input), self._moved(parts))
-            reduce_in_order(parts.view(self.size, *output.shape), op, output)
+            reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
-        source = (self._address(input.data_ptr(), nbytes), datatype)
-        target = (self._address(output.data_ptr(), output.nbytes), datatype)
-        self._calls.Reduce_scatter_block(source, target, mpi_op)
+        start, part, result = input.data_ptr(), output.nbytes, output
+        if part and output.data_ptr() == start + self.rank * part:  # MPI's own form in place changes the other rows
+            result = torch.empty_like(output)
+        source, target = self._address(start, nbytes), self._address(result.data_ptr(), part)
+        self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
-            _divide(output, self.size)
+            _divide(result, self.size)
+        if result is not output:
+            with torch.inference_mode():  # as in `_divide`
+                output.copy_(result)
 
     def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
@@ -205,7 +221,7 @@ class HostTransport:
                 torch.add(parts[0], parts[1], out=written)  # a short cut: the code below would end in this line
                 return
             with unseen(written):
-                reduce_unseen(parts, op, written)
+                reduce_unseen(parts, self._prefix + op, written)
             return
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
@@ -238,7 +254,7 @@ class HostTransport:
         self._calls.Alltoallv(
             (sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1])
         )
-        return reduce_in_order(parts, op, parts.new_empty(mine)), counts, starts
+        return reduce_in_order(parts, self._prefix + op, parts.new_empty(mine)), counts, starts
 
     # Movement -------------------------------------------------------------------------------------------------
 

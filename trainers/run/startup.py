@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ def run_command(
     """
     with StopRequests(world) as stopping:
         config = job_config(world, kind, command)
+        if config.order is not None:
+            fix_products()
         verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
@@ -83,8 +86,21 @@ def watched(config: JobConfig, world: Communicator) -> Communicator:
     """
     timeout = 60 * config.distributed_timeout_minutes or None
     try:
-        made = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
+        made = Communicator(
+            world.mpi, timeout=timeout, device=config.device, transport=config.device_transport, order=config.order
+        )
     except CollectiveError as error:
         raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
     made.make_device_current()
     return made
+
+
+def fix_products() -> None:
+    """Let MKL's products have the same bits wherever their operands lie, and on any number of threads.
+
+    MKL reads the variable at its first call: call this before the first product. Raises UsageError, as on every rank,
+    if the user has asked for the opposite.
+    """
+    mode = os.environ.setdefault("MKL_CBWR", "AUTO")
+    if mode.upper().startswith("OFF"):
+        raise UsageError(f"MKL_CBWR={mode}: --deterministic needs products that repeat; unset it, or set AUTO")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -35,10 +35,11 @@ from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
 from .other_models import require_same, settings_of_load
+from .same_bits import SameBitsConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(TextConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
 
     task: the kind of model whose presets the run may name (`trainers.presets`).
@@ -118,6 +119,15 @@ class TransformerTrainConfig(TextConfig, ABC):
         except UsageError as error:
             raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
         require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
+        require(
+            self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.deterministic,
+            f"{given(self, 'attention_dropout_mask')}: excludes --deterministic, because the mask depends on the ranks",
+        )
+        require(
+            not self.sequence_parallel or self.seq_length % (self.canonical_shards or 1) == 0,
+            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
+            "--sequence-parallel",
+        )
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(
             compiles,
@@ -133,6 +143,8 @@ class TransformerTrainConfig(TextConfig, ABC):
             other.close()
             require_same(config, other, config.load)
         config.require_split(ranks)
+        config.require_shards(config.model())
+        config = replace(config, deterministic_shards=config.canonical_shards)
         config.require_memory(ranks)
         return config
 

@@ -101,6 +101,9 @@ def check_all(comm, dtype, stream=None, numel=NUMEL):
     part = torch.empty(numel, dtype=dtype)
     comm.reduce_scatter(part, whole, stream=stream).wait()
     assert torch.equal(part, expected(dtype, rows, comm.size, "sum").chunk(comm.size)[comm.rank])
+    own = whole[numel * comm.rank : numel * (comm.rank + 1)]
+    comm.reduce_scatter(own, whole, stream=stream).wait()  # in place
+    assert torch.equal(own, part)
     gathered = comm.operand("all_gather", (rows,), dtype)
     own = values(dtype, numel, comm.rank)
     comm.all_gather(gathered, own, stream=stream).wait()
