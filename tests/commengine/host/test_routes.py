@@ -164,10 +164,8 @@ class Stress:
                 tensor = self.tensor(lane, operation, numel, dtype).copy_(mine[:numel])
                 work, result = group.broadcast(tensor, root, stream=stream), inputs[root][:numel]
             elif operation == "reduce_scatter":
-                input, tensor = (
-                    self.tensor(lane, operation, whole, dtype).copy_(mine[:whole]),
-                    torch.empty(rows, dtype=dtype),
-                )
+                input = self.tensor(lane, operation, whole, dtype).copy_(mine[:whole])
+                tensor = input[own] if draw.random() < 0.3 else torch.empty(rows, dtype=dtype)
                 work = group.reduce_scatter(tensor, input, op, stream=stream)
                 result = truth.reduced(dtype, op, exact)[own]
             elif operation == "all_gather":
@@ -245,3 +243,32 @@ def test_random_collectives(mpi_world, table, rounds, jitter):
         del stress, lane
         gc.collect()
         other.close()
+
+
+def test_the_first_window_is_made_while_streams_are_busy(mpi_world):
+    """Ranks whose streams lag differ in when they see the window; private tensors of this size go by MPI."""
+    points = SwitchPoints({key: Point(window=1) for key in ALWAYS.rows})
+    for slow in range(2):
+        with Communicator(mpi_world, switch_points=points, timeout=20) as comm:
+            lane = comm.new_stream()
+            if comm.rank == slow:
+                lane.enqueue(lambda: time.sleep(0.05))
+            tensor = torch.ones(1000)
+            work = comm.all_reduce(tensor, stream=lane)
+            shared = comm.empty((1000,)).fill_(1.0)
+            work.wait()
+            comm.all_reduce(shared)
+            assert tensor.eq(comm.size).all() and shared.eq(comm.size).all()
+            del shared
+
+
+def test_ranks_sleep_until_all_are_there(mpi_world):
+    with Communicator(mpi_world) as comm:
+        for late in range(comm.size):
+            began = time.monotonic()
+            if comm.rank == late:
+                time.sleep(0.02)
+            comm.wait_for_all()
+            assert time.monotonic() - began > 0.015 or comm.rank != late
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.wait_for_all()
