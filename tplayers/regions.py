@@ -128,12 +128,12 @@ def new_operand(operation: str, shape: Sequence[int], like: Tensor, comm: Commun
 def in_shared_memory(operation: str, numel: int, like: Tensor, comm: Communicator) -> bool:
     """Whether `new_operand` would put ``numel`` elements in memory that ranks share. A group of one has none.
 
-    A compiled graph plans its own memory. Collective at the first call for an operation and a dtype.
+    A compiled graph plans its own memory. Collective as `Communicator.shares_operand` is.
     """
     return (
         like.is_cpu
         and not torch.compiler.is_compiling()
-        and numel * like.itemsize >= comm.operands_from(operation, like.dtype)
+        and comm.shares_operand(operation, numel * like.itemsize, like.dtype)
     )
 
 

@@ -66,10 +66,8 @@ class _Run:
 
     def calls_end(self) -> bool:
         """End the calls that all their ranks have come to. Returns whether there was one."""
-        moved, waiting = (
-            False,
-            set(),
-        )  # waiting: groups and streams that were looked at, so that large ones are not again
+        moved = False
+        waiting: set[tuple[int, int]] = set()  # groups and streams that are not all there: looked at once
         for queue in self._queues:
             while (call := self._head(queue)) is not None:
                 alone = call.operation in MESSAGES

@@ -260,6 +260,29 @@ def test_a_trace_written_here_replays_as_our_own_recording_does(mpi_world, folde
         assert one == other and len(one) == len(ours.calls[world.rank]) >= 12
 
 
+@pytest.mark.mpi(min_size=2)
+def test_traces_of_other_programs_are_replayed(mpi_world):
+    """On two ranks: all that mlc-chakra's generator makes, and the first two ranks of four, with streams."""
+    from mpi4py import MPI
+
+    from bench.step_study import replaying
+    from commengine import Communicator
+
+    two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
+    if two == MPI.COMM_NULL:
+        return
+    names = {path.name.partition(".")[0] for path in (RECORDINGS / "chakra-generator").iterdir()}
+    with Communicator(two) as world:
+        what = [read(RECORDINGS / "chakra-generator" / name) for name in sorted(names)]
+        what.append(read(RECORDINGS / "chakra-groups").scaled(2))
+        for one in what:
+            rows = replaying.measure(world, one, warmup=0, rounds=1)
+            assert [row["operation"] for row in rows] == [call.operation for call in one.calls[world.rank]]
+            assert all(row["replayed_bytes"] == row["bytes"] and row["isolated_s"] > 0 for row in rows)
+        assert [row["stream"] for row in rows] == [1, 1, 1, 0]
+    two.Free()
+
+
 def fields(raw):
     """The fields of a protobuf message, by the encoding's own rules: [(number, value)], bytes for what has a length."""
     found, at = [], 0

@@ -231,7 +231,7 @@ def test_without_a_pool_tensors_are_private(mpi_world, monkeypatch, limit):
     with Communicator(mpi_world, switch_points=ALWAYS, **given) as comm:
         check_all(comm, torch.float32)
         assert not comm._shared.reaches(comm.operand("all_reduce", (NUMEL,)))
-        assert comm.operands_from("all_reduce", torch.float32) == float("inf")
+        assert not comm.shares_operand("all_reduce", 1 << 40, torch.float32)
 
 
 def test_no_room_later(mpi_world, monkeypatch):
@@ -267,12 +267,14 @@ def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world)
         kept = comm.operand("all_reduce", (NUMEL,)).fill_(3.0)[5:]
     gc.collect()
     assert kept.sum() == 3.0 * (NUMEL - 5)
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.operand("all_reduce", (NUMEL,))
 
 
 def test_where_a_rank_makes_no_pool_checked_says_so(mpi_world):
     with Communicator(mpi_world, switch_points=ALWAYS, checked=True) as comm:
         private = torch.ones(NUMEL)
-        with pytest.raises(CollectiveMismatch, match="operands_from"):
+        with pytest.raises(CollectiveMismatch, match="shares_operand"):
             comm.all_reduce(private) if comm.rank else comm.operand("all_reduce", (NUMEL,))
         check_all(comm, torch.float32)
 

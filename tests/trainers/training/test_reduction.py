@@ -92,7 +92,7 @@ def test_sums_in_shared_memory_are_those_of_private_memory(mpi_world, dtype, sha
     """Of buckets, of shares of buckets in place, and of rounded copies, in two steps: the same bits."""
     found = []
     for points in (NEVER, ALWAYS):
-        with Communicator(mpi_world, switch_points=points, deterministic=True) as data:
+        with Communicator(mpi_world, switch_points=points, order="rank") as data:
             module = Branches().to(dtype)
             gradients = GradientBuckets(module, data, overlap=overlap, bucket_size=42, shard=shard)
             x = inputs(2 * data.size).to(dtype)
