@@ -419,7 +419,6 @@ class Communicator(GroupCalls):
                 self._backend.close()
             if alive:
                 self._host.close()
-                self._operands.close()
                 self._shared.close()
                 self.mpi.Free()
         untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]

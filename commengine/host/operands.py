@@ -61,10 +61,6 @@ class Operands:
         """Whether `open` has been called, with or without success."""
         return self._shared.pool is not None or self.limit == 0
 
-    def close(self) -> None:
-        """Forget the pool, whose memory may be gone. A call that asks for an operand then asks the communicator."""
-        self.known.clear()
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the pool, or a private one if there is no room. Not collective."""
         taken = None if self._shared.pool is None else self._shared.pool.take(math.prod(shape), dtype)

@@ -126,7 +126,6 @@ class SharedTensors:
             else:
                 left = True
         self.segments.clear()
-        self.pool = None
         if self._node is not None and not left:
             # MPICH numbers windows by their communicators: a number in use must not be given out again.
             self._node.comm.Free()

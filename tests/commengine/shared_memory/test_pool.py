@@ -199,15 +199,6 @@ def test_blocks_of_several_threads_never_overlap(comm):
     assert wrong == [] and held(comm) == 0
 
 
-def test_a_closed_communicator_has_no_operands(mpi_world):
-    """The memory of its pool is gone."""
-    comm = Communicator(mpi_world, switch_points=ALWAYS)
-    comm.all_reduce(comm.operand("all_reduce", (NUMEL,)).fill_(1.0))
-    comm.close()
-    with pytest.raises(CollectiveError, match="closed"):
-        comm.operand("all_reduce", (NUMEL,))
-
-
 @ways
 def test_a_window_is_gathered_into_blocks_and_private_tensors(mpi_world, points):
     """The ranks differ in whether the output is a block, and not in where the input lies."""
