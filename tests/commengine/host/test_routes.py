@@ -220,11 +220,10 @@ class Stress:
             group.all_reduce(tensor.view(2, -1).t())
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(
-    ("rounds", "jitter"),
-    [(60, 0.0), pytest.param(1500, 0.0, marks=pytest.mark.long), pytest.param(800, 2e-3, marks=pytest.mark.long)],
-)
+LONG = [pytest.param(table, *more, marks=pytest.mark.long) for table in TABLES for more in ((1500, 0.0), (800, 2e-3))]
+
+
+@pytest.mark.parametrize(("table", "rounds", "jitter"), [("measured", 50, 0.0), *LONG])
 def test_random_collectives(mpi_world, table, rounds, jitter):
     """Two groups, each with a stream; private tensors, parts of windows and blocks of small pools; all sizes."""
     seed = 1 + sorted(TABLES).index(table)
