@@ -31,16 +31,14 @@ from bench.prediction import paper, plan
 from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import PredictedStep, predict, slowdown
+from bench.prediction.model_options import FAMILY, SHAPE, shape_of
 from commengine.cost import TransformerShape, parameters
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
-from trainers.options import BATCH, COUNT, FRACTION, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, between
+from trainers.options import BATCH, COUNT, FRACTION, add_some, between
+from trainers.tasks.gpt import GPTTrainConfig
 
 COMMAND = "bench.predict"
-SHAPE = {
-    "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
-    "padded_vocab_size": VOCABULARY,
-}  # fmt: skip
 RECOMPUTE = ("none", "selective", "full")
 LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
 DROPOUT = ("hidden_dropout", "attention_dropout")
@@ -67,6 +65,7 @@ def parser() -> CommandParser:
     add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
     for name, limits in SHAPE.items():
         add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
+    add_some(options, GPTTrainConfig, tuple(FAMILY))
     add(
         "--gpus",
         type=int,
@@ -160,24 +159,9 @@ def check(arguments: Any) -> None:
     for name in ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
         if getattr(arguments, name) is not None and arguments.paper:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
-
-
-def shape_of(arguments: Any) -> TransformerShape:
-    """The model that --preset or --model and the sizes name. Raises ValueError if a size is missing or wrong."""
-    given = [getattr(arguments, name) for name in SHAPE]
-    model = "gpt"
-    if arguments.preset or arguments.model:
-        known = presets.find(arguments.preset).shape() if arguments.preset else MODELS[arguments.model]
-        model = known.model
-        defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
-        given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
-    missing = [flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
-    if missing:
-        raise ValueError(f"give --preset or --model, or also {', '.join(missing)}")
-    layers, hidden, heads, seq, vocab = given
-    if hidden % heads:
-        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
-    return TransformerShape(layers, hidden, heads, seq, vocab, model)
+    for name, default in FAMILY.items():
+        if getattr(arguments, name) != default and arguments.paper:
+            raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
 
 
 def batch_of(arguments: Any) -> int | None:
@@ -253,8 +237,24 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
             f"| {part.replace('_', ' ')} | {1e3 * spent:.1f} | {100 * spent / step.total:.1f}% |"
             for part, spent in step.seconds.items()
         ),
+        "",
+        f"- {_calibration(cluster)}",
     ]  # fmt: skip
     return lines, _numbers(step) | {"scaling_efficiency": efficiency}
+
+
+def _calibration(cluster: Cluster) -> str:
+    """Whether a measured step has set the rates of the machine."""
+    if (known := cluster.calibration) is not None:
+        return (
+            f"calibrated: {known.flops / 1e12:g} TFLOP/s were measured for {known.model}, micro-batch "
+            f"{known.micro_batch}, recompute {known.recompute}"
+        )
+    links = "measured collectives" if cluster.fitted else "the links of its file"
+    return (
+        f"not calibrated: no step was measured on {cluster.name}; the times follow from the rates of its file and from "
+        f"{links} alone"
+    )
 
 
 def _numbers(step: PredictedStep) -> dict[str, Any]:
@@ -329,6 +329,7 @@ def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[
     machine = {
         "name": cluster.name, "file": arguments.cluster, "device": device.name, "peak_flops": device.peak_flops,
         "memory_bytes": device.memory_bytes, "overlap_grad_reduce": cluster.overlap,
+        "calibrated": cluster.calibration is not None,
     }  # fmt: skip
     return _surroundings() | {"model": model, "cluster": machine}
 
@@ -353,6 +354,8 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
         f"({cluster.name})",
         "",
         *plan.table(candidates, TOP if arguments.top is None else arguments.top),
+        "",
+        f"- {_calibration(cluster)}",
     ]
     if not candidates[0].fits:
         lines += [

@@ -3,13 +3,15 @@
     mpiexec -n 4 python -m bench.step --mock-data --vocab-size 8192 --tensor-model-parallel-size 2 --save steps/
     mpiexec -n 4 python -m bench.replay steps/ --output replay.md --json replay.json
     mpiexec -n 2 python -m bench.replay steps/ --scale
+    mpiexec -n 2 python -m bench.replay profiles/
 
 bench.step --save records the median of several steps; ``bench.replay DIR --record`` with the options of pretrain_gpt or
-pretrain_bert (--model) records one step in the same way. A replay has the groups, sizes, dtypes, reductions, streams
-and order of the step, and waits for a stream where the step did. A tensor that lay in a window lies in a window again;
-all tensors are zero. A replay needs as many ranks as were recorded, on any machine; --scale replays the parts of the
-first ranks on fewer. If a collective took longer in the step than alone, the difference is the skew between the ranks
-and the contention with compute.
+pretrain_bert (--model) records one step in the same way. Traces of MLCommons Chakra, PyTorch's profiler and PARAM are
+replayed, too; the files' content says which of them they are (docs/traces.md). A replay has the groups, sizes, dtypes,
+reductions, streams and order of the step, and waits for a stream where the step did. A tensor that lay in a window lies
+in a window again; all tensors are zero. A replay needs as many ranks as were recorded, on any machine; --scale replays
+the parts of the first ranks on fewer. If a collective took longer in the step than alone, the difference is the skew
+between the ranks and the contention with compute.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import run_on_ranks
-from bench.step_study import recorder, recording
+from bench.step_study import recorder
 from bench.step_study.replaying import measure
-from commengine import Communicator, UsageError
+from bench.traces import formats
+from commengine import Communicator, Trace, UsageError
 from commengine.rank_zero import on_rank_zero
 from trainers.options import COUNT, between
 
@@ -36,9 +39,16 @@ def parser() -> TrainerCommandParser:
     """The command line; with --record, the other options are those of the training command."""
     options = new_trainer_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("trace", metavar="TRACE", help="the folder of a recording: rank-0.jsonl, rank-1.jsonl, ...")
+    add(
+        "trace",
+        metavar="TRACE",
+        help="the folder of a recording (rank-0.jsonl, ...), of a Chakra trace (PREFIX.0.et, ..., or DIR/PREFIX) or of "
+        "PyTorch's profiles or execution traces (.json or .json.gz, one a rank)",
+    )
+    add("--groups", metavar="FILE", help="the groups of a Chakra trace: ASTRA-sim's --comm-group-configuration")
     add("--record", action="store_true", help="record a training step of the other options in TRACE")
     recorder.add_model(options)
+    formats.add_save_format(options, "--record")
     add("--overwrite", action="store_true", help="with --record: replace the recording that TRACE holds")
     add(
         "--warmup",
@@ -70,19 +80,24 @@ def record(
     *,
     model: str | None = None,
     overwrite: bool = False,
+    save_format: str = formats.DEFAULT,
 ) -> None:
     """Record a step of the training command's options ``rest``, as ``bench.step --save`` does. Collective.
 
-    model: the word of ``--model``, or None.
+    model: the word of ``--model``, or None. save_format: a name of `formats.WRITTEN`.
     """
 
     def read() -> dict[str, Any]:
         config = recorder.read_traceable(model, rest, f"python -m {COMMAND} --record", world.size)
-        recorder.make_folder(folder, "TRACE", overwrite=overwrite)
+        recorder.make_folder(folder, "TRACE", formats.WRITTEN.values(), overwrite=overwrite)
         return recorder.to_json(config)
 
     config = recorder.from_json(on_rank_zero(world, read))
-    log = recorder.record(world, config, folder, warmup)
+
+    def save(trace: Trace, span: tuple[float, float]) -> None:
+        formats.save(world, save_format, folder, trace, span)
+
+    log = recorder.record(world, config, warmup, save)
     if world.rank == 0:
         print(f"recorded {len(log.events)} collectives a rank on {world.size} ranks in {folder}\n\n{log.summary()}")
 
@@ -145,16 +160,20 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             raise ValueError("--model goes with --record")
         if arguments.overwrite and not arguments.record:
             raise ValueError("--overwrite goes with --record")
+        arguments.save_format = formats.chosen(arguments.save_format, "--record", given=arguments.record)
         check_writable(json=arguments.json, output=arguments.output)
         found: dict[str, Any] = vars(arguments) | {"rest": rest, "surroundings": environment(COMMAND, argv)}
-        return found if arguments.record else found | {"data": recording.read(Path(arguments.trace))}
+        if arguments.record:
+            return found
+        groups = Path(arguments.groups) if arguments.groups else None
+        return found | {"data": formats.read(Path(arguments.trace), groups)}
 
     options = on_rank_zero(world, read)
     if options["record"]:
-        more = {name: options[name] for name in ("model", "overwrite")}
+        more = {name: options[name] for name in ("model", "overwrite", "save_format")}
         record(world, Path(options["trace"]), options["rest"], options["warmup"], **more)
         return
-    what = recording.parse(options["data"])
+    what = formats.parse(options["data"])
     recorded = what.size
     if world.size != recorded:
         if world.size > recorded or not options["scale"]:
@@ -173,6 +192,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     def report() -> None:
         lines = [
             f"- recorded on {recorded} ranks, replayed on {world.size}",
+            *(f"- {note}" for note in options["data"].get("notes", ())),
             f"- medians of {options['rounds']} replays; per rank, the mean over the ranks that have the group",
             "",
             *tables(ranks),
@@ -182,7 +202,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             text = [*heading("Replay", options["surroundings"]), *lines, ""]
             Path(options["output"]).write_text("\n".join(text))
         if options["json"]:
-            result = options["surroundings"] | {"recorded_ranks": recorded, "ranks": ranks}
+            about = {"recorded_ranks": recorded, "trace_format": options["data"]["format"], "ranks": ranks}
+            result = options["surroundings"] | about
             Path(options["json"]).write_text(json.dumps(result, indent=1))
 
     on_rank_zero(world, report)

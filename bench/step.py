@@ -29,6 +29,7 @@ from bench.command.start import progress, run_on_ranks
 from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.recorder import TracedConfig
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
+from bench.traces import formats
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
 from trainers.config import bucket_size
@@ -61,6 +62,7 @@ def parser() -> TrainerCommandParser:
         chrome="write the median step for chrome://tracing and ui.perfetto.dev",
     )
     add("--save", metavar="DIR", help="record the collectives of the median step, for bench.replay")
+    formats.add_save_format(options, "--save")
     add("--overwrite", action="store_true", help="replace the recording that --save's folder holds")
     return options
 
@@ -72,8 +74,9 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     if given.timeline:
         check_picture("timeline", given.timeline)
     config = recorder.read_traceable(given.model, rest, f"python -m {COMMAND}", world_size)
+    given.save_format = formats.chosen(given.save_format, "--save", given=bool(given.save))
     if given.save:
-        recorder.make_folder(Path(given.save), "--save", overwrite=given.overwrite)
+        recorder.make_folder(Path(given.save), "--save", formats.WRITTEN.values(), overwrite=given.overwrite)
     return vars(given) | recorder.to_json(config)
 
 
@@ -92,7 +95,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             traced = trace_steps(trainer, options["warmup"], options["steps"], bar.update)
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
-            recorder.save(world, Path(options["save"]), traced.recordings[shown])
+            about = (traced.recordings[shown], traced.bounds[shown])
+            formats.save(world, options["save_format"], Path(options["save"]), *about)
         trainer.close()
     different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown))
     return int(different)

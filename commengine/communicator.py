@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import compiled_ops
+from .agreement import agree
 from .calls.checks import INT_MAX, call_error, is_c_int
 from .calls.dispatch import Dispatcher
 from .calls.group_calls import GroupCalls
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
 from .device.choice import DeviceLike, parse_device
+from .device.stream import DeviceStream
+from .dtypes import ORDERS, Order
 from .errors import CollectiveError, TransferError
+from .host.operands import POOL_BYTES, Operands, agreed_limit
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
 from .mpi import load_mpi, making_communicators, ranks_in
@@ -27,6 +34,9 @@ from .trace import Trace
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: seconds between two looks of a rank that sleeps until the others come
+_NAP_SECONDS = 1e-4
+
 
 class Communicator(GroupCalls):
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
@@ -37,10 +47,12 @@ class Communicator(GroupCalls):
         the device.
     checked: before each collective the group compares operation, shape, dtype, reduction, root and stream; if they
         differ, every rank raises `CollectiveMismatch`. It costs a round trip and is meant for finding faults.
-    deterministic: reduce host tensors in rank order, so that the bits of the result depend only on the inputs and the
-        size of the group. MPI may choose another order by size, placement or timing. Where MPI moves the data this
-        costs a copy of the tensor; in shared memory it costs nothing. Groups that span nodes then never reduce in two
-        levels.
+    order: how host tensors are reduced, so that the bits of the result depend only on the inputs and the size of the
+        group. None: MPI may choose an order by size, placement or timing. "rank": in rank order; halves are added in
+        float32 and rounded once. Groups that span nodes then never reduce in two levels. "tree": ranks 0 and 1, 2 and
+        3, and so on are reduced, then pairs of these results; every pair is rounded to the tensor's dtype. A group of
+        fewer ranks whose tensors are such pairs already gets the same bits. Where MPI moves the data an order costs a
+        copy of the tensor; in shared memory it costs nothing. NCCL has its own order on devices.
     name: the group's name in errors and traces.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the missing ranks.
         It also holds for communicators that are split from this one, until this one is closed. For MPI below
@@ -72,21 +84,24 @@ class Communicator(GroupCalls):
         *,
         device: DeviceLike = None,
         checked: bool = False,
-        deterministic: bool = False,
+        order: Order | None = None,
         name: str = "world",
         timeout: float | None = None,
         transport: str = "nccl",
         cuda_aware_mpi: bool | None = None,
         switch_points: SwitchPoints | None = None,
+        operand_bytes: int = POOL_BYTES,
     ) -> None:
         mpi = load_mpi()
         parse_device(device)
+        if order is not None and order not in ORDERS:
+            raise CollectiveError(f"order={order!r} is neither None nor one of {', '.join(ORDERS)}")
         if not mpi.Is_initialized() or mpi.Is_finalized():
             raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
-        points = agreed(mpi_comm, switch_points)
+        points, operand_bytes = agreed(mpi_comm, switch_points), agreed_limit(mpi_comm, operand_bytes)
         try:
             with making_communicators():
                 own = mpi_comm.Dup()
@@ -95,7 +110,7 @@ class Communicator(GroupCalls):
             raise CollectiveError(f"Communicator {name!r}: {error}") from error
         self._root_watch = None if timeout is None else Watch(watching, timeout)
         watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._set_up(own, checked, deterministic, name, watched, points)
+        self._set_up(own, checked, order, name, watched, points, operand_bytes)
         try:
             with self._calls.watching("device", "start"):
                 backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
@@ -105,8 +120,8 @@ class Communicator(GroupCalls):
             raise
 
     def _set_up(
-        self, comm: Any, checked: bool, deterministic: bool, name: str, watched: WatchedGroup | None,
-        points: SwitchPoints,
+        self, comm: Any, checked: bool, order: Order | None, name: str, watched: WatchedGroup | None,
+        points: SwitchPoints, operand_bytes: int,
     ) -> None:  # fmt: skip
         """Set all fields, and take over the MPI communicator ``comm``, which nobody else uses."""
         self.mpi: MPI.Intracomm = comm
@@ -115,11 +130,13 @@ class Communicator(GroupCalls):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world_rank: int = load_mpi().COMM_WORLD.rank
-        self.checked, self.deterministic, self.name, self.switch_points = checked, deterministic, name, points
+        self.checked, self.order, self.name, self.switch_points = checked, order, name, points
         self.device = torch.device("cpu")
         self._backend: Backend | None = None
         self._watched = watched
         self._shared = SharedTensors(comm)
+        self._operands = Operands(self._shared, points, operand_bytes)
+        self._operand_bytes = operand_bytes
         self._streams: list[Stream] = []
         self._blocks: dict[int, Communicator] = {}
         self._host = self._new_host(comm)
@@ -144,7 +161,7 @@ class Communicator(GroupCalls):
             look=self._look(),
             shared=self._shared,
             points=self.switch_points,
-            deterministic=self.deterministic,
+            order=self.order,
         )
 
     def _use(self, backend: Backend | None) -> None:
@@ -194,6 +211,50 @@ class Communicator(GroupCalls):
         self._live_mpi()
         with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
+
+    def operand(self, operation: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised host tensor that is to be an operand of ``operation``, and is used for a while only.
+
+        From `operands_from` bytes on it lies in memory that the ranks of the node share, as a tensor of `empty` does,
+        so that the collective copies nothing. It is the tensor that is reduced, or the ``output`` of an all-gather.
+        Each rank takes its memory from a pool of its own, so the ranks' tensors may live for different times. The
+        memory returns to the pool when no tensor refers to it any more: no view, nothing that autograd keeps for the
+        backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective takes
+        the way of private tensors on all ranks.
+
+        The first call for tensors of that size is collective; later calls are local. `close` frees the pool if no
+        tensor on any rank refers to it any more. Otherwise it lives as long as the process.
+        """
+        if math.prod(shape) * dtype.itemsize < self.operands_from(operation, dtype):
+            return torch.empty(shape, dtype=dtype)
+        if not self._operands.opened:
+            self._live_mpi()
+            for stream in self._streams:  # ranks would differ in whether a collective in flight finds the window
+                if not isinstance(stream, DeviceStream):
+                    stream.synchronize()
+            with self._making("operand"):
+                self._operands.open()
+        return self._operands.empty(shape, dtype)
+
+    def operands_from(self, operation: str, dtype: torch.dtype) -> float:
+        """The size in bytes from which on `operand` uses shared memory; infinity if it never does.
+
+        Collective at the first call for an operation and a dtype.
+        """
+        least = self._operands.known.get((operation, dtype))
+        if least is None:
+            self._live_mpi()
+            with self._making("operands_from"):
+                least = self._operands.look_up(operation, dtype)
+        return least
+
+    @contextlib.contextmanager
+    def _making(self, operation: str) -> Iterator[None]:
+        """Watch what is made for operands; with ``checked``, first compare that all ranks make it."""
+        with self._calls.watching(operation, "life"):
+            if self.checked:
+                agree(self, self._host.all_gather, operation)
+            yield
 
     def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
@@ -260,7 +321,7 @@ class Communicator(GroupCalls):
         made = Communicator.__new__(Communicator)
         made._root_watch = None
         watched = None if self._watched is None else self._watched.part(part, name)
-        made._set_up(part, self.checked, self.deterministic, name, watched, self.switch_points)
+        made._set_up(part, self.checked, self.order, name, watched, self.switch_points, self._operand_bytes)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)
@@ -309,6 +370,18 @@ class Communicator(GroupCalls):
         self._live_mpi()
         node = self._shared.node
         return None if node is None else node.size
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank is here, and leave the core to others meanwhile. Collective.
+
+        `barrier` is done sooner, and keeps its core: it would slow down the ranks that still work, where there are more
+        ranks than cores. A rank sleeps 0.1 ms at a time.
+        """
+        comm = self._live_mpi()
+        with self._calls.watching("wait_for_all", "life"):
+            everybody = comm.Ibarrier()
+            while not everybody.Test():
+                time.sleep(_NAP_SECONDS)
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
@@ -359,5 +432,6 @@ class Communicator(GroupCalls):
 
     def _live_mpi(self) -> MPI.Intracomm:
         if self._calls.closed:
-            raise call_error(self, "new_stream, split, empty or world_ranks", "the communicator is closed")
+            problem = "the communicator is closed"
+            raise call_error(self, "new_stream, split, empty, wait_for_all or world_ranks", problem)
         return self.mpi

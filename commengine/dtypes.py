@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
+
+#: The order in which the operands of a group are reduced: that of the ranks, one after the other, or a binary tree.
+Order: TypeAlias = Literal["rank", "tree"]
+
+ORDERS = ("rank", "tree")
+
+#: the words before a reduction's name that make it a reduction in a binary tree (`reduce_unseen`); transports and
+#: routes pass such a name on, and no caller of a Communicator gives it
+TREE = "tree_"
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -110,6 +119,10 @@ _STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: the names of a sum, the reductions that round, and the dtypes in which they do: of others no order changes the result
+_SUMS, _ROUNDED, _ROUNDING_TYPES = ("sum", TREE + "sum"), ("sum", "prod", "avg"), FLOATING_TYPES | COMPLEX_TYPES.keys()
+
+
 def reduction_error(dtype: torch.dtype, op: object) -> str | None:
     """Return why ``op`` cannot reduce ``dtype``, in words for an error message, or None if it can."""
     if op == "sum":  # of every dtype: the most frequent reduction takes no other comparison
@@ -129,6 +142,10 @@ def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: 
     parts: tensors of one shape and dtype. out: of that shape; it may be one of the parts. Halves are reduced in float32
     and rounded once. The fixed order makes the result the same on every rank and in every run. Autograd does not see
     the reduction.
+
+    op: a reduction, or `TREE` and its name: then pairs of neighbours are reduced, then pairs of these results, and so
+    on; a result without a neighbour waits for the next round. Every pair is rounded to the dtype of the parts. So 2^k
+    neighbours that one rank has already reduced in this way can stand for themselves in a tree over more parts.
     """
     with torch.inference_mode():
         return reduce_unseen(parts, op, out)
@@ -155,8 +172,12 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
         parts = parts.unbind()  # in one call: taking one row out of a tensor costs a microsecond
     if len(parts) == 1:
         return out.copy_(parts[0])
-    if len(parts) == 2 and op == "sum" and parts[0].dtype == out.dtype != torch.bool:
+    if len(parts) == 2 and op in _SUMS and parts[0].dtype == out.dtype != torch.bool:
         return torch.add(parts[0], parts[1], out=out)  # a short cut: the code below would end in this line
+    if op.startswith(TREE):
+        op = op.removeprefix(TREE)
+        if op in _ROUNDED and out.dtype in _ROUNDING_TYPES:
+            return _reduce_in_tree(parts, op, out)
     if out.dtype == torch.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)
         reduce_unseen([part.view(torch.uint8) for part in parts], op, out.view(torch.uint8))
@@ -180,3 +201,22 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
     if op == "avg":
         total /= len(parts)
     return out if total is out else out.copy_(total)
+
+
+def _reduce_in_tree(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
+    """`reduce_unseen` in a binary tree, of a dtype that rounds."""
+    if out.numel() > SCRATCH_ELEMENTS:
+        rows = [torch.split(row.reshape(-1), SCRATCH_ELEMENTS) for row in (out, *parts)]
+        for block, *operands in zip(*rows, strict=True):
+            _reduce_in_tree(operands, op, block)
+        return out
+    step = _STEPS[op]
+    pairs = list(parts)
+    while len(pairs) > 2:
+        left, right = pairs[::2], pairs[1::2]
+        reduced = [step(one, other) for one, other in zip(left, right, strict=False)]
+        pairs = reduced + left[len(reduced) :]
+    total = step(pairs[0], pairs[1])
+    if op == "avg":
+        total /= len(parts)
+    return out.copy_(total)

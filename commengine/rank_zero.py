@@ -95,13 +95,14 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     """Run ``work()`` on every rank, and return this rank's result. Collective.
 
     If it raises `UsageError`, ValueError or OSError on any rank, all ranks raise `UsageError` with the message of the
-    first rank that failed. ``work`` must not communicate.
+    first rank that failed. ``work`` must not communicate. A rank that is done leaves its core to the others.
     """
     problem = ""
     try:
         result = work()
     except (UsageError, ValueError, OSError) as error:
         problem = one_line(error) or repr(error)
+    world.wait_for_all()
     ranks = torch.tensor([world.rank if problem else world.size])
     world.all_reduce(ranks, "min")
     first = int(ranks)

@@ -203,15 +203,21 @@ class Trace:
         """Write a file of JSON lines, which ``bench.replay`` reads.
 
         The first line has the format, this rank and the world ranks of each group; the events follow in order. Call it
-        when no traced collective is in flight and while the communicators are open. Raises ValueError when two traced
-        groups have the same name, because the file could not tell them apart.
+        when no traced collective is in flight and while the communicators are open. Raises ValueError as `groups` does.
         """
-        groups = {comm.name: comm.world_ranks() for comm in self._comms}
-        if len(groups) < len(self._comms):
-            raise ValueError(f"traced groups need different names, not {[comm.name for comm in self._comms]}")
-        lines: list[dict[str, Any]] = [{"format": FORMAT, "rank": self.rank, "groups": groups}]
+        lines: list[dict[str, Any]] = [{"format": FORMAT, "rank": self.rank, "groups": self.groups()}]
         lines += [{name: getattr(event, name) for name in SAVED} for event in self.events]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def groups(self) -> dict[str, list[int]]:
+        """The world ranks of each traced group, by its name. Call it while the communicators are open.
+
+        Raises ValueError when two groups have the same name, because a file could not tell them apart.
+        """
+        found = {comm.name: comm.world_ranks() for comm in self._comms}
+        if len(found) < len(self._comms):
+            raise ValueError(f"traced groups need different names, not {[comm.name for comm in self._comms]}")
+        return found
 
     def save_chrome(self, path: str | Path) -> None:
         """Write a Chrome trace in microseconds, with one process for this rank and one thread for each stream."""

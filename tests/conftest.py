@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests of host tensors use no device, even if there is one
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; programs of tests would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # before MKL's first call: see trainers.run.startup.fix_products
     rank = 0
     if config.getoption("--with-mpi"):
         from mpi4py import MPI

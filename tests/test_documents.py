@@ -43,6 +43,7 @@ SMALLER = {
     "bench.norm_placement": ["--minutes", "0.01", "--steps", "2", "--slice", "1", "--depths", "1", "2"],
     "bench.step": ["--steps", "2", "--warmup", "1"],
     "bench.replay": ["--rounds", "2"],
+    "bench.study": ["--minutes", "0.001", "--max-bytes", "16K"],
     "bench.switch_points": ["--seconds", "2", "--largest", "64K"],
 }
 #: options of commands with a trained model that name a file or a folder, which the reader has
@@ -50,7 +51,7 @@ FILES_OF_THE_READER = (
     "data", "prompts", "json", "plot", "predictions", "samples", "include_path", "tokenizer_model",
 )  # fmt: skip
 #: the commands that pass options on to a training run: its settings
-TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig}
+TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
 #: what a reader has made before, or names as an example
 OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 

@@ -34,9 +34,10 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks"},
+        {"host_copy", "checks", "parameter_memory"},
         {"rng", "recompute", "regions", "movement"},
-        {"placement"},
+        {"placement", "products"},
+        {"canonical"},  # the same bits at every tensor-parallel size
         {"linear", "norm", "cross_entropy", "fields"},  # fields: layers on fields that are split in space
         {"embedding", "attention", "mlp"},
         {"block"},
@@ -54,6 +55,7 @@ ROOMS = {
         {"weights"},  # models and tokenizers of other programs, read and written as checkpoints are
         {"checks"},  # of a run while it trains
         {"run"},
+        {"comparison"},  # of two runs, bit by bit
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"trained"},  # the model of a run, from its checkpoint
         {"finetuning"},  # the tasks of section 5.3: files, samples, measures, predictions
@@ -64,10 +66,11 @@ ROOMS = {
     "bench": (
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
-        {"collective_study", "contests"},
-        {"peers", "gpu_study", "checkup"},
+        {"collective_study", "contests", "traces"},
+        {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
-        {"data_parallel", "fields", "generation", "loading", "saving"},  # commands in folders of their own
+        # commands in folders of their own
+        {"data_parallel", "deterministic", "fields", "generation", "loading", "saving", "study"},
     ),
 }
 LARGEST_FOLDER = 16

@@ -4,6 +4,7 @@ from .attention.key_value_cache import KeyValueCache
 from .attention.rotary import RopeScaling
 from .attention.self_attention import DropoutMask, SelfAttention
 from .block import NormPlacement, TransformerBlock
+from .canonical.shards import CanonicalShards, use_canonical_shards
 from .cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
 from .fields import (
@@ -75,6 +76,7 @@ __all__ = [
     "BERTMultipleChoice",
     "BERTSequenceClassifier",
     "BERTSpans",
+    "CanonicalShards",
     "ColumnParallelLinear",
     "Constant",
     "DropoutMask",
@@ -147,6 +149,7 @@ __all__ = [
     "sum_reduce",
     "transfer",
     "transfer_adjoint",
+    "use_canonical_shards",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
 ]

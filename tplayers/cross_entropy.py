@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 
+from .regions import new_operand
+
 
 def vocab_parallel_cross_entropy(
     logits_shard: Tensor,
@@ -45,13 +47,16 @@ def vocab_parallel_cross_entropy(
     if not 0 < vocab_size <= padded:
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
     compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at values, and plans its buffers itself
-    if (
-        not compiling
-        and target.is_cpu
-        and bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any())
-    ):
-        raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
+    require_targets(target, vocab_size, ignore_index)
     return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite and not compiling)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def require_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
+    """Raise ValueError for a target outside the vocabulary, on the host if not compiled."""
+    if torch.compiler.is_compiling() or not target.is_cpu:
+        return
+    if bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any()):
+        raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -71,9 +76,9 @@ class _CrossEntropy(torch.autograd.Function):
         precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
         # Subtracting the global maximum keeps exp() finite. A rank that holds only padding contributes -inf.
-        peak = logits.new_full(target.shape, -torch.inf, dtype=precision)
+        peak = new_operand("all_reduce", target.shape, logits.new_empty(0, dtype=precision), comm).fill_(-torch.inf)
         if real:
-            peak = logits[..., :real].amax(dim=-1).to(precision)
+            peak.copy_(logits[..., :real].amax(dim=-1))
         all_reduce_(peak, comm, "max")
 
         ctx.overwrite = overwrite and real == width and precision == logits.dtype
@@ -86,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
             shifted = _shift_real(logits, peak, real)
         mine = (target >= start) & (target < start + real)
         column = torch.where(mine, target - start, 0).unsqueeze(-1)
-        sums = peak.new_zeros((2, *target.shape))
+        sums = new_operand("all_reduce", (2, *target.shape), peak, comm)
         sums[1] = torch.where(mine, shifted.gather(-1, column).squeeze(-1), 0.0)
         exponentials = shifted.exp_()
         sums[0] = exponentials.sum(dim=-1)

@@ -13,20 +13,19 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
+from .canonical.products import ColumnWeight, columns, replicated, rows
+from .canonical.shards import CanonicalShards, stacked, unstacked
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
+from .products import linear_product, row_parallel_product
 from .regions import (
     communicates,
     gather_from_tensor_parallel_region,
     new_whole,
-    reduce_own_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+    product_for,
     scatter_to_tensor_parallel_region,
 )
 
 DEFAULT_INIT = Normal(0.02)
-
-#: the fewest rows for which a product with a packed weight is faster
-PACKED_ROWS = 4
 
 
 class ColumnParallelLinear(nn.Module):
@@ -41,6 +40,8 @@ class ColumnParallelLinear(nn.Module):
     overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
         (`column_parallel_linear`).
     packed: a copy of the weight by `pack`, which products without a backward may use; None for none.
+    canonical: the shards in which the layer computes, or None (`tplayers.use_canonical_shards`). `shards` then gives
+        its output without putting the shards side by side.
 
     forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size] (or [..., out_features]).
     One all-reduce of x's gradient backward (f).
@@ -51,6 +52,7 @@ class ColumnParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: Tensor | None = None
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -75,6 +77,8 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output needs blocks=1: the gathered parts would interleave the blocks")
         self.comm = comm
         self.gather_output = gather_output
+        self.blocks = blocks
+        self.canonical_sizes = {"out_features": filled.total}
         self.sequence_parallel = sequence_parallel
         self.overlap_stream = overlap_stream
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
@@ -89,11 +93,20 @@ class ColumnParallelLinear(nn.Module):
             self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            y = unstacked(self.shards(x))
+            return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
         y = column_parallel_linear(
             x, self.weight, self.bias, self.comm,
             sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream, packed=self.packed,
         )  # fmt: skip
         return gather_from_tensor_parallel_region(y, self.comm) if self.gather_output else y
+
+    def shards(self, x: Tensor) -> Tensor:
+        """The canonical shards of the output, [blocks * own, ..., out_features / (blocks * C)]."""
+        assert self.canonical is not None
+        (y,) = canonical_columns(x, [self], self.canonical)
+        return y
 
 
 class RowParallelLinear(nn.Module):
@@ -105,6 +118,7 @@ class RowParallelLinear(nn.Module):
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
     packed: as in `ColumnParallelLinear`.
+    canonical: as in `ColumnParallelLinear`; `of_shards` takes the shards of x as they are.
 
     forward: x [..., in_features / comm.size] (or [..., in_features]) -> [..., out_features], equal on all ranks.
     One all-reduce of the output forward (g).
@@ -115,6 +129,7 @@ class RowParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: Tensor | None = None
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -134,6 +149,7 @@ class RowParallelLinear(nn.Module):
         require_divisible(comm.size, in_features=filled.total)
         self.comm = comm
         self.input_is_parallel = input_is_parallel
+        self.canonical_sizes = {"in_features": filled.total}
         self.sequence_parallel = sequence_parallel
         view, more = (out_features, *filled.sizes), (out_features, *filled.padded)
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
@@ -150,12 +166,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
-        y = _product(x, self.weight, None, self.packed)
-        if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, self.comm)
-        else:
-            y = reduce_own_from_tensor_parallel_region(y, self.comm)
+        if self.canonical is not None:
+            return self.of_shards(list(stacked(x, self.canonical.own)))
+        y = row_parallel_product(x, self.weight, self.comm, self.sequence_parallel, self.packed)
         return y if self.bias is None else y.add_(self.bias)
+
+    def of_shards(self, parts: Sequence[Tensor]) -> Tensor:
+        """The output for the canonical shards of the input, each [..., in_features / C]."""
+        assert self.canonical is not None
+        return rows(parts, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
 
 
 class ReplicatedLinear(nn.Module):
@@ -168,6 +187,7 @@ class ReplicatedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -179,12 +199,22 @@ class ReplicatedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.sequence_parallel = sequence_parallel
         weight = Placement((out_features, in_features), init, partial=sequence_parallel)
         add_parameter(self, "weight", weight, dtype)
         add_parameter(self, "bias", Placement((out_features,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            return replicated(x, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
         return F.linear(x, self.weight, self.bias)
+
+
+def canonical_columns(x: Tensor, layers: Sequence[ColumnParallelLinear], shards: CanonicalShards) -> tuple[Tensor, ...]:
+    """`ColumnParallelLinear.shards` of each of ``layers``, which communicate as one. They are alike but for weights."""
+    first = layers[0]
+    weights = [ColumnWeight(layer.weight, layer.bias, layer.blocks) for layer in layers]
+    return columns(x, weights, shards, split=first.sequence_parallel, stream=first.overlap_stream)
 
 
 def column_parallel_linear(
@@ -210,7 +240,7 @@ def column_parallel_linear(
     packed: a copy of ``weight`` by `pack`, which a product without a backward may use.
     """
     if _needs_no_function(comm, sequence_parallel):
-        return _product(x, weight, bias, packed)
+        return linear_product(x, weight, bias, packed)
     (y,) = column_parallel_linears(
         x, [(weight, bias, packed)], comm, sequence_parallel=sequence_parallel, overlap_stream=overlap_stream
     )
@@ -231,7 +261,7 @@ def column_parallel_linears(
     The layers communicate as one: x is gathered once, and their gradients of x are added up before the one all-reduce.
     """
     if _needs_no_function(comm, sequence_parallel):
-        return tuple(_product(x, *layer) for layer in layers)
+        return tuple(linear_product(x, *layer) for layer in layers)
     tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
     return _ColumnParallelLinears.apply(x, comm, sequence_parallel, overlap_stream, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -239,23 +269,6 @@ def column_parallel_linears(
 def _needs_no_function(comm: Communicator, sequence_parallel: bool) -> bool:
     """Whether column-parallel layers communicate nothing, because there is no backward. A Function costs 20 us."""
     return not communicates(comm) or not (sequence_parallel or torch.is_grad_enabled())
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A copy of ``weight`` [out, in] in the order in which oneDNN's product with a few rows reads it.
-
-    ``weight`` is in float32 on the host. Of 8 rows the product needs half as long as MKL's of the weight itself.
-    """
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
-    return copy
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """``F.linear``; from ``packed``, a copy of the weight, if there is one, no backward and rows enough."""
-    if packed is None or torch.is_grad_enabled() or x.numel() < PACKED_ROWS * x.shape[-1]:
-        return F.linear(x, weight, bias)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return y
 
 
 class _ColumnParallelLinears(torch.autograd.Function):
@@ -292,10 +305,10 @@ class _ColumnParallelLinears(torch.autograd.Function):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
         if need_x:
-            total = rows[0] @ weights[0]
+            total = product_for("reduce_scatter" if ctx.sequence_parallel else "all_reduce", grads[0], weights[0], comm)
             for more, weight in zip(rows[1:], weights[1:], strict=True):
-                total.addmm_(more, weight)
-            grad_x = total.view(*grads[0].shape[:-1], total.shape[1])
+                total.view(-1, total.shape[-1]).addmm_(more, weight)
+            grad_x = total
             if ctx.sequence_parallel:
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)

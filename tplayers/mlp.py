@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
 
+from .canonical import pointwise
+from .canonical.shards import CanonicalShards
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal
 
@@ -31,6 +33,8 @@ class MLP(nn.Module):
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
     With sequence_parallel: x [s / comm.size, ..., hidden_size], this rank's sequence shard -> the same.
     """
+
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -58,6 +62,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            return self.down.of_shards(pointwise.gelu(self.up.shards(x), GELUS[self.gelu]).unbind())
         result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
 
@@ -69,6 +75,8 @@ class SwiGLU(nn.Module):
     the rows [gate; up], of ``ffn_hidden_size`` each; the gate goes through SiLU.
     bias, sequence_parallel, overlap_stream, forward: as in `MLP`.
     """
+
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -93,6 +101,8 @@ class SwiGLU(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            return self.down.of_shards(pointwise.gated(self.gate_up.shards(x)).unbind())
         result: Tensor = self.down(_gated(self.gate_up(x)))
         return result
 

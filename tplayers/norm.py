@@ -12,6 +12,8 @@ from commengine import Communicator
 from commengine.compiled_ops import all_gather_into_, all_reduce_
 from commengine.dtypes import HALF_TYPES
 
+from .canonical import norms
+from .canonical.shards import CanonicalShards
 from .placement import Constant, Placement, add_parameter, require_divisible
 from .regions import new_whole
 
@@ -28,6 +30,7 @@ class LayerNorm(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -39,10 +42,14 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.sequence_parallel = sequence_parallel
         add_parameter(self, "weight", Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
         add_parameter(self, "bias", Placement((hidden_size,), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            split = self.sequence_parallel
+            return norms.layer_norm(x, self.weight, self.bias, self.eps, self.canonical, split=split)
         if x.is_cpu and x.dtype in HALF_TYPES:
             return _HostHalfNorm.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call, no-any-return]
         return torch.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -80,6 +87,7 @@ class RMSNorm(nn.Module):
     """
 
     weight: nn.Parameter
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -91,9 +99,12 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.sequence_parallel = sequence_parallel
         add_parameter(self, "weight", Placement((hidden_size,), Constant(1.0), partial=sequence_parallel), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            return norms.rms_norm(x, self.weight, self.eps, self.canonical, split=self.sequence_parallel)
         return _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call, no-any-return]
 
 

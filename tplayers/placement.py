@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator
 
+from .parameter_memory import parameter_memory
 from .rng import generator
 
 
@@ -197,8 +198,9 @@ def add_parameter(module: nn.Module, name: str, placement: Placement, dtype: tor
     """Give ``module`` a parameter ``name`` with this placement, and the record that `placements` reads.
 
     The parameter holds NaN until `initialize` or a checkpoint fills it, so that nobody trains one that was forgotten.
+    Within `unfilled_parameters` it holds any values.
     """
-    module.register_parameter(name, nn.Parameter(torch.full(placement.local_shape, math.nan, dtype=dtype)))
+    module.register_parameter(name, nn.Parameter(parameter_memory(placement.local_shape, dtype)))
     vars(module).setdefault(_RECORDS, {})[name] = placement
 
 
@@ -250,6 +252,13 @@ def initialize(module: nn.Module, seed: int) -> None:
         for name, parameter in module.named_parameters():
             if (placement := recorded.get(parameter)) is not None:
                 parameter.copy_(placement.part(placement.init.draw(placement.shape, seed, name)))
+
+
+def without_partial_gradients(module: nn.Module) -> None:
+    """Note that the layers of ``module`` sum their gradients themselves: no placement is `Placement.partial`."""
+    for owner in module.modules():
+        records = vars(owner).get(_RECORDS, {})
+        records.update({name: replace(placement, partial=False) for name, placement in records.items()})
 
 
 def sum_partial_gradients(module: nn.Module, comm: Communicator) -> None:

@@ -19,7 +19,7 @@ reduce_scatter_to_sequence_parallel_region         reduce-scatter        all-gat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,27 +113,53 @@ def communicates(comm: Communicator) -> bool:
 # The collectives, on any dimension and layout ---------------------------------------------------------------------
 
 
-def new_whole(part: Tensor, comm: Communicator) -> Tensor:
-    """An uninitialised tensor for the ``part`` of every rank, along dim 0."""
+def new_operand(operation: str, shape: Sequence[int], like: Tensor, comm: Communicator) -> Tensor:
+    """An uninitialised tensor for ``operation``, in memory that the ranks of a node share where that is faster.
+
+    It has the dtype and device of ``like``. See `Communicator.operand`.
+    """
+    if like.is_cpu and not torch.compiler.is_compiling():
+        return comm.operand(operation, shape, like.dtype)
     # Not new_empty: the compiler would merge two of them, and so use one buffer for the forward's and the backward's
     # gathering.
-    return torch.empty((comm.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-def _fresh(x: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return x.clone(memory_format=torch.contiguous_format)
+def in_shared_memory(operation: str, numel: int, like: Tensor, comm: Communicator) -> bool:
+    """Whether `new_operand` would put ``numel`` elements in memory that ranks share. A group of one has none.
+
+    A compiled graph plans its own memory. Collective at the first call for an operation and a dtype.
+    """
+    return (
+        like.is_cpu
+        and not torch.compiler.is_compiling()
+        and numel * like.itemsize >= comm.operands_from(operation, like.dtype)
+    )
+
+
+def new_whole(part: Tensor, comm: Communicator) -> Tensor:
+    """An uninitialised tensor for the ``part`` of every rank, along dim 0."""
+    return new_operand("all_gather", (comm.size * part.shape[0], *part.shape[1:]), part, comm)
+
+
+def product_for(operation: str, a: Tensor, b: Tensor, comm: Communicator) -> Tensor:
+    """``a`` [..., k] times the matrix ``b`` [k, n], written where ``operation`` takes it. Autograd does not see it."""
+    if torch.compiler.is_compiling():
+        return a @ b
+    product = new_operand(operation, (*a.shape[:-1], b.shape[1]), a, comm)
+    torch.mm(a.reshape(-1, a.shape[-1]), b, out=product.view(-1, b.shape[1]))
+    return product
 
 
 def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
-    result = _fresh(x)
+    result = new_operand("all_reduce", x.shape, x, comm).copy_(x)
     all_reduce_(result, comm)
     return result
 
 
 def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     size = x.shape[dim] // comm.size
-    return _fresh(x.narrow(dim, comm.rank * size, size))
+    return x.narrow(dim, comm.rank * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -144,7 +170,9 @@ def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    front = x.movedim(dim, 0).contiguous()
+    front = x.movedim(dim, 0)
+    if not front.is_contiguous():
+        front = new_operand("reduce_scatter", front.shape, x, comm).copy_(front)
     part = front.new_empty((front.shape[0] // comm.size, *front.shape[1:]))
     reduce_scatter_into_(part, front, comm)
     return _from_front(part, dim)

@@ -6,10 +6,13 @@ The names of the flags are Megatron-LM's.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
+
+from commengine.dtypes import Order
 
 from .options import (
     ABOVE_ZERO,
@@ -67,6 +70,11 @@ class JobConfig:
     verify_checkpoints: bool = option(
         True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
     )
+
+    @property
+    def order(self) -> Order | None:
+        """The order of the job's reductions (`commengine.Communicator`); None: as is fastest."""
+        return None
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
@@ -227,6 +235,11 @@ class TrainConfig(JobConfig):
     step_file: str | None = option(
         None, "file for the number of the step under way, which trainers.supervise asks for and removes"
     )
+    log_digests: bool = option(
+        False,
+        "write a row of metrics.jsonl after every step, with digests of the loss, of the gradient's norm and of "
+        "the weights, which trainers.compare compares with those of another run",
+    )
     tensorboard_dir: str | None = option(
         None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)", valid=NOT_EMPTY
     )
@@ -263,6 +276,22 @@ class TrainConfig(JobConfig):
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
         require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
+
+    @property
+    def canonical_shards(self) -> int | None:
+        """The shards in which the model computes the same bits at every layout; None: it does not."""
+        return None
+
+    @property
+    def digests(self) -> bool:
+        """Whether metrics.jsonl gets the digests of every step."""
+        return self.log_digests or self.canonical_shards is not None
+
+    def require_resumable(self, saved: Mapping[str, Any]) -> None:
+        """Raise UsageError unless these settings can go on with a run that has saved its settings as ``saved``.
+
+        Settings that are marked as fixed have been compared before.
+        """
 
     def verify_files(self, part: int, parts: int) -> int:
         """Read this rank's share of the files that a run is asked to verify, on every rank; a task may have such files.

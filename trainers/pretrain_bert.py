@@ -13,6 +13,7 @@ from commengine import Communicator, launch
 
 from .run.startup import run_command
 from .tasks.bert import BERTTask, BERTTrainConfig
+from .tasks.dry_run import dry_run
 
 #: the settings of a run; each field is a flag
 CONFIG = BERTTrainConfig
@@ -20,7 +21,7 @@ CONFIG = BERTTrainConfig
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, "pretrain_bert", CONFIG, BERTTask)
+    return run_command(world, "pretrain_bert", CONFIG, BERTTask, dry_run)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 from commengine import Communicator, launch
 
 from .run.startup import run_command
+from .tasks.dry_run import dry_run
 from .tasks.gpt import GPTTask, GPTTrainConfig
 
 #: the settings of a run; each field is a flag
@@ -20,7 +21,7 @@ CONFIG = GPTTrainConfig
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, "pretrain_gpt", CONFIG, GPTTask)
+    return run_command(world, "pretrain_gpt", CONFIG, GPTTask, dry_run)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
             pairs = zip(one.series.sizes, one.fit.residuals, strict=True)
             errors = [error for size, error in pairs if part.from_bytes <= size < end]
             rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
-            start = interval(part.from_bytes, part.from_interval, "g") if part.from_bytes else "0"
+            start = interval(part.from_bytes, part.from_interval, ",.0f") if part.from_bytes else "0"
             low, high = (bandwidth(beta) for beta in reversed(part.beta_interval))
             yield (
                 f"| {one.series.operation} | {one.series.ranks} | {one.series.variant} | {start} "

@@ -109,7 +109,7 @@ def panels(legends: Sequence[int]) -> tuple[Figure, Any]:
     height = sum(heights)
     figure = Figure(figsize=(14, height))
     # matplotlib's own layouts take twice as long as all the rest here
-    figure.subplots_adjust(0.05, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
+    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
     return figure, figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
 
 
@@ -184,7 +184,7 @@ def by_size(axes: Any) -> None:
 
     low, high = axes.get_xlim()
     octaves = math.log2(high / low)
-    base = 2.0 ** max(1, math.ceil(octaves / 9))
+    base = 2.0 ** max(1, math.ceil(octaves / 7))
     axes.xaxis.set_major_locator(LogLocator(base=base, numticks=20))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(size_label))

@@ -7,6 +7,8 @@ A folder of Hugging Face, of ``--load`` or with a random model that the command 
 ``--load hf:FOLDER`` of the training commands is: the ranks are one tensor group, and each reads its own slices. The
 other way is ``safetensors.torch.load_file`` and a copy of every tensor, by rank 0 alone, while the other ranks sleep:
 the least that a program does which then cuts the tensors into parts. The ways alternate, and read from the page cache.
+Before each, rank 0 uses as much memory as the model needs, and frees it: some virtual machines give free memory back to
+their host, and wait when they need it again, which may take longer than either way.
 
 The memory is the largest RssAnon (memory that is not of files) while the model is made and filled, above that before.
 It is measured in the first load, so that no memory of an earlier one is used again. A thread looks every millisecond.
@@ -15,6 +17,7 @@ It is measured in the first load, so that no memory of an earlier one is used ag
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 import shutil
 import tempfile
@@ -104,8 +107,17 @@ def wait_for_all(world: Communicator) -> None:
         time.sleep(NAP)
 
 
-def timed(world: Communicator, work: Callable[[], object]) -> float:
-    """The seconds of ``work`` until all ranks have ended it. Collective."""
+def claim(size: int) -> None:
+    """Use ``size`` bytes of memory, and free them, so that the system has this much at hand."""
+    with mmap.mmap(-1, size) as memory:
+        for page in range(0, size, mmap.PAGESIZE):
+            memory[page] = 1
+
+
+def timed(world: Communicator, work: Callable[[], object], size: int) -> float:
+    """The seconds of ``work``, which needs ``size`` bytes of memory, until all ranks have ended it. Collective."""
+    if world.rank == 0:
+        claim(size)
     wait_for_all(world)
     start = time.perf_counter()
     work()
@@ -133,15 +145,16 @@ def measure(world: Communicator, folder: Path, rounds: int) -> dict[str, Any]:
         ours()
         theirs()  # the files are in the page cache from here on
         seconds: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        size = int(on_rank_zero(world, lambda: _bytes(folder)))
         with progress(world, rounds) as bar:
             for number in range(rounds):
                 for name in ((OURS, THEIRS), (THEIRS, OURS))[number % 2]:
-                    seconds[name].append(timed(world, ours if name == OURS else theirs))
+                    seconds[name].append(timed(world, ours if name == OURS else theirs, size))
                 bar.update()
     return {
         "ranks": world.size,
         "model": f"{parameters[0]} layers, {parameters[1]} wide",
-        "bytes": on_rank_zero(world, lambda: _bytes(folder)),
+        "bytes": size,
         "memory": [{"peak": most, "share": mine, "ratio": most / mine} for most, mine in memory],
         "rows": [
             {"name": name, "seconds": values, "spread": asdict(Spread.of(values)),

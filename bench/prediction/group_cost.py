@@ -25,6 +25,9 @@ def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Clust
         sequence_parallel=layout.sequence_parallel,
     )
     run += cost.loss_collectives(shape, layout.micro_batch, layout.tensor)
+    run += cost.key_value_collectives(
+        shape, layout.micro_batch, layout.tensor, element_bytes=cluster.device.element_bytes, recompute=layout.recompute
+    )
     return layout.micro_batches * sum(
         one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run
     )

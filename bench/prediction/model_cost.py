@@ -60,16 +60,17 @@ class PredictedStep:
 class _Kernel:
     """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
 
-    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "split", over ``width`` h /
-    t; or "scores", over a s / t for each token. backward: 0 if there is none.
+    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "qkv", "queries", "rotated"
+    (queries and keys) and "mlp", which a rank has 1 / t of; or "scores", over a s / t for each token. backward: 0 if
+    there is none. bias: there is no such kernel without biases.
     """
 
     over: str
     forward: float
     backward: float
-    width: float = 1
     count: int = 1
     layernorm: bool = False
+    bias: bool = False
 
 
 # Each line: the bytes that the operations of the comment read and write, in order.
@@ -78,11 +79,11 @@ _UNFUSED = (
     _Kernel("hidden", 5, 5, count=2),  # dropout
     _Kernel("hidden", 6, 6, count=2),  # residual; backward, the two gradients that meet
     _Kernel("hidden", 4, 2, count=2),  # bias after the row-parallel product; backward, its sum
-    _Kernel("split", 4, 2, width=3),  # bias of QKV
-    _Kernel("split", 4, 2, width=4),  # bias of h -> 4h
-    _Kernel("split", 4, 8, width=3),  # heads made contiguous for the batched product; backward, and joined again
-    _Kernel("split", 4, 4),  # context made contiguous
-    _Kernel("split", 4, 6, width=4),  # GELU, one kernel by torch.jit
+    _Kernel("qkv", 4, 2, bias=True),  # bias of QKV
+    _Kernel("mlp", 4, 2, bias=True),  # bias of h -> 4h
+    _Kernel("qkv", 4, 8),  # heads made contiguous for the batched product; backward, and joined again
+    _Kernel("queries", 4, 4),  # context made contiguous
+    _Kernel("mlp", 4, 6),  # GELU, one kernel by torch.jit
     _Kernel("scores", 4, 4),  # divided by sqrt(d)
     _Kernel("scores", 4, 4),  # times the mask
     _Kernel("scores", 4, 0),  # minus 10000 (1 - mask)
@@ -92,17 +93,20 @@ _UNFUSED = (
 _FUSED = (
     _Kernel("hidden", 4, 6, count=2, layernorm=True),
     _Kernel("hidden", 7, 11, count=2),  # bias + dropout + residual; backward, dropout and the two gradients that meet
-    _Kernel("split", 4, 2, width=3),  # bias of QKV
-    _Kernel("split", 4, 6, width=4),  # bias + GELU
-    _Kernel("split", 0, 4, width=3),  # gradients of q, k, v joined
+    _Kernel("qkv", 4, 2, bias=True),  # bias of QKV
+    _Kernel("mlp", 4, 6),  # bias + GELU
+    _Kernel("qkv", 0, 4),  # gradients of q, k, v joined
 )
 # Attention in single operations beside fused kernels: 2019's, and the mask's hash in int32 (tplayers/rng.py).
 _POSITION_MASK = (
     *(kernel for kernel in _UNFUSED if kernel.over == "scores"),
     _Kernel("scores", 97, 0),
-    _Kernel("split", 4, 4, width=3),  # heads made contiguous
-    _Kernel("split", 4, 4),  # context made contiguous
+    _Kernel("qkv", 4, 4),  # heads made contiguous
+    _Kernel("queries", 4, 4),  # context made contiguous
 )
+# Of the Llama family: queries and keys rotated; SwiGLU, which reads its gate, too.
+_ROTATION = _Kernel("rotated", 4, 4)
+_SWIGLU = _Kernel("mlp", 6, 10)
 # Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
 # 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
 # for Adam 4, master weight and moments read and written 24, weight 2.
@@ -204,13 +208,14 @@ def _layer(
 ) -> tuple[KernelTimes, KernelTimes, KernelTimes]:
     """One layer's micro-batch: forward, backward, and what is computed again before backward."""
     h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
-    tokens, head, batch = s * b, h // shape.heads, b * shape.heads // t
+    tokens, head, batch = s * b, shape.head_size, b * shape.heads // t
     forward, backward, attention = KernelTimes(), KernelTimes(), KernelTimes()
 
     def gemm(m: int, n: int, k: int, batch: int = 1) -> float:
         return gemm_seconds(device, m, n, k, batch, by_shape=parts.gemm_shape)
 
-    for n, k in ((3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)):
+    inner = (2 if shape.gated else 1) * shape.mlp
+    for n, k in ((_elements("qkv", shape, t) // t, h), (h, shape.queries // t), (inner // t, h), (h, shape.mlp // t)):
         forward.add("gemm", 1, multiply=gemm(tokens, n, k))
         backward.add("gemm", 2, multiply=gemm(tokens, k, n) + gemm(k, n, tokens))
 
@@ -218,7 +223,7 @@ def _layer(
         attention.add("attention", 2, multiply=gemm(s, s, head, batch) + gemm(s, head, s, batch))
         backward.add("attention", 4, multiply=gemm(s, s, head, batch) + 3 * gemm(s, head, s, batch))
     else:
-        flops = 2 * tokens * s * h / t  # both products, the half below the diagonal
+        flops = 2 * tokens * s * shape.queries / t  # both products, the half below the diagonal
         flops *= 2 if shape.model == "bert" else 1  # a BERT attends to all positions
         attention.add("attention", 1, multiply=flops / (device.peak_flops * FUSED_ATTENTION[0]))
         backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * FUSED_ATTENTION[1]))
@@ -226,7 +231,13 @@ def _layer(
     kernels: tuple[_Kernel, ...] = _UNFUSED
     if device.kernels == "fused":
         kernels = (*_FUSED, *_POSITION_MASK) if _eager_attention(layout, device) else _FUSED
+    if shape.gated:
+        kernels = tuple(_SWIGLU if kernel.over == "mlp" and not kernel.bias else kernel for kernel in kernels)
+    if shape.rotary:
+        kernels += (_ROTATION,)
     for kernel in kernels:
+        if kernel.bias and not (shape.biases or (kernel.over == "qkv" and shape.qkv_biases)):
+            continue
         scores = kernel.over == "scores"
         if not (parts.attention_traffic if scores else parts.elementwise):
             continue
@@ -250,9 +261,18 @@ def _width(kernel: _Kernel, shape: TransformerShape, layout: Layout) -> float:
     """The elements of a token on one device."""
     if kernel.over == "scores":
         return shape.heads * shape.seq / layout.tensor
-    if kernel.over == "split":
-        return kernel.width * shape.hidden / layout.tensor
-    return shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
+    if kernel.over == "hidden":
+        return shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
+    return _elements(kernel.over, shape, layout.tensor) / layout.tensor
+
+
+def _elements(over: str, shape: TransformerShape, tensor: int) -> int:
+    """The elements of a token on all ranks of a tensor group together."""
+    keys = shape.keys * shape.sharing(tensor)
+    found = {
+        "qkv": shape.queries + 2 * keys, "queries": shape.queries, "rotated": shape.queries + keys, "mlp": shape.mlp,
+    }  # fmt: skip
+    return found[over]
 
 
 def _ends(shape: TransformerShape, layout: Layout, device: Device, parts: Parts) -> KernelTimes:

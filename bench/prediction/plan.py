@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
-from bench.prediction.model_cost import PredictedStep, predict
+from bench.prediction.model_cost import PredictedStep, kept_tensors, predict
 from commengine.cost import TransformerShape
 
 # The fields of Layout that the search varies and a caller may fix, with their options.
@@ -44,6 +44,8 @@ def layouts(shape: TransformerShape, gpus: int, batch: int, like: Layout) -> Ite
     """
     for tensor in divisors(gpus):
         if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
+            continue
+        if shape.mlp % tensor or (shape.groups % tensor and tensor % shape.groups):
             continue
         data = gpus // tensor
         for micro_batch in divisors(batch // data):
@@ -82,7 +84,7 @@ def plan(
             "devices, and the data-parallel size the batch"
         )
     found = []
-    for layout in _narrowed(chosen, fixed or {}):
+    for layout in _different(_narrowed(chosen, fixed or {}), cluster):
         step = predict(shape, layout, cluster)
         found.append(Candidate(layout, step, step.memory_total <= room))
     fitting = sorted((one for one in found if one.fits), key=lambda one: one.step.total)
@@ -91,6 +93,22 @@ def plan(
     result = [_with(one, "" if one is fitting[0] else _slower(one.step, fitting[0].step)) for one in fitting]
     return result + [
         _with(one, _too_large(one.step, room) + ("; fits with ZeRO-1" if one.layout in split else "")) for one in others
+    ]
+
+
+def _different(chosen: list[Layout], cluster: Cluster) -> list[Layout]:
+    """Without the layouts that are another one in all that counts.
+
+    With a fused kernel attention keeps no scores, so "selective" has nothing to save: it is "none", and computes
+    attention twice.
+    """
+    there = set(chosen)
+    return [
+        one
+        for one in chosen
+        if one.recompute != "selective"
+        or kept_tensors(one, cluster).scores != "none"
+        or replace(one, recompute="none") not in there
     ]
 
 
@@ -171,6 +189,6 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
         )
     yield ""
     yield (
-        f"{len(candidates)} layouts divide, {len(fitting)} fit, {len(shown)} are shown. ZeRO-1 is "
+        f"{len(candidates)} different layouts divide, {len(fitting)} fit, {len(shown)} are shown. ZeRO-1 is "
         "--use-distributed-optimizer."
     )

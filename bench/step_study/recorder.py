@@ -1,9 +1,9 @@
-"""Record a training step: open its trainer, make the folder of the recording, and save each rank's trace there."""
+"""Record a training step: open its trainer, make the folder of the recording, and trace a step."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,14 +67,15 @@ def open_trainer(config: TracedConfig, comm: Communicator) -> Trainer:
     return gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
 
 
-def make_folder(folder: Path, option: str, *, overwrite: bool) -> None:
+def make_folder(folder: Path, option: str, patterns: Collection[str], *, overwrite: bool) -> None:
     """Make the folder of a recording, on one rank.
 
     An older recording is deleted with ``overwrite``, so that no file of it is left among the new ones. Without it,
-    the folder must not hold a recording. option: the option that names the folder, for the UsageError.
+    the folder must not hold a recording. patterns: of the files of recordings, in all formats. option: the option that
+    names the folder, for the UsageError.
     """
     make_writable(option, folder)
-    older = sorted(folder.glob("rank-*.jsonl"))
+    older = sorted(file for pattern in patterns for file in folder.glob(pattern))
     if older and not overwrite:
         raise UsageError(
             f"{option} {folder}: holds a recording of {len(older)} ranks; give another folder, or --overwrite"
@@ -83,15 +84,16 @@ def make_folder(folder: Path, option: str, *, overwrite: bool) -> None:
         file.unlink()
 
 
-def save(world: Communicator, folder: Path, trace: Trace) -> None:
-    """Write this rank's trace to the recording's folder. Collective: an error on one rank is one on every rank."""
-    on_every_rank(world, lambda: trace.save(folder / f"rank-{world.rank}.jsonl"))
+def record(
+    world: Communicator, config: TracedConfig, warmup: int, save: Callable[[Trace, tuple[float, float]], object]
+) -> Trace:
+    """Trace one step after ``warmup`` others, and give its trace, and when it began and ended, to ``save``. Collective.
 
-
-def record(world: Communicator, config: TracedConfig, folder: Path, warmup: int) -> Trace:
-    """Trace one step after ``warmup`` others, and save it in a folder that `make_folder` made. Collective."""
+    save: collective, too; it is called before the trainer and its communicators are closed.
+    """
     trainer = open_trainer(config, world)
-    (trace,) = trace_steps(trainer, warmup, 1, lambda: None).recordings
-    save(world, folder, trace)
+    traced = trace_steps(trainer, warmup, 1, lambda: None)
+    (trace,), (span,) = traced.recordings, traced.bounds
+    save(trace, span)
     trainer.close()
     return trace

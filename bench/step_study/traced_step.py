@@ -86,12 +86,13 @@ class TracedStep:
 class TracedSteps:
     """The traced steps ``steps[rank]``, on rank 0's clock, known within +-uncertainty seconds.
 
-    recordings: the traces of this rank, one for each step.
+    recordings, bounds: the traces of this rank, one for each step, and when each step began and ended on its clock.
     """
 
     steps: list[list[TracedStep]]
     uncertainty: float
     recordings: list[Trace]
+    bounds: list[tuple[float, float]]
 
 
 def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], object]) -> TracedSteps:
@@ -127,7 +128,8 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
     rank = grid.world.rank
     clock = (began, ended, first[rank].seconds, last[rank].seconds)
     everyone = grid.world.mpi.gather([_on_rank_zeros_clock(step, clock) for step in found])
-    return TracedSteps(with_skew(everyone or []), _uncertainty(first, last), logs)
+    bounds = [(step.start, step.end) for step in found]
+    return TracedSteps(with_skew(everyone or []), _uncertainty(first, last), logs, bounds)
 
 
 def _uncertainty(first: list[Offset], last: list[Offset]) -> float:

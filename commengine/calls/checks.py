@@ -21,6 +21,9 @@ from commengine.operations import OPERATIONS
 #: a torch tensor, or an array with DLPack (NumPy, CuPy): its memory is used, not copied
 TensorLike: TypeAlias = Any
 
+#: the operations of an output and an input of which one may be this rank's rows of the other
+IN_PLACE = ("all_gather", "reduce_scatter")
+
 #: the largest C int: the largest colour and key that MPI takes
 INT_MAX = 2**31 - 1
 
@@ -86,16 +89,19 @@ def checked_pair(group: Caller, operation: str, output: TensorLike, input: Tenso
 
     The table of operations names this tensor, in its column ``whole``.
     """
-    whole = OPERATIONS[operation].whole or "output"
     output = checked_tensor(group, operation, output, "output")
     input = checked_tensor(group, operation, input, "input")
-    big, small = (input, output) if whole == "input" else (output, input)
     if output.dtype != input.dtype:
         raise call_error(group, operation, f"output is {output.dtype}, input {input.dtype}")
-    _check_whole(group, operation, whole, big, "output" if whole == "input" else "input", small)
-    in_place = operation == "all_gather" and input.data_ptr() == output.data_ptr() + group.rank * input.nbytes
-    if not in_place:
-        check_disjoint(group, operation, output, input)
+    if OPERATIONS[operation].whole == "input":
+        _check_whole(group, operation, "input", input, "output", output)
+    else:
+        _check_whole(group, operation, "output", output, "input", input)
+    if output.is_cpu != input.is_cpu or _overlap(output, input):
+        big, small = (input, output) if OPERATIONS[operation].whole == "input" else (output, input)
+        in_place = small.data_ptr() == big.data_ptr() + group.rank * small.nbytes  # this rank's rows
+        if operation not in IN_PLACE or not in_place:
+            check_disjoint(group, operation, output, input)
     return output, input
 
 
@@ -114,6 +120,8 @@ def root_tensor(
 
 
 def _check_whole(group: Caller, operation: str, big_name: str, big: Tensor, small_name: str, small: Tensor) -> None:
+    if big.dim() == 1 == small.dim() and big.numel() == small.numel() * group.size:
+        return  # a short cut: a shape costs more to get than two numbers
     rows = small.shape or (1,)  # a 0-d tensor is one row
     if big.shape != (rows[0] * group.size, *rows[1:]):
         raise call_error(
@@ -144,9 +152,14 @@ def check_disjoint(group: Caller, operation: str, one: Tensor, other: Tensor) ->
     """Check that two tensors of a call lie on one device and share no memory."""
     if one.is_cpu != other.is_cpu:
         raise call_error(group, operation, f"the tensors lie on {one.device} and {other.device}")
-    first, second = one.data_ptr(), other.data_ptr()
-    if first < second + other.nbytes and second < first + one.nbytes:
+    if _overlap(one, other):
         raise call_error(group, operation, "the tensors share memory")
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes if second <= first else second < first + one.nbytes
 
 
 def check_independent(member: GroupMember, calls: list[tuple[str, tuple[Any, ...]]]) -> None:

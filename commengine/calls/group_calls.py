@@ -41,7 +41,8 @@ class GroupCalls:
     def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
         """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg"."""
         tensor = checked_tensor(self, "all_reduce", tensor)
-        check_reduction(self, "all_reduce", tensor, op)
+        if op != "sum" or not tensor.is_cpu:  # the host sums every dtype
+            check_reduction(self, "all_reduce", tensor, op)
         return self._calls.run("all_reduce", (tensor, op), tensor, stream)
 
     def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
@@ -56,7 +57,8 @@ class GroupCalls:
     ) -> Work:
         """Reduce ``input`` [size * d0, ...] over the group.
 
-        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...].
+        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...]. It works in place if ``output`` is this rank's
+        rows of ``input``; on the host, the other rows then stay as they are.
         """
         output, input = checked_pair(self, "reduce_scatter", output, input)
         check_reduction(self, "reduce_scatter", input, op)

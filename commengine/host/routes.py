@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commengine.dtypes import TREE, Order
 from commengine.mpi import making_communicators
 from commengine.operations import REDUCING_IN_MEMORY
 from commengine.shared_memory.flags import PRIVATE, Flags, fits
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.slots import Bounce
 from commengine.shared_memory.two_level import AcrossNodes, TwoLevel
-from commengine.shared_memory.window_collectives import InWindow
+from commengine.shared_memory.window_collectives import InWindow, PrivateElsewhereError
 from commengine.shared_memory.windows import SharedTensors, WindowTensor
 
 from .switch_points import NEVER, Point, SwitchPoints
@@ -46,7 +47,8 @@ class MemoryRoutes:
     comm: the MPI communicator of the sequence, which nothing else uses.
     wait: waits until a function returns True.
     transport: makes the transport that moves slices between nodes, over a communicator of one rank of each node.
-    deterministic: never two levels, whose sums are not in rank order.
+    order: with "rank" never two levels, whose sums are not in rank order. With "tree" two levels only if the ranks of
+        each node are a subtree: 2^k neighbours.
 
     Each operation returns whether it has done the collective. False, on all ranks alike, leaves it to MPI.
     """
@@ -59,10 +61,11 @@ class MemoryRoutes:
         *,
         wait: Callable[[Callable[[], bool]], None],
         transport: Callable[[MPI.Intracomm], AcrossNodes],
-        deterministic: bool,
+        order: Order | None,
     ) -> None:
         self._comm, self._shared, self._points = comm, shared, points
-        self._wait, self._transport, self._deterministic = wait, transport, deterministic
+        self._wait, self._transport, self._order = wait, transport, order
+        self._prefix = TREE if order == "tree" else ""
         self._point: dict[tuple[str, torch.dtype], tuple[float, Point]] = {}  # from which size on a route may pay
         self._flags: Flags | None = None
         self._window: Any = None  # the collectives in windows, made with the flags
@@ -93,59 +96,76 @@ class MemoryRoutes:
 
     def all_reduce(self, tensor: Tensor, op: str) -> bool:
         """See `HostTransport.all_reduce`."""
-        place = self._choose("all_reduce", tensor.nbytes, op, tensor)
-        if place is None:
-            return False
-        if self._two_level is not None:
+        op = self._prefix + op
+        place, begun = self._choose("all_reduce", tensor.nbytes, op, tensor), False
+        if self._two_level is not None and place is not None:
             flat = _flat(tensor)
             where = None if place is _PRIVATE else place
             self._two_level.all_reduce(flat, self._rows(flat.numel()), where, op)
-        elif place is _PRIVATE:
-            flat = _flat(tensor)
-            self._bounce.all_reduce(flat, () if self._size == 2 else self._rows(flat.numel()), op)
-        else:
-            self._window.all_reduce(place, *self._row(tensor.numel()), op)
+            return True
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.all_reduce(place, *self._row(tensor.numel()), op)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("all_reduce", tensor)
+        if place is None:
+            return False
+        flat = _flat(tensor)
+        self._bounce.all_reduce(flat, () if self._size == 2 else self._rows(flat.numel()), op, begun=begun)
         return True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> bool:
         """See `HostTransport.reduce_scatter`."""
-        place = self._choose("reduce_scatter", input.nbytes, op, input)
-        if place is None:
-            return False
-        if self._two_level is not None:
+        op = self._prefix + op
+        place, begun = self._choose("reduce_scatter", input.nbytes, op, input), False
+        if self._two_level is not None and place is not None:
             where = None if place is _PRIVATE else place
             self._two_level.reduce_scatter(_flat(output), _flat(input), where, op)
-        elif place is _PRIVATE:
-            self._bounce.reduce_scatter(_flat(output), _flat(input), self._rows(input.numel()), op)
-        else:
-            self._window.reduce_scatter(output, place, *self._row(input.numel()), op)
+            return True
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.reduce_scatter(output, place, *self._row(input.numel()), op)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("reduce_scatter", input)
+        if place is None:
+            return False
+        self._bounce.reduce_scatter(_flat(output), _flat(input), self._rows(input.numel()), op, begun=begun)
         return True
 
     def all_gather(self, output: Tensor, input: Tensor) -> bool:
         """See `HostTransport.all_gather`."""
         nbytes = output.nbytes
-        place = self._choose("all_gather", nbytes, "", output, input)
+        place, begun = self._choose("all_gather", nbytes, "", output, input), False
+        if place is not None and place is not _PRIVATE:
+            try:
+                if place.nbytes == nbytes:
+                    self._window.gather_into(place, *self._row(output.numel()), input)
+                else:
+                    self._window.all_gather(output, place)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("all_gather", output)
         if place is None:
             return False
-        if place is _PRIVATE:
-            low = output.data_ptr() + self._rank * input.nbytes
-            own = None if input.data_ptr() == low else _flat(input)
-            self._bounce.all_gather(_flat(output), self._rows(output.numel()), own)
-        elif place.nbytes == nbytes:
-            self._window.gather_into(place, *self._row(output.numel()), input)
-        else:
-            self._window.all_gather(output, place)
+        low = output.data_ptr() + self._rank * input.nbytes
+        own = None if input.data_ptr() == low else _flat(input)
+        self._bounce.all_gather(_flat(output), self._rows(output.numel()), own, begun=begun)
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
         """See `HostTransport.broadcast`."""
-        place = self._choose("broadcast", tensor.nbytes, root, tensor)
+        place, begun = self._choose("broadcast", tensor.nbytes, root, tensor), False
+        if place is not None and place is not _PRIVATE:
+            try:
+                self._window.broadcast(place, root)
+                return True
+            except PrivateElsewhereError:
+                place, begun = self._as_private("broadcast", tensor)
         if place is None:
             return False
-        if place is _PRIVATE:
-            self._bounce.broadcast(_flat(tensor), root)
-        else:
-            self._window.broadcast(place, root)
+        self._bounce.broadcast(_flat(tensor), root, begun=begun)
         return True
 
     def _row(self, numel: int) -> tuple[int, int]:
@@ -171,13 +191,17 @@ class MemoryRoutes:
         if nbytes < least:  # tested first: collectives that go by MPI must not become slower
             return None
         place: Any = self._find(tensors) if self._shared.segments else None
+        if place is not None and place.block and nbytes < point.window:
+            place = None  # another rank's tensor may be private, and goes through slots from another size on
         private = place is None
         # Between nodes the row has one size only, for two levels.
         chosen = not self._node.alone or nbytes >= (point.bounce if private else point.window)
         if chosen and (self._bounce if private else self._window) is not None:
             return _PRIVATE if private else place  # the calls are compared when they begin
         if self._shared.segments:
-            self._compare(operation, nbytes, (dtype, how), place)
+            places = self._compare(operation, nbytes, (dtype, how), place)
+            if places is not None and PRIVATE in places and not private:
+                private, chosen = True, nbytes >= point.bounce
         if not chosen:
             return None
         self._open_flags()
@@ -193,29 +217,53 @@ class MemoryRoutes:
             point = self._points.point(operation, dtype, node.size)
             if node.alone:
                 least = min(point.window, point.bounce)
-            elif operation in REDUCING_IN_MEMORY and not self._deterministic:
+            elif operation in REDUCING_IN_MEMORY and self._two_levels_keep_the_order(node):
                 least = point.two_level
         # At least 1 byte: an empty tensor has nothing that keeps the ranks in step, and MPI has nothing to do either.
         self._point[operation, dtype] = max(1, least), point
         return self._point[operation, dtype]
 
+    def _two_levels_keep_the_order(self, node: Node) -> bool:
+        if self._order is None:
+            return True
+        in_order = [rank for ranks in node.table for rank in ranks] == list(range(self._comm.size))
+        return self._order == "tree" and in_order and node.size.bit_count() == 1
+
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
-        """Return the place of the first tensor that lies in a window."""
-        for tensor in tensors:
+        """Return the place of the first tensor that lies in a window; of a pool's blocks only the first tensor counts.
+
+        The ranks may differ in which tensors are blocks, and would otherwise compare different tensors.
+        """
+        for number, tensor in enumerate(tensors):
             place = self._shared.find(tensor)
-            if place is not None:
+            if place is not None and not (number and place.block):
                 return place
         return None
 
-    def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> None:
+    def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> Any:
         """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.
+
+        Returns the places of all ranks if they differ and may: blocks of a pool, and private tensors where it is full.
 
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
         MPI. Routes that are ready compare the calls themselves when they begin.
         """
         self._open_flags()
         assert self._flags is not None
-        self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
+        return self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
+
+    def _as_private(self, operation: str, tensor: Tensor) -> tuple[Any, bool]:
+        """Go on as a rank does whose tensor is private. Returns the place that `_choose` would give, and ``begun``.
+
+        This rank has a block of a pool, and another rank has none, because its pool is full. The ranks have compared
+        their calls. A rank that has slots did so there, and a rank that has none, before it makes them.
+        """
+        _, point = self._point[operation, tensor.dtype]
+        if tensor.nbytes < point.bounce:
+            return None, False
+        if self._bounce is not None:
+            return _PRIVATE, True
+        return (None if self._open_bounce() is None else _PRIVATE), False
 
     # Setting up -------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,23 @@ class SwitchPoints:
         """The size in bytes below which nothing goes through memory."""
         return min((value for point in self.rows.values() for value in point), default=NEVER)
 
+    def leasts(self, *, windows: bool) -> dict[str, float]:
+        """The size in bytes below which nothing goes through memory, for each operation in `OPERATIONS`.
+
+        windows: tensors in windows count, too.
+        """
+        return {
+            operation: min(
+                (
+                    min(point if windows else point[1:])
+                    for key, point in self.rows.items()
+                    if key.operation == operation
+                ),
+                default=NEVER,
+            )
+            for operation in OPERATIONS
+        }
+
     @property
     def digest(self) -> int:
         """A checksum: equal for equal tables, on any rank."""

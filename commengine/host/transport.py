@@ -6,15 +6,26 @@ which costs 0.25 us a buffer. A NumPy view costs 0.95 us, and DLPack 5.4 us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from commengine.dtypes import DTYPES, OUR_TYPES, MpiTypes, reduce_in_order
+from commengine.dtypes import (
+    DTYPES,
+    HALF_TYPES,
+    OUR_TYPES,
+    TREE,
+    MpiTypes,
+    Order,
+    reduce_in_order,
+    reduce_unseen,
+    unseen,
+)  # fmt: skip
 from commengine.errors import TransferError
 from commengine.mpi import load_mpi
+from commengine.operations import IN_MEMORY
 from commengine.shared_memory.flags import spin
 from commengine.shared_memory.windows import SharedTensors
 
@@ -35,6 +46,23 @@ LONG_BYTES = 8 << 20
 PIECE_BYTES = 4 << 20
 
 
+#: dtypes and shapes whose buffers for small tensors are kept, because making one takes 4 us
+MOST_SMALL = 64
+
+
+class _Small(NamedTuple):
+    """The buffer into which the ranks' small tensors of one dtype and shape are gathered.
+
+    datatype: of a tensor. received: the buffer for MPI. parts: the same memory, one tensor for each rank.
+    pair: two halves, whose sum is one call of torch.
+    """
+
+    datatype: MPI.Datatype
+    received: tuple[Any, MPI.Datatype]
+    parts: Sequence[Tensor]
+    pair: bool
+
+
 class HostTransport:
     """Collectives on contiguous host tensors over one MPI communicator, which the caller owns.
 
@@ -43,7 +71,7 @@ class HostTransport:
     look: called now and then while waiting; implies ``polling``.
     shared: the tensors in shared windows. With it, large collectives go through the memory of a node, from the sizes in
         ``points`` on (see `commengine.host.routes`). Without it, everything goes by MPI.
-    deterministic: reduce every dtype in rank order.
+    order: reduce every dtype in rank order, or in a binary tree of the ranks (`Communicator`); None: as is fastest.
     """
 
     def __init__(
@@ -54,12 +82,12 @@ class HostTransport:
         look: Callable[[], None] | None = None,
         shared: SharedTensors | None = None,
         points: SwitchPoints | None = None,
-        deterministic: bool = False,
+        order: Order | None = None,
     ) -> None:
         mpi = load_mpi()
         self.rank = comm.rank
         self.size = comm.size
-        self.deterministic = deterministic
+        self.order = order
         self._comm = comm
         self._calls: Any = comm
         self._waitall: Callable[..., Any] = mpi.Request.Waitall
@@ -67,31 +95,36 @@ class HostTransport:
         if polling or look is not None:
             polled = PollingCalls(comm, look)
             self._calls, self._waitall, wait = polled, polled.waitall, polled.wait
-        self._large = NEVER  # the size in bytes from which on the routes are asked
         self._routes: Any = None
+        self._windows: list[Any] = []  # of the group; they come and go
+        #: the sizes in bytes from which on the routes are asked, by operation: for private tensors, and with windows
+        self._private, self._any = dict.fromkeys(IN_MEMORY, NEVER), dict.fromkeys(IN_MEMORY, NEVER)
         if shared is not None and comm.size > 1:
             points = SwitchPoints.load() if points is None else points
-            self._large = points.least
+            self._windows = shared.segments
+            self._private, self._any = points.leasts(windows=False), points.leasts(windows=True)
             self._routes = MemoryRoutes(
                 comm,
                 shared,
                 points,
                 wait=wait,
-                transport=lambda across: HostTransport(across, polling=polling, look=look),
-                deterministic=deterministic,
+                transport=lambda across: HostTransport(across, polling=polling, look=look, order=order),
+                order=order,
             )
-        self._in_order = DTYPES if deterministic else OUR_TYPES
+        self._in_order = OUR_TYPES if order is None else DTYPES
+        self._prefix = TREE if order == "tree" else ""
         self._types = MpiTypes(mpi)
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
         self._in_place = mpi.IN_PLACE
+        self._small: dict[tuple[torch.dtype, torch.Size], _Small] = {}
 
     def by_mpi(self, wrap: Callable[[Any], WrappedCalls]) -> HostTransport:
         """Return a transport over the same MPI communicator whose calls are wrapped and whose route is always MPI.
 
         wrap: gets the calls of this transport and returns the wrapped ones. The result owns nothing.
         """
-        made = HostTransport(self._comm, deterministic=self.deterministic)
+        made = HostTransport(self._comm, order=self.order)
         made._calls, made._waitall = wrap(self._calls), self._waitall
         return made
 
@@ -113,7 +146,8 @@ class HostTransport:
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         nbytes = tensor.nbytes
-        if nbytes >= self._large and self._routes.all_reduce(tensor, op):
+        least = self._any if self._windows else self._private
+        if nbytes >= least["all_reduce"] and self._routes.all_reduce(tensor, op):
             return
         dtype = tensor.dtype
         if dtype in self._in_order:
@@ -153,31 +187,60 @@ class HostTransport:
             _divide(tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        if input.nbytes >= self._large and self._routes.reduce_scatter(output, input, op):
+        nbytes, dtype = input.nbytes, input.dtype
+        least = self._any if self._windows else self._private
+        if nbytes >= least["reduce_scatter"] and self._routes.reduce_scatter(output, input, op):
             return
-        if input.dtype in self._in_order:
+        if dtype in self._in_order:
             parts = torch.empty_like(input)
             self._calls.Alltoall(self._moved(input), self._moved(parts))
-            reduce_in_order(parts.view(self.size, *output.shape), op, output)
+            reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
-        datatype, mpi_op = self._types.reduce[input.dtype, op]
-        source = (self._address(input.data_ptr(), input.nbytes), datatype)
-        target = (self._address(output.data_ptr(), output.nbytes), datatype)
-        self._calls.Reduce_scatter_block(source, target, mpi_op)
+        datatype, mpi_op = self._types.reduce[dtype, op]
+        start, part, result = input.data_ptr(), output.nbytes, output
+        if part and output.data_ptr() == start + self.rank * part:  # MPI's own form in place changes the other rows
+            result = torch.empty_like(output)
+        source, target = self._address(start, nbytes), self._address(result.data_ptr(), part)
+        self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
-            _divide(output, self.size)
+            _divide(result, self.size)
+        if result is not output:
+            with torch.inference_mode():  # as in `_divide`
+                output.copy_(result)
 
     def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
             return
-        if tensor.nbytes <= SMALL_BYTES:
-            parts = tensor.new_empty((self.size, *tensor.shape))
-            self._calls.Allgather(self._moved(tensor), self._moved(parts))
-            reduce_in_order(parts, op, tensor)
+        nbytes = tensor.nbytes
+        if nbytes <= SMALL_BYTES:
+            kept = self._small.get((tensor.dtype, tensor.shape))
+            datatype, received, parts, pair = self._keep(tensor) if kept is None else kept
+            self._calls.Allgather((self._address(tensor.data_ptr(), nbytes), datatype), received)
+            written = tensor.data
+            if pair and op == "sum" and not written.is_inference():
+                torch.add(parts[0], parts[1], out=written)  # a short cut: the code below would end in this line
+                return
+            with unseen(written):
+                reduce_unseen(parts, self._prefix + op, written)
             return
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
         self._calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
+
+    def _keep(self, tensor: Tensor) -> _Small:
+        """Make the buffer for the ranks' small tensors of this dtype and shape, and keep it for the next call."""
+        if len(self._small) >= MOST_SMALL:
+            self._small.clear()
+        with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
+            whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+            made = _Small(
+                self._types.move[tensor.dtype],
+                self._moved(whole),
+                whole.unbind(),
+                self.size == 2 and tensor.dtype in HALF_TYPES,
+            )
+        self._small[tensor.dtype, tensor.shape] = made
+        return made
 
     def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
         """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, all counts and all starts."""
@@ -191,18 +254,24 @@ class HostTransport:
         self._calls.Alltoallv(
             (sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1])
         )
-        return reduce_in_order(parts, op, parts.new_empty(mine)), counts, starts
+        return reduce_in_order(parts, self._prefix + op, parts.new_empty(mine)), counts, starts
 
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        if output.nbytes >= self._large and self._routes.all_gather(output, input):
+        nbytes = output.nbytes
+        least = self._any if self._windows else self._private
+        if nbytes >= least["all_gather"] and self._routes.all_gather(output, input):
             return
-        in_place = input.data_ptr() == output.data_ptr() + self.rank * input.nbytes and input.nbytes > 0
-        self._calls.Allgather(self._in_place if in_place else self._moved(input), self._moved(output))
+        datatype, source, target = self._types.move[output.dtype], input.data_ptr(), output.data_ptr()
+        part = nbytes // self.size
+        in_place = source == target + self.rank * part and part > 0
+        sent = self._in_place if in_place else (self._address(source, part), datatype)
+        self._calls.Allgather(sent, (self._address(target, nbytes), datatype))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        if tensor.nbytes >= self._large and self._routes.broadcast(tensor, root):
+        least = self._any if self._windows else self._private
+        if tensor.nbytes >= least["broadcast"] and self._routes.broadcast(tensor, root):
             return
         self._calls.Bcast(self._moved(tensor), root)
 

@@ -42,6 +42,9 @@ WINDOW_COMMUNICATORS = 2
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
+#: a place of at least this number is a block of a pool; its offset is in the lower bits
+BLOCK = 1 << 62
+
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
 _OPERATIONS = (*IN_MEMORY, "gather_into")
 _NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
@@ -93,9 +96,9 @@ class Flags:
     def ask(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> None:
         """Tell the other ranks what this rank is about to do. It does not wait.
 
-        place: where the tensor lies, as a number that is the same on all ranks, or PRIVATE. how: dtype, and reduction
-        or root, in a few forms only, because their checksums are kept. Everything that this rank wrote before can be
-        read by a rank that has agreed.
+        place: where the tensor lies: a number that is the same on all ranks, a number from BLOCK on, or PRIVATE. Some
+        ranks may give a block and others PRIVATE. how: dtype, and reduction or root, in a few forms only, because their
+        checksums are kept. Everything that this rank wrote before can be read by a rank that has agreed.
 
         A rank cannot be two calls ahead of another rank, because it waits in `agree` for every rank's last call. So
         two sets of words suffice, and no rank waits until the others have read its words.
@@ -185,8 +188,15 @@ class Flags:
 
 
 def _fit(places: list[int]) -> bool:
-    """Whether the ranks' tensors may lie at these places in one collective."""
-    return all(place == places[0] for place in places)
+    """Whether the ranks' tensors may lie at these places in one collective.
+
+    Each rank's blocks have offsets of their own, and a rank whose pool is full has a private tensor.
+    """
+    return all(place == places[0] or (_comes_and_goes(place) and _comes_and_goes(places[0])) for place in places)
+
+
+def _comes_and_goes(place: int) -> bool:
+    return place == PRIVATE or place >= BLOCK
 
 
 def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
@@ -206,19 +216,25 @@ def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
 
     Touching a window that the node has no memory for would end the process.
     """
+    return bool(comm.allreduce(nbytes <= room(), load_mpi().LAND))
+
+
+def room() -> int:
+    """The bytes of shared memory that this node has left, without those that are left for MPI. Not collective."""
     try:
         space = os.statvfs("/dev/shm")  # where Linux keeps shared memory; often 64 MB in a container
-        room = space.f_bavail * space.f_frsize
     except OSError:
-        room = sys.maxsize
-    return bool(comm.allreduce(nbytes + MARGIN_BYTES <= room, load_mpi().LAND))
+        return sys.maxsize
+    return space.f_bavail * space.f_frsize - MARGIN_BYTES
 
 
 def _described(flags: memoryview, word: int) -> str:
     place, about = flags[word : word + 2]
     nbytes, operation = divmod(about, 1 << 8)
     where = "of a private tensor"
-    if place != PRIVATE:
+    if place >= BLOCK:
+        where = "of a block of the pool"
+    elif place != PRIVATE:
         segment, offset = divmod(place, 1 << 48)
         where = f"at byte {offset} of shared tensor {segment}"
     return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 #: bytes of a slot, and slots of a rank
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 512 << 10
 SLOTS = 2
 
 #: rows of a slot begin at multiples of this many elements
@@ -81,18 +81,24 @@ class Bounce:
         Of two ranks each reduces the whole tensor; of more ranks each reduces its row.
         """
         if self._size == 2:
-            self._all_reduce_of_two(flat, op, begun)
+            source = self._bytes_of(flat)
+            self._reduce_two("all_reduce", len(source), op, begun, source, flat, flat)
         else:
             self._all_reduce_rows(flat, rows, op, begun)
 
-    def _all_reduce_of_two(self, flat: Tensor, op: str, begun: bool) -> None:
-        """Let both ranks reduce every chunk: one wait a chunk instead of two, for as many bytes read and written."""
-        rank, dtype = self._rank, flat.dtype
-        source, stride = self._bytes_of(flat), self._slot_bytes
-        nbytes = len(source)
-        count = -(-nbytes // stride)
-        parts = torch.split(flat, stride // dtype.itemsize) if count > 1 else (flat,)
-        memory = self._memory[rank]
+    def _reduce_two(
+        self, operation: str, nbytes: int, op: str, begun: bool, source: memoryview, own: Tensor, output: Tensor
+    ) -> None:
+        """Give the other rank ``source``, and reduce what it gives with ``own`` into ``output``.
+
+        In an all-reduce both ranks reduce everything: one wait a chunk instead of two, for as many bytes read and
+        written.
+        """
+        rank, dtype, stride, memory = self._rank, own.dtype, self._slot_bytes, self._memory[self._rank]
+        count = -(-max(len(source), own.nbytes) // stride)
+        step = stride // dtype.itemsize
+        parts = _parts(own, step, count)
+        totals = parts if output is own else _parts(output, step, count)
 
         def fill(chunk: int, slot: int) -> None:
             part = source[chunk * stride : (chunk + 1) * stride] if count > 1 else source
@@ -100,11 +106,12 @@ class Bounce:
             memory[begin : begin + len(part)] = part
 
         def take(chunk: int, slot: int) -> None:
-            part = parts[chunk]
-            other = self._view(dtype, slot, 1 - rank, 0, part.numel())
-            reduce_unseen((other, part) if rank else (part, other), op, part)
+            if chunk < len(parts):
+                part = parts[chunk]
+                other = self._view(dtype, slot, 1 - rank, 0, part.numel())
+                reduce_unseen((other, part) if rank else (part, other), op, totals[chunk])
 
-        self._run("all_reduce", nbytes, (dtype, op), begun, flat, count, fill, take)
+        self._run(operation, nbytes, (dtype, op), begun, output, count, fill, take)
 
     def _all_reduce_rows(self, flat: Tensor, rows: Sequence[slice], op: str, begun: bool) -> None:
         """Let rank r reduce row r, then copy the results to all ranks."""
@@ -136,16 +143,23 @@ class Bounce:
         output: may be the rank's row r itself; for a float16 or bfloat16 tensor it may be float32, and then it gets the
         sum before rounding.
         """
+        row = rows[self._rank]
+        nbytes = (rows[-1].stop - rows[0].start) * flat.itemsize  # the same number on every rank
+        if self._size == 2:
+            other, item = rows[1 - self._rank], flat.itemsize
+            source = self._bytes_of(flat)[other.start * item : other.stop * item]
+            self._reduce_two("reduce_scatter", nbytes, op, begun, source, flat[row], output)
+            return
         step = self._step(flat, self._size - 1)
-        own, fill = flat[rows[self._rank]], self._handing_out(flat, rows, step)
-        nbytes = sum(row.stop - row.start for row in rows) * flat.itemsize
+        count = self._count(rows, step)
+        fill = self._handing_out(flat, rows, step)
+        parts, totals = _parts(flat[row], step, count), _parts(output, step, count)
 
         def take(chunk: int, slot: int) -> None:
-            part = own[chunk * step :][:step]
-            if part.numel():
-                self._reduce(output[chunk * step :][:step], part, slot, step, op)
+            if chunk < len(parts):
+                self._reduce(totals[chunk], parts[chunk], slot, step, op)
 
-        self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, self._count(rows, step), fill, take)
+        self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, count, fill, take)
 
     def all_gather(
         self, flat: Tensor, rows: Sequence[slice], input: Tensor | None = None, *, begun: bool = False
@@ -206,12 +220,13 @@ class Bounce:
                 number = first + chunk + 1
                 slot = number % self._slots
                 fill(chunk, slot)
-                if chunk or begun:
+                apart = chunk or begun
+                if not apart:  # nothing has been written yet that another collective could use
+                    flags.ask(operation, PRIVATE, nbytes, how)
+                    apart = flags.agree() is not None  # a rank that has a block of a pool asked before it filled a slot
+                if apart:
                     flags.post(FILLED, number)
                     flags.wait_for(FILLED, number)
-                else:  # nothing has been written yet that another collective could use
-                    flags.ask(operation, PRIVATE, nbytes, how)
-                    flags.agree()
                 take(chunk, slot)
         self._chunks = first + count
 
@@ -239,13 +254,15 @@ class Bounce:
         """
         source, item, rank, size = self._bytes_of(flat), flat.itemsize, self._rank, self._size
         stride = step * item
+        handed = [
+            (row.start * item, row.stop * item, (other - rank - 1) % size * stride)
+            for other, row in enumerate(rows)
+            if other != rank
+        ]
 
         def fill(chunk: int, slot: int) -> None:
-            for other, row in enumerate(rows):
-                if other != rank:
-                    offset = (other - rank - 1) % size * stride
-                    start = row.start * item + chunk * stride
-                    self._copy(source, start, row.stop * item, slot, offset, stride)
+            for start, end, offset in handed:
+                self._copy(source, start + chunk * stride, end, slot, offset, stride)
 
         return fill
 
@@ -282,3 +299,11 @@ class Bounce:
                 view = self._bytes[rank][begin : begin + numel * dtype.itemsize].view(dtype)
             self._views[key] = view
         return view
+
+
+def _parts(flat: Tensor, step: int, count: int) -> Sequence[Tensor]:
+    """Cut a flat tensor, whose row has up to ``count`` chunks, into chunks of ``step`` elements."""
+    if count == 1:
+        return (flat,) if flat.numel() else ()
+    parts: Sequence[Tensor] = torch.split(flat, step) if flat.numel() else ()
+    return parts

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, float32, inference_mode
 
-from commengine.dtypes import HALF_TYPES
+from commengine.dtypes import HALF_TYPES, TREE
 
 from .slots import Bounce
 from .window_collectives import InWindow
@@ -50,14 +50,15 @@ class TwoLevel:
     def all_reduce(self, flat: Tensor, rows: Sequence[slice], place: WindowTensor | None, op: str) -> None:
         """Reduce a flat tensor over the group, in place; the i-th rank of each node reduces row i.
 
-        place: the tensor's place in a window, or None. float16 and bfloat16 are summed in float32 and rounded once.
+        place: the tensor's place in a window, or None. float16 and bfloat16 are summed in float32 and rounded once; in
+        a tree they are rounded at every pair. ``across`` reduces in a tree, too, if ``op`` does.
         """
         own = flat[rows[self._rank]]
         with inference_mode():
-            if own.dtype not in HALF_TYPES:
+            if own.dtype not in HALF_TYPES or op.startswith(TREE):
                 self._reduce(own, flat, rows, place, op)
-                self._across.all_reduce(own, _step(op))
-                if op == "avg":
+                self._across.all_reduce(own, _step(op).removeprefix(TREE))
+                if op.endswith("avg"):
                     own /= self._size
             else:
                 # The length is a multiple of the number of nodes; nobody reads the elements beyond the row.
@@ -79,15 +80,15 @@ class TwoLevel:
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, place: WindowTensor | None, op: str) -> None:
         """Reduce a flat tensor over the group; rank r of the group gets block r in its flat ``output``."""
-        numel, half = output.numel(), output.dtype in HALF_TYPES
+        numel, half = output.numel(), output.dtype in HALF_TYPES and not op.startswith(TREE)
         with inference_mode():
             # Row n: this node's part of the result of this slice's rank on node n.
             totals = output.new_empty((len(self._table), numel), dtype=float32 if half else None)
             for total, ranks in zip(totals, self._table, strict=True):
                 self._reduce(total, flat, [slice(rank * numel, (rank + 1) * numel) for rank in ranks], place, op)
             result = totals.new_empty(numel) if half else output
-            self._across.reduce_scatter(result, totals, _step(op))
-            if op == "avg":
+            self._across.reduce_scatter(result, totals, _step(op).removeprefix(TREE))
+            if op.endswith("avg"):
                 result /= self._size
             if half:
                 output.copy_(result)
@@ -103,4 +104,4 @@ class TwoLevel:
 
 def _step(op: str) -> str:
     """Return the reduction of each level. For a mean both levels sum, and the sum is divided once at the end."""
-    return "sum" if op == "avg" else op
+    return op.replace("avg", "sum")

@@ -1,7 +1,8 @@
 """Collectives on tensors in windows: each rank reads and writes the other ranks' memory.
 
-There is no message and no copy in or out. One rank reduces each element, once, in the order of the ranks. So the result
-has the same bits on every rank and in every run.
+A tensor of `Communicator.empty` lies at the same place of the window on every rank. A block of a pool does not; the
+ranks tell each other in the flags where it lies. There is no message and no copy in or out. One rank reduces each
+element, once, in the order of the ranks. So the result has the same bits on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from commengine.dtypes import reduce_unseen, unseen
 
-from .flags import Flags
+from .flags import PRIVATE, Flags
 from .windows import WindowTensor
 
 #: up to this many bytes of all operands, a row is reduced at once, because a node's shared cache holds them
@@ -24,11 +25,18 @@ CACHED_BYTES = 8 << 20
 BLOCK_BYTES = 256 << 10
 
 
+class PrivateElsewhereError(Exception):
+    """Another rank's tensor is private, because its pool is full. Raised on every rank that has a block."""
+
+
 class InWindow:
     """The collectives on windows of one sequence of collectives. All are collective over the ranks of the node.
 
     low, high: the bounds of this rank's row, a stretch of the flat tensor, in elements. Rank r of the node works on
     row r; all ranks cut the tensor in the same way.
+
+    Each raises `PrivateElsewhereError` for a block of a pool if another rank has none. The ranks have then compared
+    their calls, and done nothing else.
     """
 
     def __init__(self, flags: Flags) -> None:
@@ -36,9 +44,9 @@ class InWindow:
 
     def all_reduce(self, place: WindowTensor, low: int, high: int, op: str) -> None:
         """Reduce this rank's row of all ranks' tensors, and write the result to all of them."""
-        self._begin("all_reduce", place, op)
+        places = self._begin("all_reduce", place, op)
         try:
-            for operands in _blocks(place.rows(low, high)):
+            for operands in _blocks(place.rows(low, high, places)):
                 result = reduce_unseen(operands, op, operands[0])
                 for other in operands[1:]:
                     other.copy_(result)
@@ -51,21 +59,21 @@ class InWindow:
         output: of the row's length; it may be the row itself. For a float16 or bfloat16 tensor it may be float32, and
         then it gets the sum before rounding.
         """
-        self._begin("reduce_scatter", place, op)
+        places = self._begin("reduce_scatter", place, op)
         try:
             with unseen(output):
-                for block, *operands in _blocks([output.data.view(-1), *place.rows(low, high)]):
+                for block, *operands in _blocks([output.data.view(-1), *place.rows(low, high, places)]):
                     reduce_unseen(operands, op, block)
         finally:
             self._flags.meet()
 
     def all_gather(self, output: Tensor, place: WindowTensor) -> None:
         """Copy all ranks' tensors into ``output``."""
-        self._begin("all_gather", place)
+        places = self._begin("all_gather", place)
         try:
             with unseen(output):
                 rows = output.data.view(self._flags.size, -1).unbind()
-                for row, part in zip(rows, place.parts(), strict=True):
+                for row, part in zip(rows, place.parts(places), strict=True):
                     if row.data_ptr() != part.data_ptr():
                         row.copy_(part)
         finally:
@@ -73,10 +81,11 @@ class InWindow:
 
     def gather_into(self, place: WindowTensor, low: int, high: int, input: Tensor) -> None:
         """Copy ``input`` into this rank's row of all ranks' tensors."""
-        self._begin("gather_into", place)
+        # A rank without a block compares an all-gather.
+        places = self._begin("all_gather" if place.block else "gather_into", place)
         try:
             flat = input.data.view(-1)
-            for part in place.rows(low, high):
+            for part in place.rows(low, high, places):
                 if part.data_ptr() != flat.data_ptr():
                     part.copy_(flat)
         finally:
@@ -84,17 +93,23 @@ class InWindow:
 
     def broadcast(self, place: WindowTensor, root: int) -> None:
         """Copy the tensor of rank ``root`` of the node."""
-        self._begin("broadcast", place, root)
+        places = self._begin("broadcast", place, root)
         try:
             if self._rank != root:
-                parts = place.parts()
+                parts = place.parts(places)
                 parts[self._rank].copy_(parts[root])
         finally:
             self._flags.meet()
 
-    def _begin(self, operation: str, place: WindowTensor, how: object = "") -> None:
-        """Wait for all ranks, because the collective touches their memory; they wait for each other at its end, too."""
-        self._flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
+    def _begin(self, operation: str, place: WindowTensor, how: object = "") -> list[int] | None:
+        """Wait for all ranks, because the collective touches their memory; they wait for each other at its end, too.
+
+        Returns the ranks' places if they differ.
+        """
+        places = self._flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
+        if places is not None and PRIVATE in places:
+            raise PrivateElsewhereError
+        return places
 
 
 def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

@@ -1,6 +1,7 @@
 """Tensors in memory that the ranks of a node share (MPI-3 windows).
 
 A tensor made by `Communicator.empty` lies in a window in which every rank of the node sees every other rank's part.
+The `Pool` of a communicator is one more window, in which each rank has blocks for tensors that come and go.
 `commengine.shared_memory.window_collectives` has the collectives on such tensors.
 """
 
@@ -16,14 +17,19 @@ from torch import Tensor
 
 from commengine.mpi import load_mpi
 
-from .flags import fits, new_window
+from .flags import BLOCK, fits, room
 from .nodes import Node, find_node
+from .pool import BLOCK_UNIT, Pool
+from .segment import SharedSegment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 #: places of tensors that are kept, because finding one takes a microsecond
 MOST_PLACES = 256
+
+#: the bits of a place that are the offset in its window
+OFFSET = (1 << 48) - 1
 
 
 class SharedTensors:
@@ -33,7 +39,9 @@ class SharedTensors:
         self._comm = comm
         self._node: Node | None = None
         self._looked = comm.size == 1
-        self.segments: list[_Segment] = []
+        self.segments: list[SharedSegment] = []
+        #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
+        self.pool: Pool | None = None
         self._starts: list[tuple[int, int]] = []  # address and number of each segment, ascending
         self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
 
@@ -60,10 +68,27 @@ class SharedTensors:
         node = self.node
         if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
             return torch.empty_like(like, device="cpu")
-        segment = _Segment(node.comm, like.nbytes)
+        segment = SharedSegment(node.comm, like.nbytes)
+        self._add(segment)
+        return segment.tensor(like.numel(), dtype).view(like.shape)
+
+    def open_pool(self, nbytes: int) -> None:
+        """Make `pool`, of at most ``nbytes`` bytes a rank, and of half of what the node has left. Collective.
+
+        There is none if the group spans nodes. Memory is taken from the node as blocks need it, not now.
+        """
+        node = self.node
+        if node is None or not node.alone:
+            return
+        left = self._comm.allreduce(room(), load_mpi().MIN)
+        nbytes = min(nbytes, left // 2 // node.size) // BLOCK_UNIT * BLOCK_UNIT
+        if nbytes > 0:
+            self.pool = Pool(node.comm, nbytes)
+            self._add(self.pool)
+
+    def _add(self, segment: SharedSegment) -> None:
         bisect.insort(self._starts, (segment.address, len(self.segments)))
         self.segments.append(segment)
-        return segment.tensor(like.numel(), dtype).view(like.shape)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a window."""
@@ -92,6 +117,7 @@ class SharedTensors:
         """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
         mpi = load_mpi()
         left = False
+        self.pool = None  # nobody takes a block from memory that is unmapped
         self._found.clear()
         self._starts.clear()
         for segment in self.segments:
@@ -105,64 +131,34 @@ class SharedTensors:
             self._node.comm.Free()
 
 
-class _Segment:
-    """One window of ``nbytes`` bytes a rank: this rank's part, and the other ranks' parts. Collective to make."""
-
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.window = new_window(comm, nbytes)
-        memory = [self.window.Shared_query(rank)[0] for rank in range(comm.size)]
-        self._mine = memory[comm.rank]
-        self.address: int = self._mine.address
-        # These are not views of the user's tensor: autograd must not notice that a collective writes there.
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-            self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
-        self._typed: dict[torch.dtype, list[Tensor]] = {}
-        # Every page is touched now. The system would count untouched memory as free, give it away, and end the process
-        # at the first write.
-        self.parts[comm.rank].zero_()
-        comm.Barrier()
-
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part, for the user."""
-        return torch.frombuffer(self._mine, dtype=dtype, count=numel)
-
-    def typed(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return every rank's part, for the collectives."""
-        if dtype not in self._typed:
-            whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            with torch.inference_mode(False):
-                self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
-        return self._typed[dtype]
-
-    def unused(self) -> bool:
-        """Whether no tensor of the user refers to the memory, so that it can be unmapped. Drops our own tensors."""
-        self.parts.clear()
-        self._typed.clear()
-        return sys.getrefcount(self._mine) == 2  # this object's reference and the call's
-
-    def free(self) -> None:
-        self.window.Free()
-
-
 class WindowTensor:
     """A tensor in a window, and its counterparts on the other ranks of the node.
 
     segment, index: the window and its number. offset, nbytes: the tensor's place there, in bytes.
+    block: the tensor lies in a block of a pool, so its counterparts may have other offsets.
     """
 
-    def __init__(self, segment: _Segment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
+    def __init__(self, segment: SharedSegment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
         self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
-        #: the place as a number, which is the same on all ranks for the same place
-        self.number = index << 48 | offset
+        self.block = isinstance(segment, Pool)
+        #: the place as a number. It is the same on all ranks for the same place, and from BLOCK on for a block
+        self.number = BLOCK | offset if self.block else index << 48 | offset
         self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
-    def parts(self) -> list[Tensor]:
-        """Return every rank's tensor, flat, in the order of the node's ranks."""
-        return self.rows(0, self.nbytes // self.dtype.itemsize)
+    def parts(self, places: Sequence[int] | None = None) -> list[Tensor]:
+        """Return every rank's tensor, flat, in the order of the node's ranks; ``places`` as for `rows`."""
+        return self.rows(0, self.nbytes // self.dtype.itemsize, places)
 
-    def rows(self, low: int, high: int) -> list[Tensor]:
-        """Return elements ``low`` to ``high`` of every rank's tensor. They are kept: making them takes microseconds."""
+    def rows(self, low: int, high: int, places: Sequence[int] | None = None) -> list[Tensor]:
+        """Return elements ``low`` to ``high`` of every rank's tensor.
+
+        places: every rank's `number`; None if all are this one. The rows are then kept: making them takes microseconds.
+        """
+        if places is not None:
+            firsts = [(place & OFFSET) // self.dtype.itemsize for place in places]
+            with torch.inference_mode(False):
+                typed = self.segment.typed(self.dtype)
+                return [part[first + low : first + high] for part, first in zip(typed, firsts, strict=True)]
         rows = self._rows.get((low, high))
         if rows is None:
             first = self.offset // self.dtype.itemsize

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from commengine import UsageError, cost
 from commengine.cost import TransformerShape
 from trainers import presets
 from trainers.presets import PRESETS
+from trainers.tasks.gpt import GPTTrainConfig
 
 DGX_2H = cluster.load("dgx-2h")
 LAYOUT_FIELDS = [field.name for field in fields(Layout)]
@@ -162,6 +163,65 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
     assert not found[0].why and all(one.why for one in found[1:])
     if gigabytes < 10:
         assert any("does not fit" in one.why for one in found)
+
+
+def test_plan_has_no_candidate_twice():
+    """A fused kernel keeps no scores, so "selective" is "none" and computes attention twice: it is no row."""
+    machine = cluster.load("dgx-a100")
+    found = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=False))
+    assert {one.layout.recompute for one in found} == {"none", "full"}
+    assert len({replace(one.layout, recompute="", micro_batches=0) for one in found}) == len(found) // 2
+    assert len({one.layout for one in found}) == len(found)
+    drawn = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=True))  # the scores are in memory again
+    assert {one.layout.recompute for one in drawn} == {"none", "selective", "full"}
+    asked = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=False), fixed={"recompute": "selective"})
+    assert {one.layout.recompute for one in asked} == {"selective"} and len(asked) == len(found) // 2
+
+
+def test_a_machine_without_a_measured_step_is_not_calibrated(tmp_path, capsys):
+    for name, plans in (("dgx-a100", True), ("dgx-a100", False), ("dgx-2h", False)):
+        words = ["--model", "355m", "--cluster", name, "--gpus", "4", "--global-batch-size", "32"]
+        assert call(*words, *(["--plan"] if plans else []), "--json", str(tmp_path / "r.json")) == 0
+        said, calibrated = capsys.readouterr().out, name == "dgx-2h"
+        assert ("- calibrated: 39 TFLOP/s were measured for 1.2b" in said) == calibrated
+        assert ("- not calibrated: no step was measured on DGX-A100; " in said) == (not calibrated)
+        assert json.loads((tmp_path / "r.json").read_text())["cluster"]["calibrated"] == calibrated
+
+
+LLAMA = [
+    "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear",
+    "--group-query-attention", "--num-query-groups", "8", "--ffn-hidden-size", "14336",
+    "--untie-embeddings-and-output-weights",
+]  # fmt: skip
+LLAMA_8B = [
+    "--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "8192",
+    "--padded-vocab-size", "128256", "--cluster", "dgx-h100", "--micro-batch-size", "1", "--attention-dropout", "0",
+    "--hidden-dropout", "0", "--recompute-granularity", "none",
+]  # fmt: skip
+
+
+def test_the_llama_family_has_the_trainers_shape(tmp_path, capsys):
+    """Llama 3 8B has 8,030,261,248 parameters (its model card); its step is compared with a GPT's of one width."""
+    path = tmp_path / "r.json"
+    assert call(*LLAMA_8B, *LLAMA, "--tensor-model-parallel-size", "4", "--json", str(path)) == 0
+    found = json.loads(path.read_text())
+    assert found["model"]["parameters"] == 8_030_261_248
+    shape = GPTTrainConfig(
+        num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=8192, vocab_size=128256,
+        make_vocab_size_divisible_by=1, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
+        disable_bias_linear=True, group_query_attention=True, num_query_groups=8, ffn_hidden_size=14336,
+        untie_embeddings_and_output_weights=True,
+    ).model().cost_shape(8192)  # fmt: skip
+    assert {name: found["model"][name] for name in asdict(shape)} == asdict(shape)
+    kept = cost.KeptTensors(hidden_dropout=False, scores="none", sends_together=True)
+    assert found["memory_bytes"] == cost.training_bytes(shape, 1, 4, 1, kept)
+    # The products of the layers take as long as their FLOPs at a device's rate at most say, and not twice as long.
+    flops = cost.model_flops(shape, 1) / 4
+    spent = sum(found["seconds"][name] for name in ("gemm", "attention", "ends"))
+    assert 1 < spent / (flops / cluster.load("dgx-h100").device.peak_flops) < 3
+    capsys.readouterr()
+    assert call(*LLAMA_8B, *LLAMA, "--plan", "--gpus", "16", "--global-batch-size", "16", "--json", str(path)) == 0
+    assert {one["tensor"] for one in json.loads(path.read_text())["candidates"]} == {1, 2, 4, 8, 16}
 
 
 def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
@@ -361,6 +421,10 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of dgx-2h, dgx-a100"),
         (["--model", "9b"], "invalid choice: '9b'"),
         ([], "give --preset or --model, or also --num-layers"),
+        (["--model", "355m", "--num-query-groups", "4"], "--num-query-groups 4: needs --group-query-attention"),
+        (["--model", "355m", "--ffn-hidden-size", "0"], "--ffn-hidden-size 0: must be at least 1"),
+        (["--preset", "bert-336m", "--swiglu"], "--swiglu: is a GPT's, and the model is a BERT"),
+        (["--paper", "--swiglu"], "--paper takes no --swiglu"),
         (
             ["--model", "1.2b", "--num-attention-heads", "7"],
             "--hidden-size 1536: must be a multiple of --num-attention-heads 7",

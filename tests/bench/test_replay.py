@@ -228,6 +228,33 @@ def test_report_of_a_replay(mpi_world, folder, monkeypatch):
         assert len(ranks) == world.size and all(len(call["replays_s"]) == 2 for calls in ranks for call in calls)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_step_recorded_as_a_chakra_trace_is_replayed(mpi_world, folder, monkeypatch):
+    """The command writes it, finds out what it is, and reports what our own recording's replay reports."""
+    pytest.importorskip("google.protobuf", reason="protobuf is not installed: pip install '.[chakra]'")
+    from bench import replay
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        found = {}
+        for name in ("commengine", "chakra"):
+            numbers = folder / f"{name}.json"
+            record = ["--record", "--save-format", name, "--warmup", "0", *TINY, "--overlap-grad-reduce"]
+            replay.main(world, [str(folder / name), *record])
+            replay.main(world, [str(folder / name), "--rounds", "1", "--warmup", "0", "--json", str(numbers)])
+            world.barrier()
+            read = json.loads(numbers.read_text())
+            assert read["trace_format"] == name
+            kept = ("operation", "group", "ranks", "dtype", "redop", "shape", "bytes", "replayed_bytes", "stream")
+            found[name] = [[[call[field] for field in kept] for call in calls] for calls in read["ranks"]]
+            assert all(call["in_step_s"] > 0 for calls in read["ranks"] for call in calls)
+        assert found["chakra"] == found["commengine"]
+        files = {file.name for file in (folder / "chakra").iterdir()}
+        assert files == {"comm_groups.json", *(f"step.{rank}.et" for rank in range(world.size))}
+        with pytest.raises(UsageError, match=r"holds a recording of .* ranks; give another folder, or --overwrite"):
+            replay.main(world, [str(folder / "chakra"), "--record", *TINY])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks_is_an_error_of_the_command(tmp_path, ranks):
@@ -254,6 +281,9 @@ def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeyp
             ([str(folder), "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
             ([str(folder), "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
             ([str(folder), "--rounds", "0"], "--rounds 0: must be at least 1"),
+            ([str(folder), "--save-format", "commengine"], "--save-format goes with --record"),
+            ([str(folder), "--record", "--save-format", "kineto"], "argument --save-format: invalid choice: 'kineto'"),
+            ([str(folder), "--groups", str(folder / "groups.json")], "not a recording"),
             ([str(folder), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
             ([str(folder), "--record", "--vocab-size", "9"], "--data-path"),
         ]:

@@ -40,6 +40,21 @@ def test_a_rank_that_waits_for_rank_0_keeps_no_core(world):
         assert used < waited / 2, (used, waited)
 
 
+def test_a_rank_that_is_done_keeps_no_core(world):
+    """Its own work is nothing, and that of rank 0 takes 0.2 s."""
+
+    def work():
+        if world.rank == 0:
+            time.sleep(0.2)
+
+    world.barrier()
+    began, used = time.monotonic(), time.thread_time()
+    on_every_rank(world, work)
+    used, waited = time.thread_time() - used, time.monotonic() - began
+    if world.rank:
+        assert used < waited / 2, (used, waited)
+
+
 def test_rank_0_gets_the_values_of_all_ranks(world):
     mine = {"rank": world.rank, "text": "é" * world.rank}
     expected = [{"rank": rank, "text": "é" * rank} for rank in range(world.size)]

@@ -12,7 +12,7 @@ from commengine import Communicator, launch
 from commengine.dtypes import DTYPES
 from commengine.shared_memory import slots as bounce
 from commengine.shared_memory.two_level import TwoLevel
-from tests.support.exact import ALWAYS, expected, ops_of, values
+from tests.support.exact import ALWAYS, expected, in_pairs, ops_of, values
 
 
 def check_values(world: Communicator, numel: int) -> None:
@@ -42,10 +42,23 @@ def check_rounding(world: Communicator, nodes: list[list[int]], numel: int) -> N
         tensor = parts[world.rank].clone()
         world.all_reduce(tensor)
         assert torch.equal(tensor, sum(sums).to(dtype)), dtype
-        with Communicator(world.mpi, deterministic=True, switch_points=ALWAYS) as in_order:
+        with Communicator(world.mpi, order="rank", switch_points=ALWAYS) as in_order:
             tensor = parts[world.rank].clone()
             in_order.all_reduce(tensor)
         assert torch.equal(tensor, sum(part.float() for part in parts).to(dtype)), dtype
+
+
+def check_tree(world: Communicator, numel: int) -> None:
+    """In a tree two levels add up as one does."""
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world.size)]
+        tensor = parts[world.rank].clone()
+        world.all_reduce(tensor)
+        right = in_pairs(parts)
+        assert torch.equal(tensor, right), dtype
+        rows, own = parts[world.rank][: 96 * world.size], torch.empty(96, dtype=dtype)
+        world.reduce_scatter(own, rows.clone())
+        assert torch.equal(own, right[: 96 * world.size].view(world.size, -1)[world.rank]), dtype
 
 
 def main(launched: Communicator) -> None:
@@ -69,6 +82,11 @@ def main(launched: Communicator) -> None:
             assert len(world._shared.segments) == len(DTYPES)
             assert set(used) == {"all_reduce", "reduce_scatter"}
             check_rounding(world, node.table, 10_001)
+            used.clear()
+            with Communicator(launched.mpi, switch_points=ALWAYS, order="tree") as tree:
+                check_tree(tree, 10_001)
+            neighbours = [rank for ranks in node.table for rank in ranks] == list(range(world.size))
+            assert set(used) == ({"all_reduce", "reduce_scatter"} if neighbours else set())
         else:
             assert node is None and not used and not world._shared.segments
         if world.rank == 0:

@@ -36,3 +36,11 @@ def expected(dtype, numel, size, op):
     if op == "avg":
         return wide.mean(0).to(dtype)
     return getattr(wide, {"max": "amax", "min": "amin"}.get(op, op))(0).to(dtype)
+
+
+def in_pairs(parts):
+    """The sum in a binary tree: of the halves of a power of two of parts, each added up in the same way."""
+    if len(parts) == 1:
+        return parts[0]
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    return in_pairs(parts[:half]) + in_pairs(parts[half:])

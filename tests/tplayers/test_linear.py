@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import commengine
 from tplayers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, placements, sum_partial_gradients
-from tplayers.linear import PACKED_ROWS, pack
+from tplayers.products import PACKED_ROWS, pack
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 

@@ -25,7 +25,7 @@ class AtProducts(TorchDispatchMode):
         self.seen, self.count = seen, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
+        if func.overloadpacket is torch.ops.aten.mm:
             self.seen(self.count)
             self.count += 1
         return func(*args, **(kwargs or {}))

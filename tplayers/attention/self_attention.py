@@ -11,8 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
+from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
-from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from tplayers.linear import (
+    DEFAULT_INIT,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    canonical_columns,
+    column_parallel_linears,
+)
 from tplayers.placement import Normal
 from tplayers.recompute import recomputed
 from tplayers.regions import gather_from_sequence_parallel_region
@@ -71,7 +78,11 @@ class SelfAttention(nn.Module):
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
     `scaled_dot_product_attention`.
+
+    canonical: the shards in which the layer computes, or None (`tplayers.use_canonical_shards`): groups of heads.
     """
+
+    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -125,6 +136,7 @@ class SelfAttention(nn.Module):
             "sequence_parallel": sequence_parallel, "overlap_stream": overlap_stream, "init": init, "dtype": dtype
         }  # fmt: skip
         self.grouped = groups != num_heads
+        self.canonical_sizes = {"num_attention_heads": num_heads, "num_query_groups": groups}
         of_queries, of_groups = heads.query_features(head_size), heads.group_features(head_size)
         if self.grouped:
             self.query = ColumnParallelLinear(
@@ -160,6 +172,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if cache is not None and (not self.causal or self.training or padding is not None):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
+        if self.canonical is not None and cache is None:
+            return self._in_groups(x, self.canonical, randomness, padding, rotation)
         q, k, v = self._projected(x)
         if rotation is not None:
             # The values as a view would keep the memory of the keys before their rotation, too.
@@ -172,16 +186,46 @@ class SelfAttention(nn.Module):
                 q, seen.keys, seen.values, seen.mask, is_causal=seen.causal, enable_gqa=self.grouped
             )
         else:
-            drawn = self._drawn(randomness)
             bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
-            if self.recompute_core and torch.is_grad_enabled():
-                context = recomputed(self._core, q, k, v, drawn, bias)
-            else:
-                context = self._core(q, k, v, drawn, bias)
+            context = self._context(q, k, v, self._drawn(randomness), bias)
         if self.real_heads < self.num_heads:  # else the padding of the projection would get a gradient
             context = F.pad(context[:, : self.real_heads], (0, 0, 0, 0, 0, self.num_heads - self.real_heads))
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
+
+    def _in_groups(
+        self,
+        x: Tensor,
+        shards: CanonicalShards,
+        randomness: Randomness | None,
+        padding: Tensor | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """`forward` in canonical shards: each is a group of heads, with tensors of its own."""
+        if self.grouped:
+            q, kv = canonical_columns(x, [self.query, self.key_value], shards)
+            k, v = kv.chunk(2)
+        else:
+            q, k, v = self.qkv.shards(x).chunk(3)
+        own, s, b, _ = q.shape
+        drawn = self._drawn(randomness)
+        keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
+        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
+        parts = []
+        for *group, of_group in zip(q.unbind(), k.unbind(), v.unbind(), keys, strict=True):
+            heads = [part.view(s, b, -1, self.head_size) for part in group]
+            if rotation is not None:
+                heads[:2] = rotation(heads[0]), rotation(heads[1])
+            of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
+            mine = self._context(of_q, of_k, of_v, of_group, bias)
+            parts.append(mine.permute(2, 0, 1, 3).reshape(s, b, -1))
+        return self.projection.of_shards(parts)
+
+    def _context(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None) -> Tensor:
+        """`_core`, computed again in the backward if that is asked for."""
+        if self.recompute_core and torch.is_grad_enabled():
+            return recomputed(self._core, q, k, v, drawn, bias)
+        return self._core(q, k, v, drawn, bias)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, num_heads, d], keys and values [s, b, kv_heads, d] of this rank."""
@@ -224,7 +268,7 @@ class SelfAttention(nn.Module):
                 )
         shape = q.shape
         if self.grouped:  # the rows of all queries of a group are those of one matrix; a repeated k would be kept
-            q = q.reshape(shape[0], self.kv_heads, -1, shape[3])
+            q = q.reshape(shape[0], k.shape[1], -1, shape[3])
         scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
         if self.grouped:
             scores = scores.view(*shape[:3], -1)
@@ -236,7 +280,7 @@ class SelfAttention(nn.Module):
         weights = dropout(scores.softmax(dim=-1), self.attention_dropout, drawn)
         if not self.grouped:
             return weights @ v
-        return (weights.view(shape[0], self.kv_heads, -1, shape[2]) @ v).view(shape)
+        return (weights.view(shape[0], k.shape[1], -1, shape[2]) @ v).view(shape)
 
 
 def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:

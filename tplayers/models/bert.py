@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from commengine import Communicator, Stream
 from tplayers.block import NormPlacement
+from tplayers.canonical import pointwise
+from tplayers.canonical.cross_entropy import cross_entropy
+from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
-from tplayers.cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
+from tplayers.cross_entropy import class_cross_entropy, require_targets, vocab_parallel_cross_entropy
 from tplayers.linear import ReplicatedLinear
 from tplayers.mlp import GELUS, Gelu, require_gelu
 from tplayers.norm import LayerNorm
@@ -166,24 +169,39 @@ class BERT(BERTEncoder):
         rows, asked = hidden, tokens.shape[1]
         if positions is not None:
             rows, asked = self._at_positions(hidden, positions), positions.shape[1]
-        logits = self.embedding.logits(self.mlm_head(rows), self.mlm_head.bias)  # [s, b, v / p], or K and more for s
+        # [s, b, v / p], or K and more for s; or canonical shards of that
+        logits = self._logits(self.mlm_head(rows), in_shards=labels is not None)
         order = self.order_head(self.pooled(hidden)) if self.config.binary_head else None
         if labels is None:
             return logits[:asked].transpose(0, 1), order
-        wanted = F.pad(labels.t(), (0, 0, 0, logits.shape[0] - asked), value=IGNORED)
-        losses = vocab_parallel_cross_entropy(
-            logits, wanted, self.comm, vocab_size=self.config.vocab_size, overwrite=True
-        )
+        losses = self._losses(logits, labels)
         return losses[:asked].t(), None if order is None else _order_losses(order, order_labels)
+
+    def _logits(self, found: Tensor, *, in_shards: bool) -> Tensor:
+        """This rank's logits of the output of the head of masked tokens; canonical shards of them if asked for."""
+        layer, bias = self.embedding, self.mlm_head.bias
+        return layer.logits(found, bias) if self.canonical is None or not in_shards else layer.logit_shards(found, bias)
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The losses [s, b] of `_logits`. labels: [b, s], or [b, K] for K and more logits."""
+        size, comm = self.config.vocab_size, self.comm
+        wanted = F.pad(labels.t(), (0, 0, 0, logits.shape[-3] - labels.shape[1]), value=IGNORED)
+        if self.canonical is None:
+            return vocab_parallel_cross_entropy(logits, wanted, comm, vocab_size=size, overwrite=True)
+        require_targets(labels, size)
+        return cross_entropy(logits, wanted, self.canonical, vocab_size=size)
 
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The rows [K, b, h] of ``hidden`` at ``positions`` [b, K].
 
-        With sequence_parallel this rank's shard of them, after K is filled up to a multiple of the group.
+        With sequence_parallel this rank's shard of them, after K is filled up to a multiple of the group, or of the
+        canonical shards if there are any, which then fill K up without sequence_parallel, too.
         """
-        if not self.config.sequence_parallel:
+        if not self.config.sequence_parallel and self.canonical is None:
             return self.rows(hidden, positions.t())
-        missing = -positions.shape[1] % self.comm.size
+        missing = -positions.shape[1] % (self.comm.size if self.canonical is None else self.canonical.count)
+        if not self.config.sequence_parallel:
+            return self.rows(hidden, F.pad(positions.t(), (0, 0, 0, missing)))
         return reduce_scatter_to_sequence_parallel_region(
             self.rows(hidden, F.pad(positions.t(), (0, 0, 0, missing))), self.comm
         )
@@ -217,6 +235,7 @@ class MaskedTokenHead(nn.Module):
     """
 
     bias: nn.Parameter
+    canonical: CanonicalShards | None = None
 
     def __init__(self, config: BERTConfig, comm: Communicator, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -231,6 +250,9 @@ class MaskedTokenHead(nn.Module):
         add_parameter(self, "bias", columns, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.canonical is not None:
+            of_shards: Tensor = self.norm(pointwise.gelu(self.dense(x), GELUS[self.gelu]))
+            return of_shards
         normed: Tensor = self.norm(F.gelu(self.dense(x), approximate=GELUS[self.gelu]))
         return normed
 

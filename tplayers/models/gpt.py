@@ -9,7 +9,8 @@ from torch import Tensor
 
 from commengine import Communicator, Stream
 from tplayers.attention.key_value_cache import KeyValueCache
-from tplayers.cross_entropy import vocab_parallel_cross_entropy
+from tplayers.canonical.cross_entropy import cross_entropy
+from tplayers.cross_entropy import require_targets, vocab_parallel_cross_entropy
 from tplayers.embedding import VocabParallelEmbedding
 from tplayers.linear import ColumnParallelLinear
 from tplayers.placement import Normal
@@ -69,13 +70,25 @@ class GPT(Transformer):
         randomness: Randomness | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        logits = self.logits(self.hidden_states(tokens, randomness, cache=cache))  # [s, b, v / p]
+        hidden = self.hidden_states(tokens, randomness, cache=cache)
+        if self.canonical is not None and labels is not None:
+            require_targets(labels, self.config.vocab_size)
+            return cross_entropy(
+                self._logit_shards(hidden), labels.t(), self.canonical, vocab_size=self.config.vocab_size
+            ).t()
+        logits = self.logits(hidden)  # [s, b, v / p]
         if labels is None:
             return logits.transpose(0, 1)
         losses = vocab_parallel_cross_entropy(
             logits, labels.t(), self.comm, vocab_size=self.config.vocab_size, overwrite=True
         )
         return losses.t()
+
+    def _logit_shards(self, hidden: Tensor) -> Tensor:
+        """The canonical shards of `logits`, [own, s, b, padded vocabulary / C]."""
+        if self.config.untie_embeddings_and_output_weights:
+            return self.output.shards(hidden)
+        return self.embedding.logit_shards(hidden)
 
     @property
     def output_layer(self) -> ColumnParallelLinear | VocabParallelEmbedding:

@@ -13,11 +13,13 @@ from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.attention.rotary import Rotation, frequencies, rotation
 from tplayers.attention.self_attention import SelfAttention, needed, real_tokens
 from tplayers.block import NormPlacement, TransformerBlock
+from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
 from tplayers.embedding import VocabParallelEmbedding, looked_up
 from tplayers.mlp import Gelu
 from tplayers.norm import NORMS, LayerNorm, RMSNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
+from tplayers.regions import scatter_to_tensor_parallel_region
 from tplayers.rng import Randomness, dropout
 
 from .config import TransformerConfig
@@ -35,6 +37,7 @@ class Transformer(nn.Module):
     Inside, activations are [s, b, h], so that a sequence shard is contiguous.
     """
 
+    canonical: CanonicalShards | None = None
     position_embedding: nn.Parameter  # if positions are learned
     token_type_embedding: nn.Parameter  # if there are token types
     embedding_norm: LayerNorm | RMSNorm  # in a post-LN model
@@ -130,7 +133,10 @@ class Transformer(nn.Module):
             turned = self._rotation(slice(0, s) if cache is None else cache.begin(s))
         else:
             positions = slice(first, end) if cache is None else cache.begin(s)
-            of_positions = self.position_embedding[positions]  # [s, h], or [b, s, h] where the rows differ
+            if self.canonical is not None and self.sequence_parallel:  # the gradient is then gathered, and whole
+                of_positions = scatter_to_tensor_parallel_region(self.position_embedding[:s], self.comm, 0)
+            else:
+                of_positions = self.position_embedding[positions]  # [s, h], or [b, s, h] where the rows differ
             x = x + (of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1))
         if self._num_tokentypes:
             x = x + self._of_types(tokens, token_types, first, end)
@@ -174,4 +180,8 @@ class Transformer(nn.Module):
         elif token_types.shape != tokens.shape:
             raise ValueError(f"token_types {list(token_types.shape)} must be {list(tokens.shape)}, as the tokens are")
         require_within(token_types, self._num_tokentypes, "a token type")
+        if self.canonical is not None and self.sequence_parallel:  # every rank adds up the gradient in the same order
+            return scatter_to_tensor_parallel_region(
+                looked_up(token_types.t(), self.token_type_embedding), self.comm, 0
+            )
         return looked_up(token_types.t()[first:end], self.token_type_embedding)

@@ -97,6 +97,7 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
         free = converted and (item.name not in state.settings or item.name == "seq_length")
         if item.metadata["fixed"] and not free:
             _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
+    config.require_resumable(state.settings)
     return Progress(
         state.iteration,
         state.iteration if state.updates is None else state.updates,

@@ -6,13 +6,10 @@ tensor alternate in the file, the ranks first exchange them through the engine, 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +18,14 @@ from commengine import Communicator
 from tplayers import Placement
 
 from . import disk
+from .part_reader import FileBytes, bytes_of, fill_part
 from .safetensors_file import lay_out, read_layout
 
 #: bytes of the longest range that is written at once
 CHUNK = 32 << 20
 
-#: bytes that are read at once where they do not go to their place directly: they stay in a core's cache
-BLOCK = 4 << 20
-
 #: bytes from which on all ranks share in writing a tensor that each of them holds whole
 SHARED_FROM = 1 << 20
-
-#: bytes; where a rank's rows in the file are shorter, it reads the rows of all ranks and drops those of the others
-SHORT_ROW = 64 << 10
-
-#: rows that are so few that short parts of them are read one by one
-_FEW_ROWS = 8
 
 
 def ranges(
@@ -80,7 +69,7 @@ def file_size(described: Mapping[str, tuple[torch.dtype, Placement]], metadata: 
 def _cut(start: int, offset: int, part: Tensor) -> Iterator[tuple[int, memoryview]]:
     """``part``, which begins ``offset`` bytes after ``start``, in pieces of `CHUNK` bytes."""
     for low in range(0, part.numel(), CHUNK):
-        yield start + offset + low, _bytes(part[low : low + CHUNK])
+        yield start + offset + low, bytes_of(part[low : low + CHUNK])
 
 
 def _share(whole: Tensor, number: int, comm: Communicator) -> tuple[int, Tensor]:
@@ -107,14 +96,8 @@ def _exchanged(start: int, part: Tensor, comm: Communicator, placement: Placemen
         whole = received.view(comm.size, rows, width).transpose(0, 1).reshape(rows, -1)[: max(0, outer - mine)]
         if len(whole):
             real = placement.without_padding(whole) if placement.padded else whole
-            yield start + mine * real.shape[1], _bytes(real.reshape(-1))
+            yield start + mine * real.shape[1], bytes_of(real.reshape(-1))
         top += rows * comm.size
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor of bytes."""
-    array: Any = tensor.numpy()
-    return memoryview(array)
 
 
 def read(
@@ -149,110 +132,10 @@ def read(
                 part = None if into is None else into.get(name)
                 if part is None:
                     part = torch.empty(placement.local_shape, dtype=one.dtype)
-                fill_part(partial(fill, file, path, one.start), one.dtype, placement, part.view(placement.part_view))
+                fill_part(FileBytes(file, path, one.start), one.dtype, placement, part.view(placement.part_view))
                 yield name, part
     finally:
         os.close(file)
-
-
-def fill_part(read: Callable[[Tensor, int], None], dtype: torch.dtype, placement: Placement, out: Tensor) -> None:
-    """Fill ``out`` with this rank's part of a global tensor.
-
-    read: fills a host tensor of bytes with those of the global tensor, in row-major order, from a given byte on.
-    dtype: of the global tensor. out: a host tensor of the shape ``placement.part_view``, of any strides and dtype.
-
-    A contiguous tensor of this dtype is filled in place; for any other, a block of `BLOCK` bytes is read at a time.
-    """
-    if not out.numel():
-        return
-    view, sizes = placement.view or (1,), placement.part_view or (1,)
-    out = out.view(sizes) if out.dim() == 0 else out
-    if placement.padded:
-        with _filled(out, dtype) as target:
-            _read_padded(read, target, dtype.itemsize, placement)
-        return
-    split = placement.dim if placement.count > 1 else None
-    inner = math.prod(view[1:]) * dtype.itemsize
-    if split in (None, 0):  # one range of bytes
-        start = placement.part_start[0] * inner if split == 0 else 0
-        for low, high in _blocks(len(out), inner):
-            with _filled(out[low:high], dtype) as target:
-                read(target, start + low * inner)
-        return
-    assert split is not None
-    rows, width = math.prod(view[1:split]), math.prod(sizes[split:]) * dtype.itemsize
-    index, count = placement.index, placement.count
-    for low, high in _blocks(len(out), inner):
-        with _filled(out[low:high], dtype) as target:
-            _read_rows(read, target.view((high - low) * rows, width), low * rows, index, count)
-
-
-def _blocks(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """(First, end) of runs of ``rows`` rows of ``size`` bytes; a run has at most `BLOCK` bytes, or one row."""
-    most = max(1, BLOCK // max(size, 1))
-    for low in range(0, rows, most):
-        yield low, min(low + most, rows)
-
-
-@contextlib.contextmanager
-def _filled(out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The bytes of a contiguous tensor of ``dtype`` that has the values of ``out`` when the block ends."""
-    if out.is_contiguous() and out.dtype == dtype:
-        yield out.view(-1).view(torch.uint8)
-        torch.autograd.graph.increment_version(out)  # PyTorch cannot know that the memory was written
-    else:
-        block = torch.empty(out.shape, dtype=dtype)
-        yield block.view(-1).view(torch.uint8)
-        out.copy_(block)
-
-
-def _read_rows(read: Callable[[Tensor, int], None], target: Tensor, first: int, index: int, count: int) -> None:
-    """Fill ``target`` [rows, width] with part ``index`` of ``count`` of each row from number ``first`` on."""
-    rows, width = target.shape
-    if width >= SHORT_ROW:
-        for row in range(rows):
-            read(target[row], ((first + row) * count + index) * width)
-        return
-    most = max(1, BLOCK // (count * width))
-    whole = torch.empty(min(most, rows), count, width, dtype=torch.uint8)
-    for top in range(0, rows, most):
-        block = whole[: min(most, rows - top)]
-        read(block.view(-1), (first + top) * count * width)
-        target[top : top + most] = block[:, index]
-
-
-def _read_padded(read: Callable[[Tensor, int], None], target: Tensor, size: int, placement: Placement) -> None:
-    """Fill ``target`` [bytes], a part with padding, of elements of ``size`` bytes."""
-    target.zero_()
-    rows, runs = target.view(-1, placement.stretch * size), placement.runs()
-    width = math.prod(placement.view[placement.dim :]) * size  # of a row in the file
-    if all(number * size >= SHORT_ROW for *_, number in runs) or len(rows) <= _FEW_ROWS:
-        for row in range(len(rows)):
-            for first, place, number in runs:
-                read(rows[row, place * size : (place + number) * size], row * width + first * size)
-        return
-    most = max(1, BLOCK // width)
-    whole = torch.empty(min(most, len(rows)), width, dtype=torch.uint8)
-    for top in range(0, len(rows), most):
-        block = whole[: min(most, len(rows) - top)]
-        read(block.view(-1), top * width)
-        for first, place, number in runs:
-            rows[top : top + most, place * size : (place + number) * size] = block[
-                :, first * size : (first + number) * size
-            ]
-
-
-def fill(file: int, path: Path, begin: int, target: Tensor, start: int) -> None:
-    """Fill ``target`` [bytes] from byte ``begin + start`` of an open file on.
-
-    Raises ValueError, naming ``path``, where the file ends too early.
-    """
-    left, start = _bytes(target), begin + start
-    while left:
-        count = os.preadv(file, [left], start)
-        if not count:
-            raise ValueError(f"{path}: ends at byte {start}, while it is read")
-        start, left = start + count, left[count:]
 
 
 def some(names: Sequence[str]) -> str:

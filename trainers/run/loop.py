@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
+from trainers.checks.digests import digests
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig
 from trainers.options import make_writable
@@ -197,6 +198,7 @@ class _Run:
             log.settle()
         with log.paused():
             checked = self.checks.after(step, seconds)
+            found = digests(trainer, step) if config.digests else {}
         speed = trainer.batches.size * self.task.tokens_per_sample / seconds
         self.metrics.progress(step.loss, speed)
         if iteration % config.log_interval == 0 or iteration == config.train_iters:
@@ -204,8 +206,11 @@ class _Run:
                 {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm,
                  "learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
                 | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
-                | checked
+                | checked | found
             )  # fmt: skip
+        elif found:
+            norm = None if step.skipped else step.norm
+            self.metrics.log({"iteration": iteration, **step.losses, "grad_norm": norm} | found)
 
     def _look(self) -> None:
         """Learn from the ranks' agreement whether the run stops, and how far the checkpoint in the background is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,19 +24,25 @@ Job = TypeVar("Job", bound=JobConfig)
 
 
 def run_command(
-    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask]
-) -> int:
+    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask],
+    instead: Callable[[Config, Communicator], bool] = lambda *_: False,
+) -> int:  # fmt: skip
     """One rank of the training command ``command``, from its flags to its report: the exit status.
 
-    kind: of the settings. new_task: as for `trainers.run.loop.train`. Rank 0 reads the flags and the files; an error in
-    them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that end a run
-    (`StopRequests`), so that its status is the returned one.
+    kind: of the settings. new_task: as for `trainers.run.loop.train`. instead: called before it, as a collective; if it
+    returns True, that was all that the settings ask for, and nothing is trained. Rank 0 reads the flags and the files;
+    an error in them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that
+    end a run (`StopRequests`), so that its status is the returned one.
     """
     with StopRequests(world) as stopping:
         config = job_config(world, kind, command)
+        if config.order is not None:
+            fix_products()
         verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
+            if instead(config, comm):
+                return 0
             return train(config, comm, new_task, stopping)
 
 
@@ -79,8 +86,21 @@ def watched(config: JobConfig, world: Communicator) -> Communicator:
     """
     timeout = 60 * config.distributed_timeout_minutes or None
     try:
-        made = Communicator(world.mpi, timeout=timeout, device=config.device, transport=config.device_transport)
+        made = Communicator(
+            world.mpi, timeout=timeout, device=config.device, transport=config.device_transport, order=config.order
+        )
     except CollectiveError as error:
         raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
     made.make_device_current()
     return made
+
+
+def fix_products() -> None:
+    """Let MKL's products have the same bits wherever their operands lie, and on any number of threads.
+
+    MKL reads the variable at its first call: call this before the first product. Raises UsageError, as on every rank,
+    if the user has asked for the opposite.
+    """
+    mode = os.environ.setdefault("MKL_CBWR", "AUTO")
+    if mode.upper().startswith("OFF"):
+        raise UsageError(f"MKL_CBWR={mode}: --deterministic needs products that repeat; unset it, or set AUTO")

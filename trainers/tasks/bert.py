@@ -229,7 +229,7 @@ def _batches(
     config: BERTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
 ) -> MaskedBatches:
     return MaskedBatches(
-        samples, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
+        samples, size=config.batch_size(data.size), micro=config.samples_at_once, data=data,
         binary_head=not config.bert_no_binary_head, vocab_size=config.model().vocab_size, unusable=unusable,
     )  # fmt: skip
 

@@ -195,7 +195,7 @@ def _batches(
     config: GPTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
 ) -> TokenBatches:
     return TokenBatches(
-        samples, size=config.batch_size(data.size), micro=config.micro_batch_size, data=data,
+        samples, size=config.batch_size(data.size), micro=config.samples_at_once, data=data,
         vocab_size=config.model().vocab_size, unusable=unusable,
     )  # fmt: skip
 

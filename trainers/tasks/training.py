@@ -12,12 +12,12 @@ from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream
 from commengine.rank_zero import on_every_rank
-from tplayers import BERT, GPT, initialize
+from tplayers import BERT, GPT, initialize, use_canonical_shards
 from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import given
+from trainers.options import given, require
 from trainers.run.evaluation import HeldOut
 from trainers.training.interfaces import FiniteBatchSource, Objective
 from trainers.training.precision import parameter_dtype
@@ -58,6 +58,12 @@ def transformer_trainer(
     grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
     initialize(model, config.seed)
+    if config.canonical_shards is not None:
+        require(
+            world.device.type == "cpu",
+            f"--deterministic: needs --device cpu; on {world.device} products and reductions have orders of their own",
+        )
+        use_canonical_shards(model, grid.tensor, config.canonical_shards)
     unusable = outside_vocabulary(config, "", given(config, "data_path"))
     trainer = Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
     if config.load is not None and of_other_program(config.load):

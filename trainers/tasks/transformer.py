@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -35,10 +35,11 @@ from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
 from .other_models import require_same, settings_of_load
+from .same_bits import SameBitsConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(TextConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
 
     task: the kind of model whose presets the run may name (`trainers.presets`).
@@ -97,6 +98,11 @@ class TransformerTrainConfig(TextConfig, ABC):
         choices=("full", "selective", "none"),
     )
 
+    dry_run: bool = option(False, "print the memory of a rank and the predicted time of a step, and train nothing")
+    cost_model: str | None = option(
+        None, "with --dry-run: a model of bench.fit or bench.study, for the time of the collectives", valid=NOT_EMPTY
+    )
+
     @property
     def positions(self) -> int:
         """The number of positions that the model knows."""
@@ -112,6 +118,16 @@ class TransformerTrainConfig(TextConfig, ABC):
             require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         except UsageError as error:
             raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
+        require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
+        require(
+            self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.deterministic,
+            f"{given(self, 'attention_dropout_mask')}: excludes --deterministic, because the mask depends on the ranks",
+        )
+        require(
+            not self.sequence_parallel or self.seq_length % (self.canonical_shards or 1) == 0,
+            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
+            "--sequence-parallel",
+        )
         compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
         require(
             compiles,
@@ -127,6 +143,8 @@ class TransformerTrainConfig(TextConfig, ABC):
             other.close()
             require_same(config, other, config.load)
         config.require_split(ranks)
+        config.require_shards(config.model())
+        config = replace(config, deterministic_shards=config.canonical_shards)
         config.require_memory(ranks)
         return config
 

@@ -42,17 +42,18 @@ class BucketLayout:
 
     part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
     data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
-    masters: False: half-precision parameters have no masters, and are treated as others.
+    masters: False: half-precision parameters have no masters, and are treated as others. flat: see below; True makes
+        it so in any case.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.parameters.FlatParameters`): those in half
-        precision, and all if the optimizer is sharded.
+        precision, and all if the optimizer is sharded or ``flat`` is given.
     starts: the first element of each parameter. mine: the elements of which this rank keeps masters and moments.
     """
 
     def __init__(
         self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
-        shard: bool, masters: bool = True,
+        shard: bool, masters: bool = True, flat: bool = False,
     ) -> None:  # fmt: skip
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
@@ -62,7 +63,7 @@ class BucketLayout:
         #: the dtype of masters, moments and gradient sums
         self.state_dtype = torch.float32 if self.mixed else first.dtype
         self.sharded = shard
-        self.flat = shard or self.mixed
+        self.flat = flat or shard or self.mixed
         unit = ALIGNMENT if self.flat else 1
         shares = data.size if shard else 1
         self.starts: dict[nn.Parameter, int] = {}

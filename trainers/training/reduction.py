@@ -13,6 +13,7 @@ from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
 
 from .layout import BucketLayout, Treatment, new_buffer, parts
+from .sample_tree import SampleTree
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,12 @@ class GradientBucket:
     none in single and double precision in a data group of one rank, unless the parameters are flat: nothing is sent,
     and the gradients stay where autograd puts them. In half precision ``parameter.grad`` is None after each backward,
     because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it.
+
+    run: gradients come from one sample at a time and are added up in a tree, of which this is a leaf's samples
+    (`SampleTree`); ``parameter.grad`` then is None after each backward, too. None: they are added one to the other.
     """
 
-    def __init__(self, layout: BucketLayout, data: Communicator) -> None:
+    def __init__(self, layout: BucketLayout, data: Communicator, run: int | None = None) -> None:
         self.layout = layout
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
@@ -50,6 +54,7 @@ class GradientBucket:
         if layout.flat or data.size > 1:
             self.gradients = new_buffer(layout.size, layout.state_dtype, layout.device, data)
             self.views = {parameter: layout.view(self.gradients, parameter) for parameter in layout.names}
+        self.tree = None if run is None or self.gradients is None else SampleTree(layout, self.gradients, run)
         self._places = [(parameter, view, view.detach(), view.data_ptr()) for parameter, view in self.views.items()]
         self.segments = [GradientSegment(treatment, parameter) for parameter, treatment in layout.treatments.items()]
         if layout.flat:
@@ -63,7 +68,10 @@ class GradientBucket:
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
-        if self.layout.mixed or self.gradients is None:
+        if self.tree is not None:
+            self.tree.clear()
+            self.begin_sample(last=False)
+        if self.layout.mixed or self.tree is not None or self.gradients is None:
             self._fresh = set(self.layout.names)
             for parameter in self.layout.names:
                 parameter.grad = None
@@ -71,6 +79,22 @@ class GradientBucket:
         self.gradients.zero_()
         for parameter, view in self.views.items():  # a caller that set a gradient to None took it out of the buffer
             parameter.grad = view
+
+    def begin_sample(self, *, last: bool) -> None:
+        """Wait for the gradients of the next sample, or microbatch. last: it is the last one of the step.
+
+        Raises RuntimeError that names the parameters that got no gradient from the sample before.
+        """
+        if self.tree is not None:
+            if 0 < len(self.waiting) < len(self.layout.names):
+                self.require_complete()
+            self.tree.begin(last=last)
+        self.waiting = set(self.layout.names)
+
+    def require_complete(self) -> None:
+        """Raise RuntimeError that names the parameters whose gradient has not come."""
+        if missing := [self.layout.names[parameter] for parameter in self.waiting]:
+            raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Move a gradient that is not in the buffer into it: autograd then adds the next ones there.
@@ -112,6 +136,9 @@ class GradientBucket:
         assert self.gradients is not None
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
+        if self.tree is not None:
+            self.tree.put(parameter, grad)
+            return
         total = self.views[parameter]
         if parameter in self._fresh:
             self._fresh.discard(parameter)
@@ -134,6 +161,8 @@ class GradientBuckets:
     masters: half-precision parameters have fp32 masters, and gradient sums in fp32. Without, they are treated as other
         parameters are, for optimizers that know no masters.
     op: "sum", or "avg" for the mean of the ranks' gradients.
+    run: every microbatch is one sample, and the sum over the samples of the global batch is taken in a binary tree with
+        leaves of ``run`` samples (`SampleTree`). Needs ``reduce_in_fp32``. None: they are added one to the other.
 
     Parameters that require no gradient have no place in a bucket.
 
@@ -160,6 +189,7 @@ class GradientBuckets:
         reduce_in_fp32: bool = False,
         masters: bool = True,
         op: str = "sum",
+        run: int | None = None,
     ) -> None:
         self.data, self.tensor = data, tensor
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
@@ -167,7 +197,9 @@ class GradientBuckets:
         self.placements = placements(module)
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
         self.buckets = [
-            GradientBucket(BucketLayout(part, self.placements, data, shard=shard, masters=masters), data)
+            GradientBucket(
+                BucketLayout(part, self.placements, data, shard=shard, masters=masters, flat=run is not None), data, run
+            )
             for part in parts(reversed(trained), bucket_size)
         ]
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
@@ -176,8 +208,9 @@ class GradientBuckets:
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False
-        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done
-        self._in_flight: list[tuple[Work, Tensor]] = []
+        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done; None: the
+        #: result is where it belongs
+        self._in_flight: list[tuple[Work, Tensor | None]] = []
         bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
@@ -200,7 +233,7 @@ class GradientBuckets:
     def last_microbatch(self) -> Iterator[None]:
         """A block around the last backward of a step. With ``overlap``, gradients are sent from within it."""
         for bucket in self.buckets:
-            bucket.waiting = set(bucket.layout.names)
+            bucket.begin_sample(last=True)
         self._last = True
         try:
             yield
@@ -234,7 +267,7 @@ class GradientBuckets:
             for index, bucket in enumerate(self.buckets):
                 work, received = self._in_flight[index] if self.stream is not None else self._send(bucket)
                 work.wait()
-                if received is not bucket.gradients:
+                if received is not None:
                     bucket.reduced.copy_(received)
             self._in_flight.clear()
         self._sum_partial()
@@ -251,10 +284,16 @@ class GradientBuckets:
 
     def _arrived(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
         """Autograd's hook: the parameter's gradient of this microbatch is complete."""
-        if bucket.layout.mixed:
+        if bucket.layout.mixed or bucket.tree is not None:
             bucket.accumulate(parameter)
         else:
             bucket.adopt(parameter)
+        if bucket.tree is not None:
+            bucket.waiting.discard(parameter)
+            if not bucket.waiting:
+                bucket.tree.end()
+                if not self._last:
+                    bucket.begin_sample(last=False)
         if self._last:
             bucket.waiting.discard(parameter)
             self._send_complete()
@@ -266,14 +305,28 @@ class GradientBuckets:
         while (sent := len(self._in_flight)) < len(self.buckets) and not self.buckets[sent].waiting:
             self._in_flight.append(self._send(self.buckets[sent]))
 
-    def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor]:
-        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result."""
+    def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor | None]:
+        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result.
+
+        On the host, gradients that are not rounded are summed in their buffer: the ranks of a node then hold one copy
+        of a sharded sum together, and no other. A rounded copy lies in memory that they share until it is summed.
+        """
         assert bucket.gradients is not None
-        sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.layout.dtype)
+        sent, dtype = bucket.gradients, bucket.layout.dtype
+        rounded = not self.reduce_in_fp32 and sent.dtype != dtype
+        if rounded and sent.is_cpu:
+            operation = "reduce_scatter" if self.shard else "all_reduce"
+            sent = self.data.operand(operation, sent.shape, dtype).copy_(sent)
+        elif rounded:
+            sent = sent.to(dtype)
         if not self.shard:
-            return self.data.all_reduce(sent, self.op, stream=self.stream), sent
-        received = sent.new_empty(bucket.layout.size // self.data.size)
-        return self.data.reduce_scatter(received, sent, self.op, stream=self.stream), received
+            return self.data.all_reduce(sent, self.op, stream=self.stream), sent if rounded else None
+        if sent.is_cpu:
+            received = sent[bucket.layout.mine]
+        else:
+            received = sent.new_empty(bucket.layout.size // self.data.size)
+        work = self.data.reduce_scatter(received, sent, self.op, stream=self.stream)
+        return work, received if rounded or not sent.is_cpu else None
 
     def _sum_partial(self) -> None:
         """Sum the partial gradients over the tensor group, in one all-reduce.

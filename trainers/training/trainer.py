@@ -14,11 +14,12 @@ from commengine import ProcessGrid, UsageError
 from tplayers import Randomness, placements
 from trainers.config import TrainConfig, bucket_size, overlapped
 
-from .clipping import clip, gradient_norm
+from .clipping import clip, exact_gradient_norm, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
 from .reduction import GradientBuckets
+from .sample_tree import run_length, tree_of_samples
 from .schedule import learning_rate
 
 
@@ -67,11 +68,13 @@ class Trainer:
         self.model = model.to(grid.world.device)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
+        #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
+        self.run = None if config.canonical_shards is None else run_length(batches.size)
         self.gradients = GradientBuckets(
             model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
             bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.data.size),
             shard=config.use_distributed_optimizer,
-            reduce_in_fp32=config.grad_reduce_in_fp32,
+            reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
         )  # fmt: skip
         self.optimizer = Optimizer(
             self.gradients, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2),
@@ -101,16 +104,15 @@ class Trainer:
         self.optimizer.wait_for_parameters()
         self.gradients.zero()
         # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
-        sums = torch.zeros(len(counts), dtype=torch.float64, device=self.grid.world.device)
-        for batch in microbatches[:-1]:
-            self._backward(batch, counts, sums)
+        shares = [self._backward(batch, counts) for batch in microbatches[:-1]]
         with self.gradients.last_microbatch():
-            self._backward(microbatches[-1], counts, sums)
+            shares.append(self._backward(microbatches[-1], counts))
         self.gradients.finish()
-        losses = sums.cpu()
+        losses = tree_of_samples(shares, self.run or len(shares)).cpu()
         data.all_reduce(losses)
+        norm_of = gradient_norm if self.run is None else exact_gradient_norm
         shards = data if self.gradients.shard else None
-        norm = gradient_norm(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
+        norm = norm_of(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
         step = Step(dict(zip(self.objective.names, losses.tolist(), strict=True)), norm, rate, self._overflowed(norm))
         if not step.skipped:
@@ -132,16 +134,15 @@ class Trainer:
             raise UsageError(f"step {self.iteration + 1}: {self.batches.unusable}")
         return of_terms
 
-    def _backward(self, batch: Microbatch, counts: Sequence[int], sums: Tensor) -> None:
-        """Add the gradient of one microbatch, and its share of each term's mean to ``sums`` (float64 [terms])."""
+    def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
+        """Add the gradient of one microbatch. Returns its share of each term's mean: float64 [terms]."""
         device = self.grid.world.device
         randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
         terms = self.objective(self.forward, batch.to(device), randomness)
         shares = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
         loss = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         (loss if self.scaler is None else loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
-        for total, share in zip(sums, shares, strict=True):
-            total += share.detach()
+        return torch.stack([share.detach().double() for share in shares])
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
-from trainers.checkpoints.parallel_safetensors import fill_part, some
+from trainers.checkpoints.parallel_safetensors import some
+from trainers.checkpoints.part_reader import bytes_of, fill_part
 
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
@@ -118,12 +119,12 @@ class HuggingFaceModel:
             one, part = self._named[piece.name], piece.of(target)
             if self.interleaved and (".q_proj." in piece.name or ".k_proj." in piece.name):
                 whole = torch.empty(one.shape, dtype=one.dtype)
-                one.read(whole.view(-1).view(torch.uint8), 0)
+                one.source.read(bytes_of(whole.view(-1).view(torch.uint8)), 0)
                 part.copy_(piece.placement.part(_half_split(whole, self.config.head_size)))
                 continue
             direct = part.is_contiguous() or not piece.placement.padded
             filled = part if direct else torch.empty(part.shape, dtype=one.dtype)
-            fill_part(one.read, one.dtype, piece.placement, filled.view(piece.placement.part_view))
+            fill_part(one.source, one.dtype, piece.placement, filled.view(piece.placement.part_view))
             if not direct:
                 part.copy_(filled)
 
@@ -228,7 +229,7 @@ def _equal(one: FileTensor, other: FileTensor, index: int, count: int) -> bool:
         pair = []
         for tensor in (one, other):
             values = torch.empty(min(_COMPARED, high - start), dtype=tensor.dtype)
-            tensor.read(values.view(torch.uint8), start * tensor.dtype.itemsize)
+            tensor.source.read(bytes_of(values.view(torch.uint8)), start * tensor.dtype.itemsize)
             pair.append(values)
         if one.dtype == other.dtype:
             pair = [values.view(torch.uint8) for values in pair]  # also where they are not a number

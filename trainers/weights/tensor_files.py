@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainers.checkpoints import disk
-from trainers.checkpoints.parallel_safetensors import fill
+from trainers.checkpoints.part_reader import ByteSource, FileBytes, bytes_of
 from trainers.checkpoints.safetensors_file import read_layout
 from trainers.files.reading import read_text
 
@@ -26,12 +25,12 @@ SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file. ``read`` fills a host tensor of bytes with those of the tensor from a given byte on."""
+    """A tensor in a file. source: its bytes."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Tensor, int], None]
+    source: ByteSource
 
 
 @dataclass
@@ -102,7 +101,7 @@ def _safetensors(path: Path, files: contextlib.ExitStack) -> dict[str, FileTenso
     file = disk.open_to_read(path)
     files.callback(os.close, file)
     return {
-        name: FileTensor(path, one.dtype, one.shape, partial(fill, file, path, one.start))
+        name: FileTensor(path, one.dtype, one.shape, FileBytes(file, path, one.start))
         for name, one in read_layout(file, path).items()
     }
 
@@ -118,9 +117,18 @@ def _views(path: Path, found: Any) -> Iterator[tuple[str, FileTensor]]:
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name[:100]} is no tensor")
-        yield name, FileTensor(path, tensor.dtype, tuple(tensor.shape), partial(_copy, tensor.detach()))
+        yield name, FileTensor(path, tensor.dtype, tuple(tensor.shape), _TensorBytes(tensor.detach()))
 
 
-def _copy(tensor: Tensor, target: Tensor, start: int) -> None:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    target.copy_(flat[start : start + len(target)])
+@dataclass(frozen=True)
+class _TensorBytes:
+    """The bytes of a tensor that is in memory, or mapped into it, as a `ByteSource`."""
+
+    tensor: Tensor
+
+    def read(self, target: memoryview, start: int) -> None:
+        flat = self.tensor.contiguous().view(-1).view(torch.uint8)
+        target[:] = bytes_of(flat)[start : start + len(target)]
+
+    def announce(self, start: int, size: int) -> None:
+        pass

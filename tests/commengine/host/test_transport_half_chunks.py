@@ -40,7 +40,7 @@ def test_chunks_cover_the_tensor_once_and_reduce_alike(numel, size, dtype, op, s
     whole = torch.full((numel,), float("nan"), dtype=dtype)
     for rank in range(size):
         transport = HostTransport.__new__(HostTransport)
-        transport.rank, transport.size = rank, size
+        transport.rank, transport.size, transport._prefix = rank, size, ""
         transport._moved = lambda tensor: (tensor, None)
         transport._calls = Exchange(inputs, rank)
         chunk, counts, starts = transport._reduce_chunks(inputs[rank], op)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tplayers import Placement
-from trainers.checkpoints import parallel_safetensors
+from trainers.checkpoints import parallel_safetensors, part_reader
 from trainers.checkpoints.disk import RangeWriter
 from trainers.checkpoints.safetensors_file import read_layout
 
@@ -67,7 +67,7 @@ def write(path, described, world):
 @pytest.mark.parametrize("chunk", [parallel_safetensors.CHUNK, 100, 4096])
 def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, monkeypatch, chunk):
     monkeypatch.setattr(parallel_safetensors, "CHUNK", chunk)
-    monkeypatch.setattr(parallel_safetensors, "BLOCK", min(chunk, parallel_safetensors.BLOCK))
+    monkeypatch.setattr(part_reader, "BLOCK", min(chunk, part_reader.BLOCK))
     monkeypatch.setattr(parallel_safetensors, "SHARED_FROM", 1000)
     described = placed(world.rank, world.size)
     whole, mine = write(folder / "ours", described, world)
@@ -81,7 +81,7 @@ def test_the_file_is_the_librarys_and_every_rank_gets_its_parts(world, folder, m
         save_file(whole, folder / "theirs")
     world.barrier()
     for short in (1, 1 << 20):
-        monkeypatch.setattr(parallel_safetensors, "SHORT_ROW", short)
+        monkeypatch.setattr(part_reader, "SHORT_ROW", short)
         for file in ("ours", "theirs"):
             parts = dict(parallel_safetensors.read(folder / file, {name: p for name, (_, p) in described.items()}))
             for name, (dtype, placement) in described.items():

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainers.training.clipping import STRETCH, gradient_norm, summands
+from trainers.training.clipping import STRETCH, exact_gradient_norm, gradient_norm, summands
 from trainers.training.layout import Treatment
 from trainers.training.reduction import GradientSegment
 
-ALONE = SimpleNamespace(all_reduce=lambda tensor: None)
+ALONE = SimpleNamespace(all_reduce=lambda tensor, op="sum": None)
 BILLION = 1_200_000_000
 
 
@@ -60,3 +60,25 @@ def test_the_sums_of_both_kinds_are_read_from_the_device_at_once():
         assert gradient_norm(flat(torch.tensor([3.0]), torch.tensor([4.0])), ALONE) == 5.0
     assert copies.count == 1
     assert gradient_norm([], ALONE) == 0.0
+
+
+def test_the_exact_norm_is_that_of_float64_however_the_gradient_is_cut():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-30, 1e-3, 1.0, 1e30):
+        whole = torch.randn(100_003, generator=generator) ** 3 * scale
+        right = float(torch.linalg.vector_norm(whole.double()))
+        found = {
+            exact_gradient_norm(flat(*torch.split(whole[torch.randperm(len(whole), generator=generator)], size)), ALONE)
+            for size in (len(whole), 32768, 999, 50_001)
+        }
+        assert len(found) == 1 and found.pop() == pytest.approx(right, rel=1e-9)
+
+
+def test_the_exact_norm_of_special_gradients():
+    zeros, one = torch.zeros(5), torch.tensor([3.0, 0.0])
+    assert exact_gradient_norm(flat(zeros, zeros), ALONE) == 0 and exact_gradient_norm([], ALONE) == 0
+    assert exact_gradient_norm(flat(one, torch.tensor([4.0])), ALONE) == 5
+    for bad in (math.nan, math.inf, -math.inf):
+        assert exact_gradient_norm(flat(one, torch.tensor([bad])), ALONE) == math.inf
+    tiny = torch.tensor([1e-44, 0.0])
+    assert exact_gradient_norm(flat(tiny), ALONE) == float(tiny[0])

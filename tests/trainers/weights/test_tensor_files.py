@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trainers.checkpoints.part_reader import bytes_of
 from trainers.weights.tensor_files import TensorFiles
 
 A, B = torch.arange(6.0).view(2, 3), torch.arange(5.0).to(torch.bfloat16)
@@ -22,8 +23,8 @@ def values(folder):
             found[name] = torch.empty(one.shape, dtype=one.dtype)
             flat = found[name].view(-1).view(torch.uint8)
             half = len(flat) // 2
-            one.read(flat[half:], half)
-            one.read(flat[:half], 0)
+            one.source.read(bytes_of(flat[half:]), half)
+            one.source.read(bytes_of(flat[:half]), 0)
     return found
 
 

@@ -1,0 +1,82 @@
+"""The folder of a study: its settings, what is finished, and the seconds that it took; read and written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commengine import UsageError
+from trainers.files.reading import read_json
+from trainers.options import make_writable
+
+FORMAT = 1
+#: what a study writes into its folder
+FILES = (
+    "study.json", "study.md", "collectives.json", "model.json", "step.json", "step.png", "replay.json", "replay.md",
+    "report.html",
+)  # fmt: skip
+RECORDING = "steps"
+
+
+@dataclass
+class StudyRecord:
+    """The contents of study.json.
+
+    settings: those that a study cannot change. finished: the parts that need not run again. title, about, answers: the
+    page's first screen (`bench.report_page.page`).
+    """
+
+    settings: dict[str, Any]
+    spent_s: float = 0.0
+    finished: list[str] = field(default_factory=list)
+    title: str = ""
+    about: str = ""
+    answers: list[dict[str, str]] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def open_record(folder: Path, settings: dict[str, Any], *, overwrite: bool) -> StudyRecord:
+    """The study in ``folder``, or a new one. Raises UsageError for a folder with other files or other settings."""
+    make_writable("DIR", folder)
+    older = folder / "study.json"
+    if overwrite:
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / RECORDING, ignore_errors=True)
+    elif older.exists():
+        return _older(folder, read_json(older), settings)
+    if strange := sorted(path.name for path in folder.iterdir()):
+        raise UsageError(f"DIR {folder}: holds {strange[0]}, and no study; give a new folder, or an empty one")
+    return StudyRecord(settings)
+
+
+def _older(folder: Path, found: Any, settings: dict[str, Any]) -> StudyRecord:
+    if not isinstance(found, dict) or found.get("kind") != "study" or found.get("format") != FORMAT:
+        raise UsageError(f"DIR {folder}: study.json is not a study of this version; give another folder")
+    try:
+        record = StudyRecord(**{name: found[name] for name in StudyRecord.__dataclass_fields__})
+    except KeyError as error:
+        raise UsageError(f"DIR {folder}: study.json lacks {error}; give --overwrite to begin anew") from None
+    changed = [name for name in settings if record.settings.get(name) != settings[name]]
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"DIR {folder}: holds a study with other settings ({name} {record.settings.get(name)}, now "
+            f"{settings[name]}); give another folder, or --overwrite"
+        )
+    return record
+
+
+def save(folder: Path, record: StudyRecord) -> None:
+    """Write study.json, all of it or nothing."""
+    replace(folder / "study.json", {"format": FORMAT, "kind": "study"} | asdict(record))
+
+
+def replace(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file, all of it or nothing, so that a killed study leaves the older one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    beside.replace(path)

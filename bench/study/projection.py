@@ -1,0 +1,114 @@
+"""A training step on ranks that are not there: weak scaling by more replicas, with the costs that were measured here.
+
+Each replica computes what one computes here. The tensor group keeps its size and its node, and so its waiting. The
+collectives of the data group are those of `commengine.cost`'s formulas. Inside a node they cost what the fitted model
+says. Between nodes they are rings of slices over the network; if the job itself spans nodes, the fitted model is scaled
+instead, as a ring is. Nothing is hidden behind the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from bench.step_study import recorder, volumes
+from commengine.cost import FittedModel, Link, Machine, Segment, collective
+
+#: the transports of the engine: gradients lie in windows where the ranks of a node have them
+OURS = ("engine", "shared")
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """The machine of a study.
+
+    points: the measured times of its collectives (`through_points`). model: fitted to them, for other numbers of ranks.
+    ranks: of a node. several: whether the job spans nodes. between: the link between nodes, where the study could not
+    measure one.
+    """
+
+    points: FittedModel
+    model: FittedModel
+    ranks: int
+    several: bool
+    between: Link
+
+    def seconds(self, operation: str, size: float, ranks: int, tensor: int = 1) -> float:
+        """The seconds of a collective of ``size`` bytes in a data group of ``ranks``, beside tensor groups' others.
+
+        All data groups of a node send at once and share its adapter. Raises ValueError for an operation that was not
+        measured.
+        """
+        members = max(1, self.ranks // tensor)
+        if self.several or ranks <= members:
+            return self._measured(operation, size, ranks)
+        inside = self._measured(operation, size, members)
+        link = Machine(self.between, self.between, self.ranks, 1).between_for(min(self.ranks, members * tensor))
+        return inside + collective(operation, "ring", size / members, math.ceil(ranks / members)).seconds(link)
+
+    def _measured(self, operation: str, size: float, ranks: int) -> float:
+        """The seconds by the measured times, or for a number of ranks that was not measured by the fitted model."""
+        there = any(one.ranks == ranks for one in self.points.collectives.get(operation, ()))
+        return (self.points if there else self.model).seconds(operation, size, ranks)
+
+
+def through_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
+    """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
+
+    rows: of bench.collectives. It tells the times of the ranks and operations that were measured at two sizes or more,
+    and no others.
+    """
+    times: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        if row["transport"] in OURS:
+            mine = times.setdefault((row["operation"], row["ranks"]), {})
+            spent = float(row["seconds"]["p50"])
+            mine[row["bytes"]] = min(spent, mine.get(row["bytes"], spent))
+    found: dict[str, tuple[Segment, ...]] = {}
+    for (operation, ranks), sizes in times.items():
+        points = sorted(sizes.items())
+        segments: list[Segment] = []
+        for (low, first), (high, last) in pairwise(points):
+            beta = (last - first) / (high - low)
+            segments.append(Segment(ranks, low if segments else 0, first - low * beta, beta))
+        if segments:
+            found[operation] = (*found.get(operation, ()), *segments)
+    return FittedModel(found)
+
+
+@dataclass(frozen=True)
+class ProjectedStep:
+    """A step on ``ranks`` ranks: its seconds, those of them that wait for collectives, and the tokens of a second."""
+
+    ranks: int
+    seconds: float
+    waiting: float
+    tokens_per_second: float
+
+
+def step_on(
+    ranks: int, step: dict[str, Any], here: tuple[float, float, float], machine: MeasuredMachine
+) -> ProjectedStep:
+    """The step of step.json on ``ranks`` ranks. Raises ValueError if tensor groups do not fill them.
+
+    here: the seconds of the step here, of them those that wait for collectives, and of these the tensor group's.
+    """
+    config = recorder.from_json(step)
+    tensor, before = config.tensor_model_parallel_size, step["ranks"] // config.tensor_model_parallel_size
+    if ranks % tensor:
+        raise ValueError(f"{ranks} ranks hold no whole number of tensor groups of {tensor}")
+    data = ranks // tensor
+    batch = config.batch_size(before) * data // before
+    more = replace(config, global_batch_size=batch)
+    found = volumes.expected(more, ranks, 0) if data > 1 else []
+    reduced = sum(
+        one.what.count * machine.seconds(one.what.operation, one.what.size, data, tensor)
+        for one in found
+        if one.group == "data"
+    )
+    seconds, waiting, of_tensor = here
+    total = seconds - waiting + of_tensor + reduced
+    return ProjectedStep(ranks, total, of_tensor + reduced, batch * config.seq_length / total)

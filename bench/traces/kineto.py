@@ -1,0 +1,243 @@
+"""Read the JSON of PyTorch's profiler (Kineto): the NCCL collectives of each rank.
+
+PyTorch notes every call of a process group as an event ``record_param_comms`` with its name, elements, dtype and group,
+and the kernel that runs it has the same notes. The host's events give the order, the kernels' the times. Older versions
+of PyTorch, and gloo, note only an event ``nccl:NAME`` or ``gloo:NAME`` with the shape of the input, and no group. Such
+a trace is read if it has one process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.step_study.recording import Group
+from bench.traces import foreign
+from bench.traces.foreign import ForeignCall
+from bench.traces.opening import read_json_object
+from commengine import UsageError
+from commengine.operations import OPERATIONS
+
+TITLE = "PyTorch's profiler (Kineto)"
+#: PyTorch's names of operations, of their letters alone, as ours. all_to_allv is one of them if its parts are equal
+OPERATIONS_OF = {
+    **dict.fromkeys(("allreduce", "allreducecoalesced"), "all_reduce"),
+    **dict.fromkeys(("allgather", "allgatherbase", "allgatherintotensorcoalesced", "allgathercoalesced"), "all_gather"),
+    **dict.fromkeys(("reducescatter", "reducescatterbase", "reducescattertensorcoalesced"), "reduce_scatter"),
+    **dict.fromkeys(("broadcast", "broadcastoop"), "broadcast"), **dict.fromkeys(("reduce", "reduceoop"), "reduce"),
+    **dict.fromkeys(("alltoall", "alltoallv", "alltoallbase"), "all_to_all"),
+    "gather": "gather", "scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "recv",
+}  # fmt: skip
+_ANNOTATED = re.compile(r"(nccl|gloo):(\w+)")
+_RANK = re.compile(r"rank[_-]?(\d+)|worker[_-]?(\d+)")
+
+
+def files(paths: Sequence[Path]) -> list[Path]:
+    """The files among ``paths`` whose names end as the profiler's do."""
+    return [path for path in paths if path.name.endswith((".json", ".json.gz"))]
+
+
+def is_kineto(beginning: bytes) -> bool:
+    """Whether a file that begins with these bytes, decompressed, is a trace of the profiler."""
+    return beginning.lstrip().startswith(b"{") and (b'"schemaVersion"' in beginning or b'"traceEvents"' in beginning)
+
+
+def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dict[str, Any]:
+    """The trace of these files, one for each rank, as the JSON types of a recording.
+
+    Raises UsageError or InputFileError that names the file.
+    """
+    if groups is not None:
+        raise UsageError("--groups goes with a Chakra trace; a trace of PyTorch's profiler has its groups")
+    found: dict[int, _Profile] = {}
+    for path in paths:
+        profile = _Profile.of(path)
+        if profile.rank in found:
+            raise UsageError(f"{path}: is of rank {profile.rank}, as {found[profile.rank].path.name} is")
+        found[profile.rank] = profile
+    size = max([*(profile.world for profile in found.values()), max(found) + 1])
+    missing = next((rank for rank in range(size) if rank not in found), None)
+    if missing is not None:
+        raise UsageError(f"{folder}: there is no trace of rank {missing}, though there were {size} ranks")
+    left_out: Counter[str] = Counter()
+    calls = [found[rank].calls(size, left_out) for rank in range(size)]
+    return foreign.as_recording(folder, TITLE, calls, left_out)
+
+
+def _later(one: tuple[float, float, ForeignCall], other: tuple[float, float, ForeignCall]) -> Any:
+    """The span that ends last."""
+    return max(one, other, key=lambda span: span[1])
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """The file of one rank. world: how many ranks it says there were, or 0. groups: the ranks of groups, by name."""
+
+    path: Path
+    rank: int
+    world: int
+    groups: dict[str, list[int]]
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, path: Path) -> _Profile:
+        """Read a file. Raises UsageError or InputFileError that names it."""
+        data = read_json_object(path)
+        about, events = data.get("distributedInfo", {}), data.get("traceEvents")
+        if not isinstance(events, list) or not isinstance(about, dict):
+            raise UsageError(f"{path}: not a trace of PyTorch's profiler: it has no list traceEvents")
+        rank = about.get("rank")
+        if rank is None:
+            named = _RANK.search(path.name.lower())
+            if named is None:
+                raise UsageError(f"{path}: says in distributedInfo of no rank, and its name has none, such as rank0")
+            rank = int(named[1] or named[2])
+        world, configured = about.get("world_size", 0), about.get("pg_config", [])
+        if type(rank) is not int or type(world) is not int or rank < 0 or not isinstance(configured, list):
+            raise UsageError(f"{path}: distributedInfo is damaged: rank {str(rank)[:50]} of {str(world)[:50]}")
+        groups = {
+            str(one["pg_name"]): one["ranks"]
+            for one in configured
+            if isinstance(one, dict) and "pg_name" in one and isinstance(one.get("ranks"), list)
+        }
+        spans = [
+            one
+            for one in events
+            if isinstance(one, dict) and one.get("ph") == "X" and isinstance(one.get("args"), dict)
+        ]
+        return cls(path, rank, world, groups, spans)
+
+    def calls(self, size: int, left_out: Counter[str]) -> list[ForeignCall]:
+        """The calls of this rank, of ``size``. Counts in ``left_out`` those that are not replayed.
+
+        Two calls overlap if the kernel of one of them began before that of the other one ended.
+        """
+        found = []
+        spans: list[tuple[float, float, ForeignCall]] = []
+        for event, kernel, noted in self._events():
+            try:
+                made = self._call(event, kernel, size) if noted else self._annotated(event, size)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                if isinstance(error, UsageError):
+                    raise
+                what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+                where = f"the {event.get('name')} at {event.get('ts')} us"
+                raise UsageError(f"{self.path}: {where}: {what[:200]}") from None
+            if isinstance(made, str):
+                left_out[made] += 1
+                continue
+            found.append(made)
+            if kernel.get("name") != "record_param_comms":
+                spans.append((self._start(kernel), self._start(kernel) + 1e6 * made.seconds, made))
+        spans.sort(key=lambda span: span[0])
+        for longest, (begin, _, call) in zip(itertools.accumulate(spans, _later), spans[1:], strict=False):
+            if begin < longest[1]:
+                call.overlapped = longest[2].overlapped = True
+        return foreign.paired(found)
+
+    def _events(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
+        """(event, kernel, whether it has notes) of each call, in order; without a kernel the event stands for it."""
+        noted = [one for one in self.events if "Collective name" in one["args"]]
+        host = [one for one in noted if one.get("name") == "record_param_comms"]
+        device = [one for one in noted if one.get("name") != "record_param_comms"]
+        if not noted:
+            host = [
+                one
+                for one in self.events
+                if one.get("cat") == "user_annotation" and _ANNOTATED.fullmatch(str(one.get("name")))
+            ]
+            if host and len(self.groups) > 1:
+                raise UsageError(
+                    f"{self.path}: its events do not say of which of {len(self.groups)} process groups they are; a "
+                    "trace of NCCL with a newer PyTorch does"
+                )
+        kernels = {str(one["args"]["External id"]): one for one in device if "External id" in one["args"]}
+        for event in sorted(host or device, key=self._start):
+            kernel = kernels.get(str(event["args"].get("External id")), event) if host else event
+            yield event, kernel, bool(noted)
+
+    def _start(self, event: Mapping[str, Any]) -> float:
+        begun = event.get("ts")
+        if isinstance(begun, bool) or not isinstance(begun, int | float):
+            raise UsageError(f"{self.path}: the {event.get('name')} has no time (ts)")
+        return begun
+
+    def _call(self, event: Mapping[str, Any], kernel: Mapping[str, Any], size: int) -> ForeignCall | str:
+        """The call of an event with notes, or the kind of a call that is left out."""
+        args = event["args"]
+        name = str(args["Collective name"])
+        kind = OPERATIONS_OF.get("".join(letter for letter in name.lower() if letter.isalpha()))
+        if kind is None:
+            return name
+        splits = [str(args.get(f"{way} split size", "[]")) for way in ("In", "Out")]
+        if kind == "all_to_all" and any(len(set(json.loads(split))) > 1 for split in splits):
+            return f"{name} with unequal parts"
+        group = self._group(args, size)
+        dtype = foreign.dtype_of(str(args.get("dtype", ""))) if kind != "barrier" else "uint8"
+        if dtype is None:
+            return f"{name} of {args.get('dtype')}"
+        ranks, root = group.ranks, None
+        if kind in ("send", "recv"):
+            peer = int(args["Dst Rank" if kind == "send" else "Src Rank"])
+            if peer not in ranks:
+                raise ValueError(f"its peer {peer} is no rank of its group {list(ranks)}")
+            root = ranks.index(peer)
+        elif OPERATIONS[kind].rooted:
+            root = int(args.get("Rank", 0))
+            root = root if 0 <= root < len(ranks) else 0
+        elements = 0
+        if kind != "barrier":
+            sent, received = (int(args.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
+            elements = foreign.counted_elements(kind, received if kind == "recv" else sent, received, len(ranks))
+        begun, spent = self._start(kernel), float(kernel.get("dur", 0))
+        waited: float | None = 1e-6 * (begun + spent)
+        if kind in ("send", "recv") and kernel is event:
+            waited = None  # one of several messages, which one kernel carries
+        return ForeignCall(
+            kind, group, dtype, elements, 1e-6 * self._start(event), waited, 1e-6 * spent,
+            redop=foreign.reduction_of(str(kernel.get("name"))), root=root,
+        )  # fmt: skip
+
+    def _annotated(self, event: Mapping[str, Any], size: int) -> ForeignCall | str:
+        """The call of an event that has a name and the shape of its input only."""
+        args, begun = event["args"], self._start(event)
+        name = str(event["name"])
+        kind = OPERATIONS_OF.get("".join(letter for letter in name.partition(":")[2].lower() if letter.isalpha()))
+        if kind is None or kind in ("send", "recv"):  # it does not say with whom
+            return name
+        elements, dtype = 0, "uint8"
+        if kind != "barrier":
+            if not args.get("Input Dims") or not args.get("Input type"):
+                raise ValueError("the shape of its input is not there: profile with record_shapes=True")
+            found = foreign.dtype_of(str(args["Input type"][0]))
+            if found is None:
+                return f"{name} of {args['Input type'][0]}"
+            sent = foreign.elements_of(args["Input Dims"][0])
+            elements, dtype = foreign.counted_elements(kind, sent, sent, size), found
+        spent = float(event.get("dur", 0))
+        return ForeignCall(
+            kind, Group("all ranks", tuple(range(size))), dtype, elements, 1e-6 * begun, 1e-6 * (begun + spent),
+            1e-6 * spent, root=0 if OPERATIONS[kind].rooted else None,
+        )  # fmt: skip
+
+    def _group(self, args: Mapping[str, Any], size: int) -> Group:
+        name = str(args.get("Process Group Name", ""))
+        described = str(args.get("Process Group Description", ""))
+        listed, count = args.get("Process Group Ranks", ""), args.get("Group size", size)
+        if isinstance(listed, str):  # PyTorch shortens a long list: "[0, 1, ..., 127]"
+            listed = json.loads(listed) if listed.startswith("[") and "..." not in listed else []
+        ranks = listed or self.groups.get(name) or (list(range(size)) if count in (size, 0) else [])
+        if not ranks:
+            raise ValueError(f"the ranks of its group {name!r} of {count} are in neither its notes nor distributedInfo")
+        if not all(type(one) is int and 0 <= one < size for one in ranks) or len(set(ranks)) < len(ranks):
+            raise ValueError(f"its group has the ranks {str(ranks)[:100]}")
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank} is not in its group {name!r}, which has ranks {ranks}")
+        title = f"{name} ({described})" if described not in ("", "undefined") else f"group {name or '0'}"
+        return Group(title, tuple(ranks))

@@ -1,0 +1,168 @@
+"""bench.study on real ranks: within its time, stopped, going on, and killed; the page has the four answers."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import collectives
+from bench.study import __main__ as study
+from commengine import Communicator, UsageError
+from tests.bench.test_report import Page, check_stands_alone
+from tests.support import mpirun
+from tests.support.lab.hosts import emulated_hosts, why_not
+
+TINY = [
+    "--mock-data", "--vocab-size", "100", "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "4",
+    "--seq-length", "16", "--make-vocab-size-divisible-by", "128", "--micro-batch-size", "2",
+    "--tensor-model-parallel-size", "2",
+]  # fmt: skip
+SHORT = ["--minutes", "0.001", "--max-bytes", "16K"]
+UNITS = 4 * 3  # four operations at 4 B, 256 B and 16 KB: the sizes that are measured whatever the time
+
+
+@pytest.fixture
+def world(mpi_world):
+    with Communicator(mpi_world) as world:
+        yield world
+
+
+@pytest.fixture
+def folder(mpi_world, tmp_path_factory):
+    """A folder that is the same on all ranks."""
+    return mpi_world.bcast(tmp_path_factory.mktemp("runs") / "study" if mpi_world.rank == 0 else None)
+
+
+@pytest.fixture
+def signals_again():
+    """The signals do afterwards what they did before; a study ignores them when it has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def contents(path):
+    return json.loads(path.read_text())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("signals_again")
+def test_a_study_is_stopped_goes_on_and_answers_four_questions(world, folder, monkeypatch, capfd):
+    words = [str(folder), *SHORT, *TINY]
+    measure, calls = collectives.measure, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2 and world.rank == world.size - 1:  # one rank hears it, and all stop
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return measure(*arguments)
+
+    monkeypatch.setattr(collectives, "measure", interrupted)
+    assert study.main(world, words) == os.EX_TEMPFAIL
+    monkeypatch.setattr(collectives, "measure", measure)
+    if world.rank == 0:
+        done = contents(folder / "collectives.json")["units"]
+        assert 2 <= len(done) < UNITS
+        assert "stopped by SIGTERM: the same command goes on" in capfd.readouterr().out
+        page = Page((folder / "report.html").read_text())
+        assert "What does a collective cost here?" in page.texts and not (folder / "step.json").exists()
+    with pytest.raises(UsageError, match="other settings"):
+        study.main(world, [*words, "--micro-batch-size", "1"])
+    calls.clear()
+    monkeypatch.setattr(collectives, "measure", lambda *arguments: calls.append(arguments) or measure(*arguments))
+    assert study.main(world, words) == 0
+    if world.rank == 0:
+        assert len(calls) == UNITS - len(done)  # none is measured twice
+        rows = contents(folder / "collectives.json")
+        assert rows["units"][: len(done)] == done and len(rows["units"]) == UNITS
+        assert len({(row["operation"], row["bytes"], row["transport"]) for row in rows["rows"]}) == len(rows["rows"])
+        assert {row["transport"] for row in rows["rows"]} == {"engine", "mpi4py", "shared"}
+        record, text = contents(folder / "study.json"), (folder / "report.html").read_text()
+        questions = [one["question"] for one in record["answers"]]
+        assert questions == [study.answers.COST, study.answers.WAYS, study.answers.SHARE, study.answers.MORE]
+        page = Page(text)
+        assert check_stands_alone(page) == 2  # the collectives and their fits; the step is a picture
+        assert [text.index(one) for one in questions] == sorted(text.index(one) for one in questions)
+        assert text.index(questions[-1]) < text.index("<nav>")  # the first screen
+        heads = [one[0] for one in page.tables]
+        phases = next(one for one in page.tables if one[0][0] == "phase")
+        assert {"forward", "backward", "optimizer"} <= {line[0] for line in phases[1:]} and "time, ms" in phases[0]
+        assert any(head[0] == "part" for head in heads)
+        assert questions[0] in capfd.readouterr().out and record["spent_s"] > 0
+        if world.size == 2:  # tensor 2 x data 1 here, and 4, 32 and 256 replicas there
+            assert [one["ranks"] for one in record["numbers"]["projection"]] == [8, 64, 512]
+            assert all(one["step_s"] > one["waiting_s"] > 0 for one in record["numbers"]["projection"])
+        stamp = (folder / "step.json").stat().st_mtime_ns
+    also = {name: folder.with_name(f"also.{name}") for name in ("output", "json")}
+    more = [word for name, path in also.items() for word in (f"--{name}", str(path))]
+    assert study.main(world, [*words, *more]) == 0  # nothing is left to measure; the page is written anew
+    if world.rank == 0:
+        assert also["json"].read_text() == (folder / "study.json").read_text()
+        assert also["output"].read_text() == (folder / "study.md").read_text()
+        assert contents(folder / "collectives.json")["rows"] == rows["rows"]
+        assert (folder / "step.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("signals_again")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0"], "--minutes 0.0: must be"),
+        (["--max-bytes", "1X"], "--max-bytes: '1X' is not a size"),
+        (["--between-gb-per-s", "0"], "--between-gb-per-s 0.0: must be"),
+        (["--num-layers", "0"], "--num-layers 0: "),
+        (["--compile"], "--compile: "),
+    ],
+)
+def test_bad_options_are_one_error_on_every_rank(world, folder, words, message):
+    if world.size == 1:
+        words, message = [], "a study needs 2 ranks or more"
+    with pytest.raises(UsageError) as found:
+        study.main(world, [str(folder), *TINY, *words])
+    assert message in str(found.value)
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_killed_rank_ends_all_and_the_study_goes_on(tmp_path):
+    place = tmp_path / "study"
+    words = ["-m", "bench.study", str(place), "--minutes", "0.05", "--max-bytes", "16K", *TINY]
+    job = mpirun.start([mpirun.mpiexec(), "-n", "2", sys.executable, *words])
+    rows = place / "collectives.json"
+    deadline = time.monotonic() + 60
+    while not rows.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kept = contents(rows)["units"]
+    found = mpirun.command(["pgrep", "-f", str(place)], timeout=10).stdout.split()
+    ranks = [int(pid) for pid in found if Path(f"/proc/{pid}/exe").resolve().name.startswith("python")]
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert job.wait(timeout=60) != 0
+    done = mpirun.run(2, *words, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert contents(rows)["units"][: len(kept)] == kept and len(contents(place / "study.json")["answers"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+def test_a_study_on_two_hosts_scales_what_it_measured_between_them(tmp_path):
+    place = tmp_path / "study"
+    with emulated_hosts(2, 200, 2000) as hosts:
+        done = hosts.run("-m", "bench.study", str(place), *SHORT, *TINY, timeout=100)
+    assert done.returncode == 0, done
+    rows = contents(place / "collectives.json")
+    assert rows["start"] == "clock" and {row["transport"] for row in rows["rows"]} == {"engine", "mpi4py"}
+    assert [one["transport"] for one in rows["skipped"]] == ["shared"]
+    least = min(row["seconds"]["p50"] for row in rows["rows"] if row["operation"] == "all_reduce")
+    record = contents(place / "study.json")
+    assert "collectives as measured on these nodes, scaled as a ring's" in record["answers"][-1]["answer"]
+    # A ring of 8 ranks has 7 times the steps of a ring of 2, each at least as long as the wire's delay.
+    assert record["numbers"]["projection"][0]["all_reduce_s"] > 3 * least > 3 * 200e-6

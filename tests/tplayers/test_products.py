@@ -1,0 +1,95 @@
+"""The layers' operands in the node's memory give the bits of private ones, and hold no more than is in flight."""
+
+import gc
+
+import pytest
+import torch
+
+from commengine import Communicator
+from tests.support.exact import ALWAYS, NEVER
+from tests.support.small_models import KINDS, arguments, made, total
+from tplayers import ColumnParallelLinear, RowParallelLinear, initialize
+from tplayers.products import row_parallel_product
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
+
+OPTIONS = [{}, {"sequence_parallel": True}, {"recompute": "full"}]
+
+
+def steps_of(comm, kind, dtype, options):
+    """The loss and the gradients of two steps, and the most and the last number of blocks in use."""
+    model, found = made(kind, comm, dtype=dtype, **options), []
+    for step in range(2):
+        inputs, named = arguments(kind, step)
+        loss = total(model(*inputs, **named))
+        loss.backward()
+        found.append(loss.detach().clone())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], "llama", "bert"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_have_the_bits_of_private_memory(mpi_world, kind, options, dtype):
+    with Communicator(mpi_world, switch_points=NEVER, order="rank") as private:
+        expected = steps_of(private, kind, dtype, options)
+    with Communicator(mpi_world, switch_points=ALWAYS) as comm:
+        found = steps_of(comm, kind, dtype, options)
+        assert (comm._shared.pool is not None) == (comm.size > 1)
+        if comm.size > 1:
+            gc.collect()
+            comm._shared.pool.take(1, torch.uint8)
+            assert len(comm._shared.pool._in_use) <= 1, "a step left blocks in use"
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_row_parallel_product_and_its_gradients(group, mpi_world, sequence_parallel):
+    """Against the whole product on one rank, in float64; with a frozen weight, a frozen input, and without a graph."""
+    rows, features, outputs = 4 * group.size, 3 * group.size, 5
+    generator = torch.Generator().manual_seed(4)
+    whole_x = torch.randn(rows, 2, features, generator=generator).double()
+    whole_weight = torch.randn(outputs, features, generator=generator).double()
+    seed = torch.randn(rows, 2, outputs, generator=generator).double()
+    part = seed.chunk(group.size)[group.rank] if sequence_parallel else seed
+    for of_x, of_weight in ((True, True), (True, False), (False, True), (False, False)):
+        truth = [whole_x.clone().requires_grad_(of_x), whole_weight.clone().requires_grad_(of_weight)]
+        product = truth[0] @ truth[1].t()
+        with Communicator(mpi_world, switch_points=ALWAYS) as comm:
+            x, weight = (group.mine(one.detach()).requires_grad_(one.requires_grad) for one in truth)
+            y = row_parallel_product(x, weight, comm, sequence_parallel, None)
+            y = y.add_(1.0)  # the layer adds its bias so
+            expected = product.detach().chunk(group.size)[group.rank] if sequence_parallel else product.detach()
+            torch.testing.assert_close(y.detach(), expected + 1.0)
+            if of_x or of_weight:
+                y.backward(part)
+                product.backward(seed)
+            for found, one in ((x, truth[0]), (weight, truth[1])):
+                assert (found.grad is None) == (one.grad is None)
+                if found.grad is not None:
+                    torch.testing.assert_close(found.grad, group.mine(one.grad))
+            del x, y, found
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_a_deep_stack_is_that_in_flight(mpi_world):
+    """Sums are dropped as soon as the next operation has read them: more layers need no more blocks."""
+    grown = []
+    for layers in (2, 12):
+        with Communicator(mpi_world, switch_points=ALWAYS) as comm:
+            h, rows = 64, 64
+            stack = torch.nn.ModuleList(
+                torch.nn.ModuleList([ColumnParallelLinear(h, 2 * h, comm), RowParallelLinear(2 * h, h, comm)])
+                for _ in range(layers)
+            )
+            initialize(stack, 1)
+            x = torch.ones(rows, h, requires_grad=True)
+            y = x
+            for up, down in stack:
+                y = y + down(torch.relu(up(y)))
+            y.sum().backward()
+            grown.append(comm._shared.pool.touched)
+            del x, y
+    assert grown[0] == grown[1] <= 4 * 64 * 64 * 4

@@ -1,0 +1,58 @@
+"""Digests of tensors: the same however a tensor is split, and another for any change of a bit."""
+
+import pytest
+import torch
+
+from tplayers import Placement
+from trainers.checks.digests import BITS, CHUNK, _of_text, tensor_sum
+
+SHAPES = [((7,), None), ((12, 5), 0), ((12, 8), 1), ((3 * CHUNK // 8, 8), 0)]
+
+
+def whole_sum(tensor, view=()):
+    return tensor_sum(tensor, Placement(tuple(tensor.shape), view=view))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
+def test_the_parts_add_up_to_the_whole(shape, dim, dtype, count):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dim is None:
+        return
+    placed = [Placement(shape, dim=dim, index=index, count=count) for index in range(count)]
+    total = sum(tensor_sum(one.part(whole), one) for one in placed)
+    assert (total - whole_sum(whole)) % 2**64 == 0
+
+
+@pytest.mark.parametrize("padded", [(), (3, 10, 5)])
+def test_parts_that_are_no_blocks(padded):
+    """As of a fused weight, in which each of three blocks is split; and with padding, which counts as nothing."""
+    whole = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+    shape = {"view": (3, 8, 5), "dim": 1, "padded": padded}
+    found = [
+        sum(
+            tensor_sum(one.part(whole), one)
+            for one in (Placement((24, 5), index=index, count=count, **shape) for index in range(count))
+        )
+        for count in (1, 2)
+    ]
+    assert (found[0] - found[1]) % 2**64 == 0
+
+
+def test_every_bit_and_every_place_counts():
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    found = {whole_sum(whole)}
+    for number in range(whole.numel()):
+        for bit in (0, 22, 31):
+            changed = whole.clone()
+            changed.view(-1).view(torch.int32)[number] ^= -(2**31) if bit == 31 else 1 << bit
+            found.add(whole_sum(changed))
+    assert len(found) == 1 + 3 * whole.numel()
+    rows = whole[torch.tensor([1, 0, 2, 3, 4, 5])]
+    assert whole_sum(rows) not in found and whole_sum(whole.t().contiguous().view(6, 4)) not in found
+    assert whole_sum(torch.tensor([0.0])) != whole_sum(torch.tensor([-0.0]))
+
+
+def test_digests_are_numbers_that_json_keeps():
+    assert 0 <= _of_text("a") < 2**BITS and _of_text("a") != _of_text("b")

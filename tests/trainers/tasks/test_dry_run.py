@@ -1,0 +1,123 @@
+"""--dry-run: the formulas' memory, FLOPs and collectives for the options of a run, and nothing is trained."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.step_study import volumes
+from commengine import Communicator, UsageError, cost
+from commengine.cost import FittedModel, Segment
+from tests.support import mpirun
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.dry_run import dry_run, forecast, kept_tensors
+from trainers.tasks.gpt import GPTTrainConfig
+
+HOST = torch.device("cpu")
+SIZES = {
+    "num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 1000,
+    "make_vocab_size_divisible_by": 128, "micro_batch_size": 2, "mock_data": True, "ddp_bucket_size": 50_000,
+}  # fmt: skip
+LLAMA = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
+    "num_query_groups": 2, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MODEL = FittedModel({name: (Segment(2, 0, 1e-5, 1e-9),) for name in ("all_reduce", "reduce_scatter", "all_gather")})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"bf16": True, "recompute_granularity": "full", "sequence_parallel": True},
+        {"bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "attention_dropout": 0.0},
+        {"fp16": True, "grad_reduce_in_fp32": True, "hidden_dropout": 0.0, "attention_dropout_mask": "fused"},
+        {**LLAMA, "hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 16},
+    ],
+)  # fmt: skip
+def test_the_forecast_is_the_formulas(other):
+    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2} | other)
+    found = forecast(config, 8, 1e9, HOST, MODEL)
+    shape = config.model().cost_shape(32, "gpt", 2)
+    batch, recompute = config.global_batch_size or 8, config.recompute_granularity or "none"
+    kept = cost.KeptTensors(
+        element_bytes=2 if "bf16" in other or "fp16" in other else 4, recompute=recompute,
+        sequence_parallel="sequence_parallel" in other, hidden_dropout=config.hidden_dropout > 0,
+        scores="none" if config.attention_dropout == 0 or "attention_dropout_mask" in other else "dropped",
+        zero1="use_distributed_optimizer" in other, sends_together="overlap_grad_reduce" in other,
+        sent_bytes=2 if "bf16" in other else 0,
+    )  # fmt: skip
+    assert kept_tensors(config, overlap="overlap_grad_reduce" in other) == kept
+    assert found.memory == cost.training_bytes(shape, 2, 2, 4, kept)
+    assert found.flops == cost.model_flops(shape, batch, recompute) / 8 and found.tokens == 32 * batch
+    # The collectives are those that bench.step compares with traces, but for a few numbers and partial gradients.
+    traced = volumes.expected(config, 8, 0)
+    for group, mine in found.collectives.items():
+        parts = [one.what for one in traced if one.group.startswith(group) and one.what.part != "loss and norm"]
+        large = sum(one.count * one.size for one in parts if one.size > 64 and "partial" not in one.why)
+        assert sum(one.count * one.size for one in mine) == pytest.approx(large, rel=0.02)  # buckets are padded
+    every = [one for mine in found.collectives.values() for one in mine]
+    assert found.communication == pytest.approx(
+        sum(one.count * MODEL.seconds(one.operation, one.size, one.ranks) for one in every)
+    )
+    assert found.seconds == pytest.approx(found.flops / 1e9 + found.communication)
+
+
+def test_without_a_model_the_collectives_take_no_time_and_the_words_say_so():
+    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    unknown, alone = (
+        forecast(config, 2, 1e9, HOST),
+        forecast(replace(config, tensor_model_parallel_size=1), 1, 1e9, HOST),
+    )
+    assert unknown.communication is None and unknown.seconds == unknown.flops / 1e9
+    text = "\n".join(unknown.lines())
+    assert "not calibrated: " in text and "--cost-model FILE tells it" in text
+    assert f"{sum(unknown.memory.values()) / 1e9:.3f} GB" in text and f"{unknown.seconds:.4g} s, " in text
+    assert alone.communication == 0.0 and alone.collectives == {} and "--cost-model" not in "\n".join(alone.lines())
+
+
+def test_a_bert_has_a_forecast():
+    config = BERTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    found = forecast(config, 4, 1e9, HOST, MODEL)
+    shape = config.model().cost_shape(32, "bert", 2)
+    assert found.flops == cost.model_flops(shape, 4) / 4
+    kept = kept_tensors(config, overlap=False)
+    assert found.memory == cost.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
+
+
+@pytest.mark.mpi
+def test_the_ranks_agree_and_rank_0_prints(mpi_world, capfd, tmp_path_factory):
+    path = mpi_world.bcast(tmp_path_factory.mktemp("models") if mpi_world.rank == 0 else None) / "model.json"
+    if mpi_world.rank == 0:
+        path.write_text(json.dumps(MODEL.to_json()))
+    mpi_world.Barrier()
+    with Communicator(mpi_world) as world:
+        config = GPTTrainConfig(**SIZES, dry_run=True, cost_model=str(path), device="cpu")
+        assert not dry_run(replace(config, dry_run=False), world)
+        assert dry_run(config, world)
+        said = capfd.readouterr().out
+        assert ("nothing is trained" in said) == (world.rank == 0)
+        with pytest.raises(UsageError, match=r"--cost-model .*gone\.json"):
+            dry_run(replace(config, cost_model=str(path.with_name("gone.json"))), world)
+
+
+@pytest.mark.slow
+def test_the_command_prints_and_trains_nothing(tmp_path):
+    words = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words[words.index("--mock-data") + 1 : words.index("--mock-data") + 2] = []
+    words += ["--tensor-model-parallel-size", "2", "--save", str(tmp_path / "run")]
+    done = mpirun.run(2, "-m", "trainers.pretrain_gpt", *words, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    memory = forecast(config, 2, 1.0, HOST).memory
+    assert f"memory of a rank   {sum(memory.values()) / 1e9:9.3f} GB" in done.stdout
+    assert re.search(r"time of a step     [\d.e-]+ s, [\d,]+ tokens/s", done.stdout)
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())
+
+
+def test_a_cost_model_without_a_dry_run_is_an_error():
+    config = GPTTrainConfig(**SIZES, cost_model="model.json")
+    with pytest.raises(UsageError, match=r"--cost-model model\.json: goes with --dry-run"):
+        config.validate(1)

@@ -1,0 +1,79 @@
+"""--deterministic: what it sets, and what it refuses by name."""
+
+import pytest
+
+from commengine import UsageError
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.gpt import GPTTrainConfig
+
+BASE = {
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16, "vocab_size": 61,
+    "mock_data": True, "global_batch_size": 16, "deterministic": True, "make_vocab_size_divisible_by": 16,
+}  # fmt: skip
+
+
+def checked(ranks, **settings):
+    config = GPTTrainConfig(**(BASE | settings))
+    config.validate(ranks)
+    return config.completed(ranks)
+
+
+@pytest.mark.parametrize(("tensor", "shards"), [(1, 4), (2, 4), (4, 4), (8, 8)])
+def test_default_shards(tensor, shards):
+    config = checked(8, tensor_model_parallel_size=tensor)
+    assert config.canonical_shards == config.deterministic_shards == shards
+    assert config.order == "tree" and config.samples_at_once == 1 and config.digests
+
+
+def test_without_it_nothing_is_set():
+    config = checked(8, deterministic=False, micro_batch_size=2)
+    assert config.canonical_shards is config.deterministic_shards is config.order is None
+    assert config.samples_at_once == 2 and not config.digests
+    assert checked(8, deterministic=False, log_digests=True).digests
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "words"),
+    [
+        (8, {"deterministic": False, "deterministic_shards": 4}, "--deterministic-shards 4: needs --deterministic"),
+        (8, {"deterministic_shards": 6}, "--deterministic-shards 6: must be a power of two"),
+        (
+            8,
+            {"tensor_model_parallel_size": 8, "deterministic_shards": 4},
+            "--tensor-model-parallel-size 8: does not",
+        ),
+        (3, {"global_batch_size": 3}, "--deterministic: 3 data-parallel ranks are not a power of two"),
+        (8, {"compile": True}, "--deterministic: excludes --compile"),
+        (8, {"global_batch_size": None}, "--deterministic: needs --global-batch-size"),
+        (8, {"attention_dropout_mask": "fused"}, "--attention-dropout-mask fused: excludes --deterministic"),
+        (
+            8,
+            {"sequence_parallel": True, "seq_length": 18},
+            "--seq-length 18: must be a multiple of --det",
+        ),
+        (1, {"num_attention_heads": 2}, "--num-attention-heads 2: is not a multiple of --deterministic-shards 4"),
+        (1, {"ffn_hidden_size": 30}, "--ffn-hidden-size 30: is not a multiple"),
+        (1, {"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2: is not a multiple"),
+        (1, {"make_vocab_size_divisible_by": 1}, "the padded vocabulary of 61: is not a multiple"),
+    ],
+)
+def test_refusals(ranks, settings, words):
+    with pytest.raises(UsageError) as raised:
+        checked(ranks, **settings)
+    assert words in str(raised.value)
+
+
+def test_a_run_goes_on_with_its_shards():
+    config = checked(8, tensor_model_parallel_size=8)
+    with pytest.raises(UsageError, match="which has 4; give --deterministic-shards 4"):
+        config.require_resumable({"deterministic_shards": 4})
+    config.require_resumable({"deterministic_shards": 8})
+    config.require_resumable({"deterministic_shards": None})
+    config.require_resumable({})
+    checked(8, deterministic=False).require_resumable({"deterministic_shards": 4})
+
+
+def test_bert_has_it_too():
+    config = BERTTrainConfig(**(BASE | {"seq_length": 18, "sequence_parallel": True}))
+    with pytest.raises(UsageError, match="--seq-length 18"):
+        config.validate(4)

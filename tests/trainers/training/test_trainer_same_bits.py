@@ -1,0 +1,83 @@
+"""Runs with --deterministic have the same bits at every layout, and runs without it have not.
+
+Every rank trains the same tiny run alone, too, and compares the digests of its group's run with its own.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bench.deterministic.tiny_run import RunLayout, run, unlike
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
+
+ALONE = RunLayout(1, 1)
+#: two steps of 12 samples: four leaves of the tree of samples, of three samples each
+SMALL = {"num_layers": 1, "global_batch_size": 12, "steps": 2}
+#: (model, precision, layout): they have every option once; ``python -m bench.deterministic.layouts`` has the whole grid
+CHOSEN = [
+    ("gpt", "fp32", RunLayout(1, 1, {"micro_batch_size": 4, "recompute_granularity": "full"})),
+    ("gpt", "bf16", RunLayout(1, 1, {"use_distributed_optimizer": True, "ddp_bucket_size": 500})),
+    ("gpt", "fp32", RunLayout(1, 2, {"ddp_bucket_size": 700, "overlap_grad_reduce": True})),
+    ("gpt", "fp32", RunLayout(2, 1, {"sequence_parallel": True})),
+    ("gpt", "fp16", RunLayout(1, 2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True})),
+    ("bert", "fp32", RunLayout(2, 1, {"recompute_granularity": "selective"})),
+    ("llama", "fp32", RunLayout(2, 1, {"sequence_parallel": True, "recompute_granularity": "full"})),
+    ("gpt", "fp32", RunLayout(4, 1, {"async_tensor_model_parallel_allreduce": True})),
+    ("gpt", "fp32", RunLayout(1, 4, {"use_distributed_optimizer": True, "ddp_bucket_size": 1000})),
+    ("gpt", "bf16", RunLayout(2, 2, {"micro_batch_size": 2, "use_distributed_optimizer": True})),
+    ("bert", "bf16", RunLayout(2, 2, {"sequence_parallel": True, "overlap_grad_reduce": True})),
+    ("llama", "bf16", RunLayout(4, 1, {"sequence_parallel": True})),
+]
+FOUND = {}
+
+
+def alone(model, precision):
+    """The digests of the run on this rank alone: made once for each model and precision."""
+    from mpi4py import MPI
+
+    if (model, precision) not in FOUND:
+        FOUND[model, precision] = run(MPI.COMM_SELF, model, ALONE, precision=precision, **SMALL)
+    return FOUND[model, precision]
+
+
+@pytest.mark.parametrize(("model", "precision", "layout"), CHOSEN, ids=str)
+def test_layouts(mpi_world, model, precision, layout):
+    if mpi_world.size != layout.ranks:
+        pytest.skip(f"for {layout.ranks} ranks")
+    expected = alone(model, precision)
+    found = run(mpi_world, model, layout, precision=precision, **SMALL)
+    assert unlike(expected, found) == []
+    assert len(expected["steps"]) == SMALL["steps"] and len(expected) > 30
+
+
+@pytest.fixture
+def folder(mpi_world):
+    path = Path(mpi_world.bcast(tempfile.mkdtemp() if mpi_world.rank == 0 else None))
+    yield path
+    mpi_world.Barrier()
+    if mpi_world.rank == 0:
+        shutil.rmtree(path)
+
+
+def test_a_run_is_resumed_at_another_layout(mpi_world, folder):
+    """After the first of two steps; the epoch of the data goes on."""
+    if mpi_world.size != 2:
+        pytest.skip("for 2 ranks")
+    first, second = RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True})
+    found = run(mpi_world, "gpt", second, resumed=(first, 1, folder), **SMALL)
+    assert unlike(alone("gpt", "fp32"), found) == []
+
+
+@pytest.mark.parametrize("layout", [RunLayout(2, 1), RunLayout(1, 2)], ids=str)
+def test_without_the_option_the_bits_differ(mpi_world, layout):
+    """The control: the comparison finds the differences of ordinary runs."""
+    from mpi4py import MPI
+
+    if mpi_world.size != layout.ranks:
+        pytest.skip(f"for {layout.ranks} ranks")
+    expected = run(MPI.COMM_SELF, "gpt", ALONE, deterministic=False, **SMALL)
+    found = run(mpi_world, "gpt", layout, deterministic=False, **SMALL)
+    assert len(unlike(expected, found)) > 20

@@ -1,0 +1,67 @@
+"""The cross-entropy of logits in canonical shards of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine.compiled_ops import all_reduce_
+
+from .pointwise import pointwise
+from .shards import CanonicalShards, tree_sum
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, shards: CanonicalShards, *, vocab_size: int, ignore_index: int = -100
+) -> Tensor:
+    """Per-token losses in nats, in float32 (float64 for float64 logits), equal on all ranks of the tensor group.
+
+    logits: [own, ..., padded vocabulary / C], this rank's shards; they are not to be used afterwards. target: int64
+    [...], within the vocabulary or ``ignore_index``, equal on all ranks. vocab_size: columns from this one on are
+    padding. Two all-reduces forward, none backward.
+    """
+    return _CrossEntropy.apply(logits, target, shards, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, shards: CanonicalShards, vocab_size: int, ignore_index: int
+    ) -> Tensor:
+        own, width = shards.own, logits.shape[-1]
+        values = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        for number, shard in enumerate(values.unbind(), shards.first):
+            shard[..., max(vocab_size - number * width, 0) :] = -torch.inf
+        peak = values.amax(dim=(0, -1))
+        if shards.comm.size > 1:
+            all_reduce_(peak, shards.comm, "max")
+        values -= peak.unsqueeze(-1)
+
+        column = target - shards.first * width
+        mine = (column >= 0) & (column < own * width) & (target < vocab_size)
+        column = torch.where(mine, column, 0).reshape(-1)
+        places = (column // width, torch.arange(column.numel(), device=column.device), column % width)
+        rows = values.view(own, -1, width)
+        sums = peak.new_zeros((2, *target.shape))
+        sums[1] = torch.where(mine, rows[places].view(target.shape), 0.0)
+        rows = pointwise(torch.exp, rows)
+        sums[0] = tree_sum(shard.sum(dim=-1) for shard in rows.unbind()).view(target.shape)
+        if shards.comm.size > 1:
+            all_reduce_(sums, shards.comm)
+
+        counted = target != ignore_index
+        ctx.save_for_backward(rows, sums[0], mine, counted, *places)
+        ctx.dtype, ctx.shape = logits.dtype, logits.shape
+        return torch.where(counted, pointwise(torch.log, sums[0]) - sums[1], 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rows, total, mine, counted, *places = ctx.saved_tensors
+        scale = torch.where(counted, grads[0], 0.0)
+        found = rows * (scale / total).reshape(-1, 1)
+        found[tuple(places)] -= torch.where(mine, scale, 0.0).reshape(-1)
+        return found.to(ctx.dtype).view(ctx.shape), None, None, None, None

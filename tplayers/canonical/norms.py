@@ -1,0 +1,82 @@
+"""LayerNorm and RMSNorm whose gradients of weight and bias are sums over blocks of rows, in the tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine.dtypes import HALF_TYPES
+
+from .pointwise import pointwise
+from .shards import CanonicalShards
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, shards: CanonicalShards, *, split: bool) -> Tensor:
+    """``torch.nn.functional.layer_norm`` over the last dimension of x [s, b, h]; sums over tokens are in float32.
+
+    split: x is this rank's rows of the sequence. The parameters' gradients are then summed over the tensor group.
+    """
+    return _LayerNorm.apply(x, weight, bias, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shards: CanonicalShards, *, split: bool) -> Tensor:
+    """X / sqrt(mean(x^2) + eps) * weight over the last dimension of x [s, b, h]; as `layer_norm`."""
+    return _RootMeanSquare.apply(x, weight, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, shards: CanonicalShards, split: bool
+    ) -> Tensor:
+        x = x.contiguous()
+        y, mean, scale = torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.shards, ctx.split = shards, split
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        of_x, grad, of_weight = wide(x), wide(grads[0].contiguous()), wide(weight)
+        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, of_x, list(weight.shape), mean, scale, of_weight, None, [True, False, False]
+        )
+        # The terms of bias and weight side by side: with split rows their sum is then one collective.
+        terms = torch.cat((((of_x - mean) * scale).mul_(grad), grad), dim=-1)
+        grad_weight, grad_bias = ctx.shards.sum_of_rows(terms, split=ctx.split).chunk(2)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shards: CanonicalShards, split: bool) -> Tensor:
+        x = x.contiguous()
+        of_x = wide(x)
+        squares = of_x.square().sum(dim=-1, keepdim=True)
+        scale = pointwise(torch.rsqrt, squares / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.shards, ctx.split = shards, split
+        normalised: Tensor = (of_x * scale).to(x.dtype)
+        return normalised.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        of_x, grad, of_weight = wide(x), wide(grads[0].contiguous()), wide(weight)
+        product = grad * of_x
+        # Not a product with the weight as a matrix: its order of additions may depend on the number of rows.
+        along = (product * of_weight).sum(dim=-1, keepdim=True) * scale * scale * scale / -x.shape[-1]
+        grad_weight = ctx.shards.sum_of_rows(product.mul_(scale), split=ctx.split)
+        grad_x = torch.mul(grad, of_weight).mul_(scale).add_(of_x * along)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x``, in float32 if it is in half precision."""
+    return x.float() if x.dtype in HALF_TYPES else x

@@ -1,0 +1,222 @@
+"""Products with weights that are split by columns, by rows, or not, one for each canonical shard.
+
+All operands and results are contiguous and have the shape that they have on a rank of the largest group. MKL may add up
+in another order otherwise: of shapes drawn at random one in ten gave other bits in a strided view than in a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from commengine import Stream
+from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
+from tplayers.regions import new_whole
+
+from .shards import CanonicalShards, tree_sum
+
+
+class ColumnWeight(NamedTuple):
+    """The weight of a column-parallel layer on this rank.
+
+    weight: [n, in]. bias: [n] or None. blocks: its rows are this many blocks, each split over the ranks (3 for QKV).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    blocks: int = 1
+
+
+def columns(
+    x: Tensor, layers: Sequence[ColumnWeight], shards: CanonicalShards, *, split: bool, stream: Stream | None = None
+) -> tuple[Tensor, ...]:
+    """The fan-out: x A_j^T + b_j for each of this rank's shards j, for each of ``layers``.
+
+    x [s, b, in], equal on all ranks; with ``split`` this rank's rows of the sequence, which are gathered. Returns
+    [blocks * own, s, b, n / (blocks * own)] for each layer: its blocks, each in shards.
+
+    Backward: the gradient of x is a sum over all shards, in the tree: one all-reduce, or with ``split`` one more
+    gather of x and one reduce-scatter. stream: of the tensor group. On it they run while the weights' gradients are
+    computed.
+    """
+    flat = [tensor for layer in layers for tensor in layer[:2]]
+    found: tuple[Tensor, ...] = _Columns.apply(x, shards, split, stream, [one.blocks for one in layers], *flat)  # type: ignore[no-untyped-call]
+    return found
+
+
+def rows(
+    parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None, shards: CanonicalShards, *, split: bool
+) -> Tensor:
+    """The tree: the sum over all shards j of x_j A_j^T, and then the bias.
+
+    parts: x_j [s, b, in / C] of each of this rank's shards. weight: [out, own * in / C]. Returns [s, b, out], equal on
+    all ranks; with ``split`` this rank's rows of the sequence. One all-reduce forward, or with ``split`` one
+    reduce-scatter forward and one all-gather backward. The gradient of the bias is whole on every rank.
+    """
+    return _Rows.apply(shards, split, weight, bias, *parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def replicated(x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards, *, split: bool) -> Tensor:
+    """X A^T + b with a whole weight, in blocks of rows of x [s, b, in], because each rank may have some of the rows.
+
+    split: x is this rank's rows of the sequence. The gradients of weight and bias are then summed over the ranks.
+    """
+    return _Replicated.apply(x, weight, bias, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shards: CanonicalShards, split: bool, stream: Stream | None, blocks: list[int],
+        *layers: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases = layers[::2], layers[1::2]
+        x = x.contiguous()
+        ctx.save_for_backward(x, *weights)
+        ctx.shards, ctx.split, ctx.stream, ctx.blocks = shards, split, stream, blocks
+        split = split and shards.comm.size > 1
+        whole = x
+        if split:
+            whole = new_whole(x, shards.comm)
+            all_gather_into_(whole, x, shards.comm)
+        flat, found = whole.reshape(-1, whole.shape[-1]), []
+        for weight, bias, number in zip(weights, biases, blocks, strict=True):
+            assert weight is not None
+            pieces = number * shards.own
+            size = weight.shape[0] // pieces
+            y = flat.new_empty(pieces, flat.shape[0], size)
+            of_biases = [None] * pieces if bias is None else torch.split(bias, size)
+            for out, rows_, of_bias in zip(y.unbind(), torch.split(weight, size), of_biases, strict=True):
+                if of_bias is None:
+                    torch.mm(flat, rows_.t(), out=out)
+                else:
+                    torch.addmm(of_bias, flat, rows_.t(), out=out)
+            found.append(y.view(pieces, *whole.shape[:-1], size))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        shards, blocks, stream = ctx.shards, ctx.blocks, ctx.stream
+        comm, own = shards.comm, shards.own
+        split = ctx.split and comm.size > 1
+        need_layers = ctx.needs_input_grad[5:]
+        pieces = [grad.contiguous().view(grad.shape[0], -1, grad.shape[-1]) for grad in grads]
+        whole, gathering, reducing, grad_x = x, None, None, None
+        if split:
+            whole = new_whole(x, comm)
+            gathering = all_gather_into_(whole, x, comm, stream)
+
+        def of_shard(number: int) -> Tensor:
+            """The gradient of x by one shard of all layers."""
+            terms = [
+                (mine[block * own + number], torch.split(weight, mine.shape[-1])[block * own + number])
+                for mine, weight, count in zip(pieces, weights, blocks, strict=True)
+                for block in range(count)
+            ]
+            total: Tensor = terms[0][0] @ terms[0][1]
+            for grad, weight in terms[1:]:
+                total.addmm_(grad, weight)
+            return total
+
+        if ctx.needs_input_grad[0]:
+            grad_x = tree_sum(of_shard(number) for number in range(own)).view(*grads[0].shape[1:-1], -1)
+            if split:
+                partial, grad_x = grad_x, torch.empty_like(x)
+                reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
+            elif comm.size > 1:
+                reducing = all_reduce_(grad_x, comm, stream=stream)
+        if gathering is not None:
+            gathering.wait()
+        flat, found = whole.reshape(-1, whole.shape[-1]), []
+        for mine, weight, need_weight, need_bias in zip(
+            pieces, weights, need_layers[::2], need_layers[1::2], strict=True
+        ):
+            found_weight = None
+            if need_weight:
+                found_weight = torch.empty_like(weight)
+                for grad, out in zip(mine.unbind(), torch.split(found_weight, mine.shape[-1]), strict=True):
+                    torch.mm(grad.t(), flat, out=out)
+            # Not one sum of all: the order of its additions would depend on the number of pieces.
+            found_bias = torch.cat([grad.sum(dim=0) for grad in mine.unbind()]) if need_bias else None
+            found += [found_weight, found_bias]
+        if reducing is not None:
+            reducing.wait()
+        return grad_x, None, None, None, None, *found
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shards: CanonicalShards, split: bool, weight: Tensor, bias: Tensor | None, *parts: Tensor
+    ) -> Tensor:
+        parts = tuple(part.contiguous() for part in parts)
+        ctx.save_for_backward(weight, *parts)
+        ctx.shards, ctx.split = shards, split
+        comm = shards.comm
+        y = tree_sum(F.linear(x, piece) for x, piece in zip(parts, _of_shards(weight, len(parts)), strict=True))
+        if split and comm.size > 1:
+            partial, y = y, y.new_empty(y.shape[0] // comm.size, *y.shape[1:])
+            reduce_scatter_into_(y, partial, comm)
+        elif comm.size > 1:
+            all_reduce_(y, comm)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        weight, *parts = ctx.saved_tensors
+        comm, grad = ctx.shards.comm, grads[0].contiguous()
+        _, _, need_weight, need_bias, *need_parts = ctx.needs_input_grad
+        if ctx.split and comm.size > 1:
+            mine, grad = grad, new_whole(grad, comm)
+            all_gather_into_(grad, mine, comm)
+        flat = grad.view(-1, grad.shape[-1])
+        found: list[Tensor | None] = [None] * len(parts)
+        if any(need_parts):
+            pieces = _of_shards(weight, len(parts))
+            found = [(flat @ piece).view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        grad_weight = None
+        if need_weight:
+            products = [flat.t() @ part.view(-1, part.shape[-1]) for part in parts]
+            grad_weight = products[0] if len(parts) == 1 else torch.cat(products, dim=1)
+        return None, None, grad_weight, flat.sum(dim=0) if need_bias else None, *found
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards, split: bool) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.shards, ctx.split = shards, split
+        blocks = x.chunk(shards.blocks(x.shape[0], split=split))
+        return torch.cat([F.linear(block, weight, bias) for block in blocks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        shards, split, grad = ctx.shards, ctx.split, grads[0].contiguous()
+        number = shards.blocks(x.shape[0], split=split)
+        pairs = [
+            (of_grad.reshape(-1, grad.shape[-1]), of_x.reshape(-1, x.shape[-1]))
+            for of_grad, of_x in zip(grad.chunk(number), x.chunk(number), strict=True)
+        ]
+        grad_x = torch.cat([mine @ weight for mine, _ in pairs]).view(x.shape)
+        grad_weight = tree_sum(mine.t() @ rows_ for mine, rows_ in pairs)
+        grad_bias = tree_sum(mine.sum(dim=0) for mine, _ in pairs)
+        if split and shards.comm.size > 1:
+            all_reduce_(grad_weight, shards.comm)
+            all_reduce_(grad_bias, shards.comm)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _of_shards(weight: Tensor, own: int) -> list[Tensor]:
+    """The columns of ``weight`` [out, own * n] of each shard, contiguous [out, n]."""
+    return [piece.contiguous() for piece in weight.tensor_split(own, dim=1)]

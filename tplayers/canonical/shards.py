@@ -1,0 +1,125 @@
+"""CanonicalShards: the shards in which layers compute at every tensor-parallel size, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from commengine import Communicator
+from commengine.compiled_ops import all_reduce_
+from tplayers.placement import without_partial_gradients
+
+
+@dataclass(frozen=True)
+class CanonicalShards:
+    """``count`` shards of every split tensor, of which each rank of the tensor group ``comm`` has ``own`` neighbours.
+
+    count: a power of two that ``comm.size`` divides (else ValueError). A group of several ranks must reduce in a tree
+    (``Communicator(order="tree")``, else ValueError).
+    """
+
+    count: int
+    comm: Communicator
+
+    def __post_init__(self) -> None:
+        require_count(self.count, self.comm.size)
+        if self.comm.size > 1 and self.comm.order != "tree":
+            raise ValueError(f"canonical shards need a tensor group with order='tree', not {self.comm.order!r}")
+
+    @property
+    def own(self) -> int:
+        """The shards of this rank."""
+        return self.count // self.comm.size
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first shard."""
+        return self.comm.rank * self.own
+
+    def blocks(self, rows: int, *, split: bool) -> int:
+        """The blocks of this rank's ``rows`` rows of tokens. split: each rank has its rows of the sequence.
+
+        They are ``count`` over the whole sequence. A sequence of another length is one block; it cannot be split
+        (ValueError).
+        """
+        if split:
+            if rows % self.own:
+                whole = rows * self.comm.size
+                raise ValueError(f"a sequence of {whole} does not divide into {self.count} canonical shards")
+            return self.own
+        return self.count if rows % self.count == 0 else 1
+
+    def sum_of_rows(self, values: Tensor, *, split: bool) -> Tensor:
+        """The sum [n] over all tokens of ``values`` [s, ..., n], in a tree over blocks of rows.
+
+        split: ``values`` are this rank's rows of the sequence. Then it is collective over the tensor group.
+        """
+        blocks = values.chunk(self.blocks(values.shape[0], split=split))
+        total = tree_sum(block.reshape(-1, values.shape[-1]).sum(dim=0) for block in blocks)
+        if split and self.comm.size > 1:
+            all_reduce_(total, self.comm)
+        return total
+
+
+def require_count(count: int, tensor: int) -> None:
+    """Raise ValueError unless ``count`` canonical shards fit a tensor group of ``tensor`` ranks."""
+    if count < 1 or count.bit_count() != 1:
+        raise ValueError(f"canonical shards: {count} is not a power of two")
+    if count % tensor:
+        fitting = [2**k for k in range(count.bit_length())]
+        raise ValueError(
+            f"canonical shards: a tensor group of {tensor} ranks does not divide {count}; sizes that would: {fitting}"
+        )
+
+
+def tree_sum(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of ``parts``, of which the number is a power of two, in a binary tree over neighbours.
+
+    It changes the parts, which nobody else may need. It takes them one after the other, and keeps no more than one for
+    each level of the tree.
+    """
+    waiting: list[tuple[int, Tensor]] = []
+    for part in parts:
+        level, total = 0, part
+        while waiting and waiting[-1][0] == level:
+            total = waiting.pop()[1].add_(total)
+            level += 1
+        waiting.append((level, total))
+    ((_, total),) = waiting
+    return total
+
+
+def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> None:
+    """Let the layers of ``model`` compute in ``count`` canonical shards (`tplayers.canonical`). Not collective.
+
+    Losses, gradients and outputs then have the same bits at every tensor-parallel size that divides ``count``, with and
+    without sequence parallelism and recomputation, if every backward is of one sample. No parameter's gradient is
+    partial any more: the layers sum them themselves.
+
+    comm: the tensor group of all layers, with ``order="tree"``. Raises ValueError, naming the layer, the sizes and what
+    would work, where ``count`` does not divide a size or where a layer has parameters and cannot compute so.
+    """
+    shards = CanonicalShards(count, comm)
+    for name, module in model.named_modules():
+        sizes: Mapping[str, int] = getattr(module, "canonical_sizes", {})
+        if (wrong := {of: size for of, size in sizes.items() if size % count}) != {}:
+            said = ", ".join(f"{of}={size}" for of, size in wrong.items())
+            raise ValueError(f"{name or 'the model'}: {count} canonical shards do not divide {said}")
+        if hasattr(type(module), "canonical"):
+            module.canonical = shards
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"{name or 'the model'}: {type(module).__name__} cannot compute in canonical shards")
+    without_partial_gradients(model)
+
+
+def stacked(x: Tensor, own: int) -> Iterator[Tensor]:
+    """The ``own`` shards of ``x`` [..., own * n], each contiguous [..., n]."""
+    return (part.contiguous() for part in x.tensor_split(own, dim=-1))
+
+
+def unstacked(parts: Tensor) -> Tensor:
+    """``parts`` [k, ..., n] side by side: [..., k * n]."""
+    return torch.cat(parts.unbind(), dim=-1)

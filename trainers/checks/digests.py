@@ -1,0 +1,107 @@
+"""Digests of a step: numbers that are equal in two runs if, and almost only if, all bits are.
+
+They do not depend on the layout: each element's bits are multiplied by a number that follows from its place in the
+global tensor, and the products are added up as 64-bit integers that wrap around. Integers have no order of addition.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tplayers import Placement, placements
+from tplayers.rng import generator
+from trainers.training.trainer import Step, Trainer
+
+#: the end of the names of digests in metrics.jsonl
+SUFFIX = "_digest"
+
+#: of a digest: every program that reads JSON keeps whole numbers of this size
+BITS = 52
+
+#: elements that are multiplied at once, in a core's cache
+CHUNK = 1 << 16
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digests(trainer: Trainer, step: Step) -> dict[str, int]:
+    """The digests of a step's losses and norm, and of the parameters after it, for a row of metrics.jsonl.
+
+    Those of the parameters are 0 on ranks of the data group but the first. Collective over the trainer's tensor group
+    and, with ZeRO-1, over its data group. It takes a pass over the parameters.
+    """
+    trainer.optimizer.wait_for_parameters()
+    weights = weights_digest(trainer) if trainer.grid.data.rank == 0 else 0
+    return {
+        f"loss{SUFFIX}": _of_text(" ".join(f"{name} {loss.hex()}" for name, loss in step.losses.items())),
+        f"norm{SUFFIX}": _of_text(step.norm.hex()),
+        f"weights{SUFFIX}": weights,
+    }
+
+
+def weights_digest(trainer: Trainer) -> int:
+    """The digest of all parameters. Collective over the trainer's tensor group."""
+    placed, tensor = placements(trainer.model), trainer.grid.tensor
+    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in trainer.model.named_parameters()}
+    split = torch.tensor([number if placed[name].sharded else 0 for name, number in sums.items()])
+    tensor.all_reduce(split)
+    whole = zip(sums.items(), split.tolist(), strict=True)
+    return _of_text(" ".join(f"{name} {of_all if placed[name].sharded else mine}" for (name, mine), of_all in whole))
+
+
+def tensor_sum(part: Tensor, placement: Placement) -> int:
+    """The sum of the products for this rank's ``part`` of a tensor, as a signed 64-bit integer.
+
+    The sum of all ranks' numbers, modulo 2^64, is a digest of the global tensor.
+    """
+    if placement.padded:  # its elements have no places in a grid; it is rare
+        factors = functools.reduce(torch.mul, _along(placement.view))
+        factors = placement.part(factors.reshape(placement.shape))
+        return int((_bits(part).long() * factors).sum())
+    rows = _bits(part.cpu().contiguous().view(placement.part_view))
+    starts = placement.part_start
+    along = [
+        factors.narrow(dim, start, size)
+        for dim, (factors, start, size) in enumerate(zip(_along(placement.view), starts, rows.shape, strict=True))
+    ]
+    last = along[-1].reshape(-1)
+    of_rows = functools.reduce(torch.mul, along[:-1], torch.ones(1, dtype=torch.int64)).reshape(-1)
+    rows = rows.reshape(-1, rows.shape[-1])
+    total = torch.zeros((), dtype=torch.int64)
+    step = max(CHUNK // rows.shape[1], 1)
+    for some, factors in zip(torch.split(rows, step), torch.split(of_rows, step), strict=True):
+        total += ((some.long().mul_(last)).sum(dim=1) * factors).sum()
+    return int(total)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _along(sizes: tuple[int, ...]) -> list[Tensor]:
+    """The factors of each dimension, in the shape in which they multiply: int64 [1, ..., size, ..., 1]."""
+    dims = range(len(sizes))
+    return [_factors(dim, size).view([size if other == dim else 1 for other in dims]) for dim, size in enumerate(sizes)]
+
+
+@functools.lru_cache(maxsize=64)
+def _factors(dim: int, size: int) -> Tensor:
+    """Odd numbers [size], so that no bit of an element is lost in the product."""
+    drawn = torch.randint(-(2**62), 2**62, (size,), generator=generator(dim, "digest"))
+    return drawn * 2 + 1
+
+
+def _of_text(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=math.ceil(BITS / 8)).digest()
+    return int.from_bytes(digest, "little") % (1 << BITS)
+
+
+def of_row(row: Mapping[str, object]) -> dict[str, object]:
+    """The digests of a row of metrics.jsonl, by name."""
+    return {name: value for name, value in row.items() if name.endswith(SUFFIX)}
