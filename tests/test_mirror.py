@@ -53,7 +53,7 @@ TESTED_BY = {
     "trainers/cleaning/documents.py": ["trainers/cleaning/test_filters.py", "trainers/cleaning/test_held_out.py"],
     "trainers/cleaning/settings.py": ["trainers/test_prepare_corpus.py"],
     "trainers/cleaning/summary.py": ["trainers/test_prepare_corpus.py"],
-    "trainers/compare.py": ["trainers/run/test_compare.py"],
+    "trainers/compare.py": ["trainers/comparison/test_compare_command.py"],
     "trainers/convert.py": ["trainers/weights/test_convert.py"],
     "trainers/data/masked_corpus.py": ["trainers/test_pretrain_bert.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
