@@ -146,7 +146,7 @@ def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.2f}" if other else "-"
+    return f"{one / other:.2f}" if one and other else "-"  # a trace without times has 0
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
