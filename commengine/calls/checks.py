@@ -24,6 +24,8 @@ TensorLike: TypeAlias = Any
 #: the operations of an output and an input of which one may be this rank's rows of the other
 IN_PLACE = ("all_gather", "reduce_scatter")
 
+_STRIDED = torch.strided
+
 #: the largest C int: the largest colour and key that MPI takes
 INT_MAX = 2**31 - 1
 
@@ -47,7 +49,7 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
     """
     tensor = value if isinstance(value, Tensor) else _from_dlpack(group, operation, value, argument)
     here = tensor.is_cpu or tensor.device == group.device
-    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
+    if here and tensor.layout is _STRIDED and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
         if tensor.is_neg():  # its memory holds the negated values
             raise call_error(group, operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
         return tensor

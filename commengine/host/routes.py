@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _Private:
-    """The place of a tensor that lies in no window and goes through slots."""
-
-
-_PRIVATE = _Private()
+#: the place of a tensor that lies in no window and goes through slots
+_PRIVATE = object()
 
 
 class MemoryRoutes:
