@@ -205,10 +205,11 @@ class Communicator(GroupCalls):
         The tensor is in private memory if a node has only one rank of the group, if the nodes have different numbers of
         ranks, or if there is too little memory to share.
 
-        Collective; the same shape and dtype on every rank. The memory lives until `close`, and as long as the process
-        if a tensor still refers to it then.
+        Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. The
+        memory lives until `close`, and as long as the process if a tensor still refers to it then.
         """
         self._live_mpi()
+        self._drain_streams()
         with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
 
@@ -229,9 +230,7 @@ class Communicator(GroupCalls):
             return torch.empty(shape, dtype=dtype)
         if not self._operands.opened:
             self._live_mpi()
-            for stream in self._streams:  # ranks would differ in whether a collective in flight finds the window
-                if not isinstance(stream, DeviceStream):
-                    stream.synchronize()
+            self._drain_streams()
             with self._making("operand"):
                 self._operands.open()
         return self._operands.empty(shape, dtype)
@@ -249,6 +248,16 @@ class Communicator(GroupCalls):
             with self._making("shares_operand"):
                 least = self._operands.look_up(operation, dtype)
         return nbytes >= least
+
+    def _drain_streams(self) -> None:
+        """Let the host streams finish before the group's first window is made.
+
+        Otherwise the ranks would differ in whether a collective in flight finds that there are windows. Those that find
+        one would compare the call in shared memory, and the others would wait in MPI.
+        """
+        for stream in () if self._shared.segments else self._streams:
+            if not isinstance(stream, DeviceStream):
+                stream.drain()
 
     @contextlib.contextmanager
     def _making(self, operation: str) -> Iterator[None]:
@@ -381,9 +390,11 @@ class Communicator(GroupCalls):
         """
         comm = self._live_mpi()
         with self._calls.watching("wait_for_all", "life"):
-            everybody = comm.Ibarrier()
+            everybody, look = comm.Ibarrier(), self._look()
             while not everybody.Test():
                 time.sleep(_NAP_SECONDS)
+                if look is not None:
+                    look()
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.

@@ -51,6 +51,7 @@ def row_parallel_product(
     operation = "reduce_scatter" if sequence_parallel else "all_reduce"
     numel = x.numel() // x.shape[-1] * weight.shape[0]
     plain = x.dim() > 1 and (packed is None or torch.is_grad_enabled())
+    plain = plain and not torch.is_autocast_enabled("cpu")  # it knows no product with an output that is given
     if plain and in_shared_memory(operation, numel, x, comm):
         partial = _Product.apply(x, weight, comm, operation)  # type: ignore[no-untyped-call]
     else:

@@ -82,7 +82,8 @@ def fast_model(model: GPT, rows: int, count: int, sampling: Sampling, real: int)
     screen, large = None, weight[:real].numel() >= _SCREENED_WEIGHTS
     if rows <= _SCREENED_ROWS and large and 0 < screened(sampling) <= min(_SCREENED_LOGITS, real):
         screen = copies.of([weight[:real]], "screen", lambda found: OutputScreen(found[0], len(weight)))
-    layers = [one for one in fast.layers.modules() if isinstance(one, ColumnParallelLinear | RowParallelLinear)]
+    linear = (one for one in fast.layers.modules() if isinstance(one, ColumnParallelLinear | RowParallelLinear))
+    layers = [one for one in linear if one.canonical is None]  # canonical products have the bits of their own order
     weights = [one.weight for one in layers]
     if rows >= PACKED_ROWS:
         for layer, copy in zip(layers, copies.of(weights, "layers", _packed), strict=True):

@@ -76,7 +76,7 @@ def tensor_sum(part: Tensor, placement: Placement) -> int:
     total = torch.zeros((), dtype=torch.int64)
     step = max(CHUNK // rows.shape[1], 1)
     for some, factors in zip(torch.split(rows, step), torch.split(of_rows, step), strict=True):
-        total += ((some.long().mul_(last)).sum(dim=1) * factors).sum()
+        total += ((some.long() * last).sum(dim=1) * factors).sum()
     return int(total)
 
 

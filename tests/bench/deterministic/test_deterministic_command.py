@@ -6,29 +6,29 @@ import pytest
 
 from bench.deterministic import __main__ as deterministic
 
-ONE = {"median": 1.0, "low": 0.5, "high": 1.5}
-
 
 @pytest.mark.mpi(min_size=2)
-def test_a_small_measurement(world, tmp_path, capsys):
+def test_a_small_measurement(mpi_world, tmp_path, capsys, monkeypatch):
+    from commengine import Communicator
+
+    home = mpi_world.bcast(tmp_path)
+    monkeypatch.setattr(deterministic, "SIZES", (8 << 10,))
     sizes = ["--hidden-sizes=32", "--num-layers=1", "--seq-length=16", "--samples=2", "--rounds=1"]
-    deterministic.SIZES, before = (8 << 10,), deterministic.SIZES
-    try:
-        deterministic.main(world, [*sizes, f"--json={tmp_path / 'r.json'}"])
-    finally:
-        deterministic.SIZES = before
-    if world.rank:
-        return
-    result = json.loads((tmp_path / "r.json").read_text())
+    with Communicator(mpi_world) as world:
+        deterministic.main(world, [*sizes, f"--json={home / 'r.json'}"])
+        world.barrier()
+    result = json.loads((home / "r.json").read_text())
     rows = [(row["hidden"], row["tensor"], row["precision"]) for row in result["steps"]]
-    assert rows == [(32, 1, "fp32"), (32, world.size, "fp32"), (32, 1, "bf16"), (32, world.size, "bf16")]
+    size = mpi_world.size
+    assert rows == [(32, 1, "fp32"), (32, size, "fp32"), (32, 1, "bf16"), (32, size, "bf16")]
     for row in [*result["steps"], *result["reductions"]]:
         assert all(len(values) in (1, 3) and min(values) > 0 for values in row["seconds"].values())
     assert {(row["dtype"], row["place"]) for row in result["reductions"]} == {
         (dtype, place) for dtype in ("float32", "bfloat16") for place in ("window", "private", "MPI")
     }
     table = capsys.readouterr().out
-    assert "| 32 | fp32 | 1 |" in table and "| bfloat16 | 8 | MPI |" in table
+    if mpi_world.rank == 0:
+        assert "| 32 | fp32 | 1 |" in table and "| bfloat16 | 8 | MPI |" in table
 
 
 def test_sizes_that_do_not_fit():

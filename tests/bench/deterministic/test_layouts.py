@@ -35,7 +35,10 @@ def test_a_run_that_differs_is_named():
 
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
-def test_the_command(world, capsys):
-    assert layouts.main(world, ["--models", "gpt", "--precisions", "fp32", "--steps", "2"]) == 0
-    if world.rank == 0:
+def test_the_command(mpi_world, capsys):
+    from commengine import Communicator
+
+    with Communicator(mpi_world) as world:
+        assert layouts.main(world, ["--models", "gpt", "--precisions", "fp32", "--steps", "2"]) == 0
+    if mpi_world.rank == 0:
         assert "WRONG" not in capsys.readouterr().out

@@ -4,6 +4,8 @@ import copy
 import gc
 import itertools
 import random
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,45 @@ def test_blocks_never_overlap(mpi_world, rounds):
         whole = pool.take(limit, torch.uint8)
         assert whole is not None, "the free blocks are not one gap again"
         del whole
+
+
+def test_blocks_of_several_threads_never_overlap(comm):
+    comm.operand("all_reduce", (1,))
+    pool, wrong = comm._shared.pool, []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def take(number):
+        draw, alive = random.Random(number), []
+        for _ in range(300):
+            alive.append(pool.take(draw.choice([1, PAGE, 2 * PAGE + 1, 5 * PAGE]), torch.uint8).fill_(number))
+            if len(alive) > 5:
+                wrong.extend([number] * int(alive.pop(draw.randrange(6)).ne(number).any()))
+
+    try:
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == [] and held(comm) == 0
+
+
+@ways
+def test_a_window_is_gathered_into_blocks_and_private_tensors(mpi_world, points):
+    """The ranks differ in whether the output is a block, and not in where the input lies."""
+    with Communicator(mpi_world, switch_points=points) as comm:
+        input = comm.empty((NUMEL,)).fill_(comm.rank)
+        comm.operand("all_gather", (NUMEL,))
+        if comm.rank == 1:
+            comm._shared.pool.take = lambda numel, dtype: None
+        output = comm.operand("all_gather", (comm.size * NUMEL,))
+        assert comm._shared.reaches(output) == (comm.rank != 1)
+        comm.all_gather(output, input)
+        assert torch.equal(output, torch.arange(comm.size).repeat_interleave(NUMEL).float())
+        del input, output
 
 
 @pytest.mark.parametrize("limit", [0, None], ids=["switched off", "no room at first"])
