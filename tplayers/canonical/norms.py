@@ -46,9 +46,8 @@ class _LayerNorm(torch.autograd.Function):
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad, of_x, list(weight.shape), mean, scale, of_weight, None, [True, False, False]
         )
-        # The terms of bias and weight side by side: with split rows their sum is then one collective.
-        terms = torch.cat((((of_x - mean) * scale).mul_(grad), grad), dim=-1)
-        grad_weight, grad_bias = ctx.shards.sum_of_rows(terms, split=ctx.split).chunk(2)
+        terms = (of_x - mean).mul_(scale).mul_(grad)
+        grad_weight, grad_bias = ctx.shards.sum_of_rows(terms, grad, split=ctx.split).chunk(2)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
 
 

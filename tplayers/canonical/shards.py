@@ -52,13 +52,14 @@ class CanonicalShards:
             return self.own
         return self.count if rows % self.count == 0 else 1
 
-    def sum_of_rows(self, values: Tensor, *, split: bool) -> Tensor:
-        """The sum [n] over all tokens of ``values`` [s, ..., n], in a tree over blocks of rows.
+    def sum_of_rows(self, *values: Tensor, split: bool) -> Tensor:
+        """The sums over all tokens of each of ``values`` [s, ..., n], in a tree over blocks of rows, side by side.
 
-        split: ``values`` are this rank's rows of the sequence. Then it is collective over the tensor group.
+        split: ``values`` are this rank's rows of the sequence. Then it is one all-reduce over the tensor group.
         """
-        blocks = values.chunk(self.blocks(values.shape[0], split=split))
-        total = tree_sum(block.reshape(-1, values.shape[-1]).sum(dim=0) for block in blocks)
+        number = self.blocks(values[0].shape[0], split=split)
+        blocks = zip(*(one.chunk(number) for one in values), strict=True)
+        total = tree_sum(torch.cat([part.reshape(-1, part.shape[-1]).sum(dim=0) for part in block]) for block in blocks)
         if split and self.comm.size > 1:
             all_reduce_(total, self.comm)
         return total

@@ -91,9 +91,9 @@ def exact_gradient_norm(
 
 def _largest(gradients: list[Tensor], tensor: Communicator, data: Communicator | None) -> float:
     """The largest absolute value on any rank; infinity if one is NaN."""
-    norms = torch._foreach_norm(gradients, math.inf) if gradients else []
-    found = [float(norm) for norm in norms]
-    largest = torch.tensor(max(math.inf if math.isnan(norm) else norm for norm in [*found, 0.0]), dtype=torch.float64)
+    ends = [float(end) for gradient in gradients if gradient.numel() for end in torch.aminmax(gradient)]
+    found = max((math.inf if math.isnan(end) else abs(end) for end in ends), default=0.0)
+    largest = torch.tensor(found, dtype=torch.float64)
     for group in (tensor, data):
         if group is not None:
             group.all_reduce(largest, "max")

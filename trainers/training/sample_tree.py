@@ -59,32 +59,36 @@ class SampleTree:
         self._result = self._node(result)
         self._free: list[_Node] = []
         self._waiting: list[_Node] = []
-        self._sample = self._result
+        self._sample: _Node | None = None  # made with the sample's first gradient
 
     def clear(self) -> None:
         """Start a step."""
-        self._free += [node for node in self._waiting if node.sums is not self._result.sums]
+        for node in self._waiting:  # of a step that failed there may be several
+            if node.sums is not self._result.sums:
+                self._free.append(_Node(1, node.sums, node.views))
         self._waiting.clear()
 
     def begin(self, *, last: bool) -> None:
         """Start a sample. last: it is this rank's last one of the step."""
-        if last:
-            self._sample = self._result
-        elif self._sample is self._result or self._sample.sums is self._result.sums:
-            self._sample = self._new()
+        self._sample = self._result if last else None
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Set the sample's gradient of ``parameter``."""
-        # A zero that is added makes -0 to +0: a sum of several terms has no other zero.
-        torch.add(gradient, 0.0, out=self._sample.views[parameter])
+        if self._sample is None:
+            self._sample = self._free.pop() if self._free else self._node(torch.zeros_like(self._result.sums))
+        view = self._sample.views[parameter]
+        view.copy_(gradient)
+        if not self._waiting:
+            # In the first sample -0 becomes +0. So a sum of zeros is +0, whichever of the others are -0.
+            view.add_(0.0)
 
     def end(self) -> None:
         """Add the sample, of which every gradient has been put, to the tree."""
-        node = self._sample
+        node, self._sample = self._sample, None
+        assert node is not None
         while self._waiting and self._fits(self._waiting[-1], node):
             node = self._joined(self._waiting.pop(), node)
         self._waiting.append(node)
-        self._sample = self._result
 
     def _fits(self, left: _Node, right: _Node) -> bool:
         return left.samples < self._run or left.samples == right.samples
@@ -94,9 +98,6 @@ class SampleTree:
         kept.sums.add_(other.sums)
         self._free.append(_Node(1, other.sums, other.views))
         return _Node(left.samples + right.samples, kept.sums, kept.views)
-
-    def _new(self) -> _Node:
-        return self._free.pop() if self._free else self._node(torch.zeros_like(self._result.sums))
 
     def _node(self, sums: Tensor) -> _Node:
         return _Node(1, sums, {parameter: self._layout.view(sums, parameter) for parameter in self._layout.names})
