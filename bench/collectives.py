@@ -4,10 +4,10 @@
     mpiexec -n 4 python -m bench.collectives --tensor-model-parallel-size 2 --group tensor --transports stream --overlap
 
 Size, count, algorithm bandwidth and bus bandwidth are defined as in nccl-tests, with the size of the group. At each
-size all transports alternate, in place and out of place (bench/timing/sampling.py). The ranks begin each call
-together: inside a node after MPI's barrier, between nodes at an agreed time of their clocks
-(bench/timing/starting.py). A call's time is that of its slowest rank. If several groups run at the same time, the
-slowest group is reported. The exit status is 1 if a result was wrong.
+size all transports alternate, in place and out of place (bench/timing/sampling.py). If the machine has several states,
+each has its own rows (bench/timing/states.py). The ranks begin each call together: inside a node after MPI's barrier,
+between nodes at an agreed time of their clocks (bench/timing/starting.py). A call's time is that of its slowest rank.
+If several groups run at the same time, the slowest group is reported. The exit status is 1 if a result was wrong.
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
@@ -40,6 +40,7 @@ from bench.command.values import listed, one_of, size_of
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Stopping
 from bench.timing.starting import spans_nodes
+from bench.timing.states import States
 from bench.transports.in_process import LOCAL, Transport
 from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, CollectiveCall
 from bench.transports.peer_process import PEERS, PeerTransport
@@ -272,6 +273,8 @@ def measure(
             skipped += came.skipped
             bar.update()
         found.sort(key=lambda row: (row["bytes"], row["transport"], row["in_place"]))
+        for row in found:
+            row["state"] = None if row["state"] is None else state_name(row["state"])
         if found:
             show(table(found))
         rows += found
@@ -287,7 +290,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         grid = stack.enter_context(ProcessGrid(world, chosen.tensor_model_parallel_size))
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
         by_clock = chosen.start == "clock" or (chosen.start == "auto" and spans_nodes(world.mpi))
-        place = GroupSetup(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock)
+        states = None if by_clock else States(world.mpi)
+        place = GroupSetup(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock, states)
         calls = [call for series in chosen.series(group.size) for call in series]
         transports, unopened = open_transports(place, chosen.transports, max(call.nbytes for call in calls))
         for transport in transports:
@@ -304,15 +308,46 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             bar.write(f"{text}\n", file=sys.stdout)
 
         rows, skipped = measure(place, chosen, transports, show, bar)
+        rows = rows if states is None else of_shown_states(rows, states)
         last = synchronise(world.mpi)
         clock = clock_summary(first, last, load_mpi().Wtime() - began)
     result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
     result["skipped"] = [*unopened, *skipped]
+    result["states"] = (
+        [] if states is None else states.lines({number: f"state {number + 1}" for number in states.shown()})
+    )
     result["start"] = "clock" if by_clock else "barrier"
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
         conclude(result, chosen, tables)
     return 1 if wrong else 0
+
+
+def of_shown_states(rows: list[dict[str, Any]], states: States) -> list[dict[str, Any]]:
+    """The rows of states that are no mere disturbance; their state is None if there is only one."""
+    several = len(states.shown()) > 1
+    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("operation", "transport", "dtype", "redop", "in_place", "bytes"))
+        calls.setdefault(key, []).append(row)
+    kept: list[dict[str, Any]] = []
+    for mine in calls.values():
+        best: dict[int, dict[str, Any]] = {}  # of several parts of one state, the one with most calls
+        for row, number in zip(mine, states.assigned([state_number(row) for row in mine]), strict=True):
+            if number is not None and row["iterations"] > best.get(number, {"iterations": 0})["iterations"]:
+                best[number] = row | {"state": state_name(number) if several else None}
+        kept += best.values()
+    return kept
+
+
+def state_name(number: int) -> str:
+    """The name of a state, in the order in which they were seen, because tables are printed while more may come."""
+    return f"state {number + 1}"
+
+
+def state_number(row: dict[str, Any]) -> int:
+    """The number of a row's state."""
+    return int(row["state"].removeprefix("state ")) - 1
 
 
 def _close(transport: Transport, failed: type[BaseException] | None, *_: object) -> None:
@@ -335,6 +370,7 @@ def conclude(result: dict[str, Any], chosen: Settings, tables: Sequence[str]) ->
         f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
         f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
     )
+    remarks += [f"# {line.removeprefix('- ')}" for line in result["states"]]
     if late := sum(row["late"] for row in rows):
         remarks.append(f"# {late} calls are not counted, because a rank began late")
     if slow := sum(not row["converged"] for row in rows):

@@ -146,7 +146,7 @@ def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.2f}" if other else "-"
+    return f"{one / other:.2f}" if one and other else "-"  # a trace without times has 0
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
@@ -202,7 +202,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             text = [*heading("Replay", options["surroundings"]), *lines, ""]
             Path(options["output"]).write_text("\n".join(text))
         if options["json"]:
-            about = {"recorded_ranks": recorded, "format": options["data"]["format"], "ranks": ranks}
+            about = {"recorded_ranks": recorded, "trace_format": options["data"]["format"], "ranks": ranks}
             result = options["surroundings"] | about
             Path(options["json"]).write_text(json.dumps(result, indent=1))
 

@@ -8,13 +8,16 @@ measured sizes with ``Communicator(..., switch_points=SwitchPoints.load("here.js
 with as many ranks on each, the two-level collectives are measured instead. A way that a run does not measure keeps its
 value in the file, or its default.
 
-A *way* is MPI, a tensor in a window, or the bounce through a window that a private tensor takes. At each size the ways
+A *way* is MPI, a tensor in a window, or the bounce through slots that a private tensor takes. At each size the ways
 alternate in random order. A cell is the median over the rounds of the slowest rank's mean time of a call (with
 ``--statistic min`` the least, for a machine that other programs use too), and in brackets MPI's time over it. A switch
 point is the size from which a way has to be taken so that the sum of the logarithms of the times over all sizes is
 smallest; one disturbed cell does not move it. It is "never" if the way saves nothing. A way through memory counts as
 ``--margin`` times slower than it was measured, because it uses the caches of several cores and suffers more than MPI
 when other programs use them.
+
+Each state of the machine (bench/timing/states.py) has its own tables. The switch points are for all of them: at each
+size the state counts in which the way gains least.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
 from bench.command.values import size_of
 from bench.timing.sampling import mean_seconds
+from bench.timing.states import States, name_states
 from commengine import Communicator, UsageError
 from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
 from commengine.rank_zero import on_rank_zero
@@ -42,7 +47,7 @@ from trainers.files.reading import require_regular
 from trainers.options import SECONDS, at_least
 
 COMMAND = "bench.switch_points"
-SIZES = [1 << shift for shift in range(15, 27)]  # smaller ones go by MPI, because there every microsecond counts
+SIZES = [1 << shift for shift in range(12, 27)]  # smaller ones go by MPI, because there every microsecond counts
 SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "full"), ("reduce_scatter", "half"),
           ("all_gather", "full"), ("broadcast", "full")]  # fmt: skip
 DTYPES = {"full": torch.float32, "half": torch.bfloat16}
@@ -53,7 +58,8 @@ BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATI
 
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"p50": statistics.median, "min": min}
 
-Times = dict[str, list[float]]
+#: by way: the seconds of each round, and the number of the machine's state; None: a state that is not shown
+Times = dict[str, list[tuple[float, int | None]]]
 
 
 def ways_of(
@@ -62,8 +68,7 @@ def ways_of(
     """The ways, by name: the communicator that runs the collective, and whether its tensor lies in a window."""
     if spans:
         return {"mpi": (world, False), "two_level": (memory, False), "two_level, window": (memory, True)}
-    private = {"bounce": (memory, False)} if operation in REDUCING else {}
-    return {"mpi": (world, False), **private, "window": (memory, True)}
+    return {"mpi": (world, False), "bounce": (memory, False), "window": (memory, True)}
 
 
 def calls_of(
@@ -88,7 +93,7 @@ def calls_of(
     return {name: call(*way) for name, way in ways.items()}
 
 
-def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator) -> Times:
+def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Communicator, states: States) -> Times:
     """Seconds of each way in each round.
 
     It takes about ``seconds`` in all, and at least LEAST_ROUNDS rounds. Collective.
@@ -100,11 +105,17 @@ def measure(calls: dict[str, Callable[[], object]], seconds: float, world: Commu
     more = torch.ones(1)
     while more:
         for name in order.sample(list(calls), len(calls)):
-            times[name].append(mean_seconds(calls[name], count, world))
+            times[name].append(states.turn(partial(warm_seconds, calls[name], count, world)))
         rounds = len(times["mpi"])
         more[0] = rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - began < seconds)
         world.broadcast(more)
     return times
+
+
+def warm_seconds(call: Callable[[], object], count: int, world: Communicator) -> float:
+    """`mean_seconds` after two calls that are not counted, because other ways have used the caches. Collective."""
+    mean_seconds(call, 2, world)
+    return mean_seconds(call, count, world)
 
 
 def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: float = 1.0) -> float:
@@ -115,13 +126,28 @@ def switch_point(sizes: list[int], mpi: list[float], way: list[float], margin: f
     return sizes[best] if totals[best] > 0 else NEVER
 
 
-def rows_of(sizes: list[int], cells: list[Times], statistic: str) -> list[dict[str, float]]:
-    """The rows of one series: the statistic of each way at each size, in seconds."""
-    of = STATISTICS[statistic]
-    return [
-        {"bytes": size, "rounds": len(times["mpi"]), **{name: of(values) for name, values in times.items()}}
-        for size, times in zip(sizes, cells, strict=True)
-    ]
+def rows_of(sizes: list[int], cells: list[Times], statistic: str, state: int) -> list[dict[str, float]]:
+    """The rows of one series in one state: the statistic of each way at each size, in seconds.
+
+    A size at which a way had no round in this state has no row.
+    """
+    rows = []
+    for size, times in zip(sizes, cells, strict=True):
+        mine = {name: [value for value, number in values if number == state] for name, values in times.items()}
+        if all(mine.values()):
+            found = {name: STATISTICS[statistic](values) for name, values in mine.items()}
+            rows.append({"bytes": size, "rounds": len(mine["mpi"]), **found})
+    return rows
+
+
+def least_gains(rows: list[dict[str, float]], way: str) -> tuple[list[int], list[float], list[float]]:
+    """The sizes, and MPI's and the way's time at each, of the state in which the way gains least over MPI."""
+    worst: dict[float, dict[str, float]] = {}
+    for row in rows:
+        other = worst.get(row["bytes"], row)
+        worst[row["bytes"]] = min(row, other, key=lambda one: one["mpi"] / one[way])
+    sizes = sorted(worst)
+    return [int(size) for size in sizes], [worst[size]["mpi"] for size in sizes], [worst[size][way] for size in sizes]
 
 
 def table(title: str, rows: list[dict[str, float]], points: dict[str, float]) -> list[str]:
@@ -149,9 +175,9 @@ def parser() -> CommandParser:
         default=120.0,
         help="about the time of the whole run (default: %(default)s)",
     )
-    add("--largest", default="64M", metavar="SIZE", help="the largest size, from 32K to 64M (default: %(default)s)")
+    add("--largest", default="64M", metavar="SIZE", help="the largest size, from 4K to 64M (default: %(default)s)")
     add("--statistic", choices=STATISTICS, default="p50", help="statistic over the rounds (default: %(default)s)")
-    add("--margin", type=float, valid=at_least(1), default=1.25, metavar="FACTOR",
+    add("--margin", type=float, valid=at_least(1), default=1.05, metavar="FACTOR",
         help="leave MPI only for a way that takes less than 1 / FACTOR of its time (default: %(default)s)")  # fmt: skip
     add_files(options, json="write the file that SwitchPoints.load reads, or complete it")
     return options
@@ -186,6 +212,23 @@ def completed(base: SwitchPoints, node: int, found: dict[tuple[str, str], dict[s
     return SwitchPoints({key: Point(*(b if b == NEVER else int(b) for b in point)) for key, point in rows.items()})
 
 
+def points_of(
+    measured: dict[tuple[str, str], list[Times]], sizes: list[int], shown: list[int], chosen: dict[str, Any]
+) -> tuple[dict[tuple[str, str], dict[str, float]], list[str]]:
+    """The switch points by series, and the lines of their tables. shown: the numbers of the states."""
+    found, lines = {}, []
+    for (operation, kind), cells in measured.items():
+        by_state = {state: rows_of(sizes, cells, chosen["statistic"], state) for state in shown}
+        every = [row for rows in by_state.values() for row in rows]
+        ways = [name for name in Point._fields if name in cells[0]]
+        points = {name: switch_point(*least_gains(every, name), chosen["margin"]) for name in ways}
+        found[operation, kind] = points
+        for state, name in name_states(shown).items():
+            title = f"{operation}, {kind}{f', {name}' if len(shown) > 1 else ''}"
+            lines += table(title, by_state[state], points) if by_state[state] else []
+    return found, lines
+
+
 def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes. Collective over ``launched``."""
     result: dict[str, Any] = environment(COMMAND)  # before measuring: the load average is that of other programs
@@ -203,8 +246,8 @@ def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
         spans = node < world.size
         tensors = {False: torch.zeros(sizes[-1], dtype=torch.uint8), True: memory.empty((sizes[-1],), torch.uint8)}
         tensors[True].zero_()
-        found: dict[tuple[str, str], dict[str, float]] = {}
-        lines: list[str] = []
+        measured: dict[tuple[str, str], list[Times]] = {}
+        states = States(world.mpi)
         series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
         ends, cells_left = time.perf_counter() + chosen["seconds"], len(series) * len(sizes)
         with progress(launched, cells_left) as bar:
@@ -214,19 +257,17 @@ def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
                 for size in sizes:
                     bar.set_description(f"{operation} {kind} {size} B")
                     calls = calls_of(ways, operation, DTYPES[kind], tensors, size)
-                    cells.append(measure(calls, (ends - time.perf_counter()) / cells_left, world))
+                    left = (ends - time.perf_counter()) / cells_left
+                    cells.append(measure(calls, left, world, states))
                     cells_left -= 1
                     bar.update()
-                rows = rows_of(sizes, cells, chosen["statistic"])
-                times = {name: [row[name] for row in rows] for name in ways}
-                points = {
-                    name: switch_point(sizes, times["mpi"], times[name], chosen["margin"])
-                    for name in Point._fields
-                    if name in times
-                }
-                found[operation, kind] = points
-                lines += table(f"{operation}, {kind}", rows, points)
+                measured[operation, kind] = cells
         del tensors, calls
+    for times in (times for cells in measured.values() for times in cells):
+        for name, values in times.items():
+            numbers = states.assigned([number or 0 for _, number in values])
+            times[name] = [(value, number) for (value, _), number in zip(values, numbers, strict=True)]
+    found, lines = points_of(measured, sizes, states.shown(), chosen)
 
     def conclude() -> None:
         nodes = launched.size // node
@@ -236,6 +277,7 @@ def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
                 *heading("Switch points", result),
                 f"- {where}; full: float32, half: bfloat16; {chosen['statistic']} of the rounds; "
                 f"a way is taken where MPI needs {chosen['margin']:g} times as long or more",
+                *states.lines(),
                 "",
                 *lines,
             ]

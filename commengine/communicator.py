@@ -21,7 +21,7 @@ from .device.choice import DeviceLike, parse_device
 from .device.stream import DeviceStream
 from .dtypes import ORDERS, Order
 from .errors import CollectiveError, TransferError
-from .host.operands import POOL_BYTES, Operands
+from .host.operands import POOL_BYTES, Operands, agreed_limit
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
 from .mpi import load_mpi, making_communicators, ranks_in
@@ -101,7 +101,7 @@ class Communicator(GroupCalls):
         if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
             raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
         check_timeout(timeout)
-        points = agreed(mpi_comm, switch_points)
+        points, operand_bytes = agreed(mpi_comm, switch_points), agreed_limit(mpi_comm, operand_bytes)
         try:
             with making_communicators():
                 own = mpi_comm.Dup()
@@ -205,48 +205,59 @@ class Communicator(GroupCalls):
         The tensor is in private memory if a node has only one rank of the group, if the nodes have different numbers of
         ranks, or if there is too little memory to share.
 
-        Collective; the same shape and dtype on every rank. The memory lives until `close`, and as long as the process
-        if a tensor still refers to it then.
+        Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. The
+        memory lives until `close`, and as long as the process if a tensor still refers to it then.
         """
         self._live_mpi()
+        self._drain_streams()
         with self._calls.watching("empty", "life"):
             return self._shared.empty(shape, dtype)
 
     def operand(self, operation: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised host tensor that is to be an operand of ``operation``, and is used for a while only.
 
-        From `operands_from` bytes on it lies in memory that the ranks of the node share, as a tensor of `empty` does,
-        so that the collective copies nothing. It is the tensor that is reduced, or the ``output`` of an all-gather.
-        Each rank takes its memory from a pool of its own, so the ranks' tensors may live for different times. The
-        memory returns to the pool when no tensor refers to it any more: no view, nothing that autograd keeps for the
-        backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective takes
-        the way of private tensors on all ranks.
+        If it is large enough (`shares_operand`), it lies in memory that the ranks of the node share, as a tensor of
+        `empty` does, so that the collective copies nothing. It is the tensor that is reduced, or the ``output`` of an
+        all-gather. Each rank takes its memory from a pool of its own, so the ranks' tensors may live for different
+        times. The memory returns to the pool when no tensor refers to it any more: no view, nothing that autograd keeps
+        for the backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective
+        takes the way of private tensors on all ranks.
 
         The first call for tensors of that size is collective; later calls are local. `close` frees the pool if no
         tensor on any rank refers to it any more. Otherwise it lives as long as the process.
         """
-        if math.prod(shape) * dtype.itemsize < self.operands_from(operation, dtype):
+        if not self.shares_operand(operation, math.prod(shape) * dtype.itemsize, dtype):
             return torch.empty(shape, dtype=dtype)
         if not self._operands.opened:
             self._live_mpi()
-            for stream in self._streams:  # ranks would differ in whether a collective in flight finds the window
-                if not isinstance(stream, DeviceStream):
-                    stream.synchronize()
+            self._drain_streams()
             with self._making("operand"):
                 self._operands.open()
         return self._operands.empty(shape, dtype)
 
-    def operands_from(self, operation: str, dtype: torch.dtype) -> float:
-        """The size in bytes from which on `operand` uses shared memory; infinity if it never does.
+    def shares_operand(self, operation: str, nbytes: int, dtype: torch.dtype) -> bool:
+        """Whether `operand` takes a tensor of ``nbytes`` from shared memory, as long as there is room.
 
-        Collective at the first call for an operation and a dtype.
+        Collective at the first call for an operation and a dtype, if the size may be large enough.
         """
+        if nbytes < self._operands.floor:  # small collectives must not become slower
+            return False
         least = self._operands.known.get((operation, dtype))
         if least is None:
             self._live_mpi()
-            with self._making("operands_from"):
+            with self._making("shares_operand"):
                 least = self._operands.look_up(operation, dtype)
-        return least
+        return nbytes >= least
+
+    def _drain_streams(self) -> None:
+        """Let the host streams finish before the group's first window is made.
+
+        Otherwise the ranks would differ in whether a collective in flight finds that there are windows. Those that find
+        one would compare the call in shared memory, and the others would wait in MPI.
+        """
+        for stream in () if self._shared.segments else self._streams:
+            if not isinstance(stream, DeviceStream):
+                stream.drain()
 
     @contextlib.contextmanager
     def _making(self, operation: str) -> Iterator[None]:
@@ -379,9 +390,11 @@ class Communicator(GroupCalls):
         """
         comm = self._live_mpi()
         with self._calls.watching("wait_for_all", "life"):
-            everybody = comm.Ibarrier()
+            everybody, look = comm.Ibarrier(), self._look()
             while not everybody.Test():
                 time.sleep(_NAP_SECONDS)
+                if look is not None:
+                    look()
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.

@@ -223,6 +223,10 @@ class Stream:
         """Block until the stream is empty. Raises the first failure in it."""
         self.record().wait()
 
+    def drain(self) -> None:
+        """Block until the stream is empty. A failure stays with those who wait for its collectives."""
+        self.record()._point.block()
+
     def __deepcopy__(self, memo: object) -> Stream:
         """Return the stream itself: a copied layer keeps its stream, as it keeps its communicator."""
         return self

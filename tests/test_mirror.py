@@ -24,7 +24,6 @@ TESTED_BY = {
     "commengine/dtypes.py": ["commengine/test_communicator_collectives.py"],
     "commengine/errors.py": ["commengine/calls/test_checks.py", "commengine/test_agreement.py"],
     "commengine/host/polling.py": ["commengine/test_stream.py", "commengine/device/test_backends.py"],
-    "commengine/host/routes.py": ["commengine/shared_memory/test_slots.py", "commengine/shared_memory/test_windows.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],
     "commengine/operations.py": ["test_operations_tables.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],

@@ -19,6 +19,7 @@ from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import (
     communicates,
+    in_shared_memory,
     new_operand,
     reduce_own_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -75,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= rows)
         found = looked_up(local.masked_fill(elsewhere, 0), self.weight)
         operation = "reduce_scatter" if self.sequence_parallel else "all_reduce"
-        if found.is_cpu and not torch.compiler.is_compiling():
+        if in_shared_memory(operation, found.numel(), found, self.comm):
             found = _Masked.apply(found, elsewhere, operation, self.comm)  # type: ignore[no-untyped-call]
         else:
             found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator
 
 from .regions import (
-    communicates,
+    in_shared_memory,
     product_for,
     reduce_own_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -49,21 +49,16 @@ def row_parallel_product(
     backward may use. Every rank of ``comm`` must call it, and with ``sequence_parallel`` run its backward.
     """
     operation = "reduce_scatter" if sequence_parallel else "all_reduce"
-    if (packed is None or torch.is_grad_enabled()) and _in_shared_memory(operation, x, weight, comm):
+    numel = x.numel() // x.shape[-1] * weight.shape[0]
+    plain = x.dim() > 1 and (packed is None or torch.is_grad_enabled())
+    plain = plain and not torch.is_autocast_enabled("cpu")  # it knows no product with an output that is given
+    if plain and in_shared_memory(operation, numel, x, comm):
         partial = _Product.apply(x, weight, comm, operation)  # type: ignore[no-untyped-call]
     else:
         partial = linear_product(x, weight, None, packed)
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, comm)
     return reduce_own_from_tensor_parallel_region(partial, comm)
-
-
-def _in_shared_memory(operation: str, x: Tensor, weight: Tensor, comm: Communicator) -> bool:
-    """Whether x weight^T should lie in memory that the ranks of a node share. A compiled graph plans its own memory."""
-    if not communicates(comm) or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
-        return False
-    nbytes = x.numel() // x.shape[-1] * weight.shape[0] * x.itemsize
-    return nbytes >= comm.operands_from(operation, x.dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -125,6 +125,18 @@ def new_operand(operation: str, shape: Sequence[int], like: Tensor, comm: Commun
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
+def in_shared_memory(operation: str, numel: int, like: Tensor, comm: Communicator) -> bool:
+    """Whether `new_operand` would put ``numel`` elements in memory that ranks share. A group of one has none.
+
+    A compiled graph plans its own memory. Collective as `Communicator.shares_operand` is.
+    """
+    return (
+        like.is_cpu
+        and not torch.compiler.is_compiling()
+        and comm.shares_operand(operation, numel * like.itemsize, like.dtype)
+    )
+
+
 def new_whole(part: Tensor, comm: Communicator) -> Tensor:
     """An uninitialised tensor for the ``part`` of every rank, along dim 0."""
     return new_operand("all_gather", (comm.size * part.shape[0], *part.shape[1:]), part, comm)

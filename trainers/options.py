@@ -241,11 +241,11 @@ def parser_of(kind: type[DataclassInstance], prog: str) -> Parser:
 
 
 def add_some(parser: Parser, kind: type[DataclassInstance], names: Sequence[str]) -> None:
-    """Add the options ``names`` of dataclass ``kind`` to another command's parser. It checks no ranges."""
+    """Add the options ``names`` of dataclass ``kind`` to another command's parser, which checks their ranges."""
     hints = typing.get_type_hints(kind)
     for item in fields(kind):
         if item.name in names:
-            _add(parser, item, hints[item.name])
+            _add(parser, item, hints[item.name], valid=item.metadata["ranges"])
 
 
 def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str) -> Any:
@@ -256,8 +256,8 @@ def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | Non
     return getattr(parser.parse_known_args(argv)[0], name)
 
 
-def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
-    """Add one field to ``parser`` as a flag."""
+def _add(parser: Parser, item: Field[Any], hint: Any, valid: Sequence[ValidRange] = ()) -> None:
+    """Add one field to ``parser`` as a flag. valid: the ranges that the parser itself checks."""
     names = [*filter(None, [item.metadata["short"]]), flag_of(item.name)]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
@@ -268,7 +268,7 @@ def _add(parser: Parser, item: Field[Any], hint: Any) -> None:
         if item.metadata["choices"] is None:
             more["metavar"] = item.name.rstrip("_").upper()
         settings = {"type": kinds[0], "default": item.default, "help": text.replace("%", "%%"), **more}
-        parser.add_argument(*names, dest=item.name, **settings)
+        parser.add_argument(*names, dest=item.name, valid=valid, **settings)
 
 
 def flag_of(name: str) -> str:

@@ -159,7 +159,7 @@ def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
             np.array([float(point[name]) for point in one["points"]])
             for name in ("bytes", "seconds", "residual", "error")
         )
-        series = Series({name: one[name] for name in KEY}, sizes, spent, errors)
+        series = Series({name: one.get(name) for name in KEY}, sizes, spent, errors)
         found.append(FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"])))
     return found
 

@@ -6,6 +6,7 @@ A row of the JSON, which bench.fit reads, has these keys:
   nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests')
 - of the times: iterations, converged (false: the time was up), seconds {p50, p95, p99, min, max, mean} on the slowest
   rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second
+- state: of the machine, "state 1" and so on, if there was more than one (bench/timing/states.py)
 - wrong: the wrong elements of all ranks
 - start_skew: {p50, max} of the seconds between the first and the last rank's start of a call, and the uncertainty of
   the clocks; late: calls that were not counted because between nodes a rank began late (bench/timing/starting.py)
@@ -25,6 +26,7 @@ import torch
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
 from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange
+from bench.timing.states import States
 from bench.transports.in_process import Bound, Transport, timed
 from bench.transports.operations import IN_PLACE, CollectiveCall
 from commengine import CollectiveError, Communicator
@@ -38,7 +40,7 @@ class GroupSetup:
     """The groups that are measured, all at the same time, and how.
 
     name: the row's "group": world, tensor or data. group: this rank's group. by_clock: the ranks of a group begin at
-    agreed times instead of at MPI's barrier (bench/timing/starting.py).
+    agreed times instead of at MPI's barrier (bench/timing/starting.py). states: of the machine, told apart if given.
     """
 
     world: Communicator
@@ -47,6 +49,7 @@ class GroupSetup:
     stopping: Stopping
     overlap: bool = False
     by_clock: bool = False
+    states: States | None = None
 
     def meeting(self, offsets: Sequence[Offset]) -> Callable[[], object]:
         """The function that the ranks of a group call before each measured call."""
@@ -70,7 +73,15 @@ class GroupSetup:
         stopping = (
             replace(self.stopping, skew=MOST_SKEW, round_seconds=ROUND_SECONDS) if self.by_clock else self.stopping
         )
-        return sample(calls, stopping, in_group=self.in_group, in_world=self.in_world, seed=seed, offset=offset)
+        return sample(
+            calls,
+            stopping,
+            in_group=self.in_group,
+            in_world=self.in_world,
+            seed=seed,
+            offset=offset,
+            states=self.states,
+        )
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """The result of ``work()``, which every rank runs. A CollectiveError in one group is raised on every rank."""
@@ -126,14 +137,14 @@ def measure_call(
     samplers = place.sample([bound for _, bound in bounds], seed, own.seconds)
     rows = []
     for (about, bound), sampler in zip(bounds, samplers, strict=True):
-        row = about | _times(call, sampler) | {"wrong": _wrong(place, bound)}
-        row["late"] = sampler.late
-        row["start_skew"] = {
-            "p50": float(np.median(sampler.skews)), "max": float(sampler.skews.max()), "uncertainty": own.uncertainty,
-        }  # fmt: skip
+        also: dict[str, Any] = {"wrong": _wrong(place, bound)}
         if place.overlap and bound.start is not None:
-            row["overlap"] = overlap(place, bound, sampler, meet, seed, own.seconds)
-        rows.append(row)
+            also["overlap"] = overlap(place, bound, sampler, meet, seed, own.seconds)
+        for state in sampler.states:
+            mine = sampler.of(state)
+            skew = {"p50": float(np.median(mine.skews)), "max": float(mine.skews.max()), "uncertainty": own.uncertainty}
+            row = about | _times(call, mine) | also | {"late": mine.late, "start_skew": skew}
+            rows.append(row | {"state": None if place.states is None else state})
     ranks = place.world.mpi.gather(rows) or []
     slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
     return CallResult(slowest, skipped, offsets)

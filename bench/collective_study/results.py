@@ -18,7 +18,7 @@ FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
 STATISTICS = ("p50", "mean", "min")
 #: the fields that distinguish measurements of one operation, besides the size
-KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream")
+KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Series:
         parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop") if self.key.get(name)]
         if self.key.get("in_place") is not None:
             parts.append("in place" if self.key["in_place"] else "out of place")
-        return " ".join([*parts, *(["stream"] if self.key.get("stream") else [])])
+        stream, state = self.key.get("stream"), self.key.get("state")
+        return " ".join([*parts, *(["stream"] if stream else []), *([str(state)] if state else [])])
 
 
 def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:

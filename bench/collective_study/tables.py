@@ -40,6 +40,8 @@ OVERLAP = (
     ("pure comm", "(us)", 10, lambda row: _microseconds(row["overlap"]["communication"])),
     ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
 )
+#: the state of the machine, as `bench.timing.states` numbers it; shown if a table has several
+STATE = (("state", "", 7, lambda row: f"{row['state']}"),)
 
 
 def interval_percent(row: Row) -> float:
@@ -54,7 +56,10 @@ def _microseconds(seconds: float) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of one operation by size, under the two lines of heading that nccl-tests has."""
-    columns = COLUMNS + (OVERLAP if any("overlap" in row for row in rows) else ())
+    several = len({row.get("state") for row in rows}) > 1
+    columns: tuple[tuple[str, str, int, Any], ...] = (STATE if several else ()) + COLUMNS
+    always = len(columns)
+    columns += OVERLAP if any("overlap" in row for row in rows) else ()
     first = rows[0]
     lines = [
         f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}",
@@ -63,7 +68,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"])):
         shown = [
-            f"{cell(row) if 'overlap' in row or index < len(COLUMNS) else '-':>{width}}"
+            f"{cell(row) if 'overlap' in row or index < always else '-':>{width}}"
             for index, (_, _, width, cell) in enumerate(columns)
         ]
         lines.append(" ".join(shown))
@@ -121,15 +126,19 @@ def beside(axes: Any) -> None:
 def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a row's line.
 
+    Markers are hollow in states of the machine other than the first.
+
     transports, kinds: all that the picture shows, in its order.
     """
     transport, dtype, redop = (row[name] for name in ("transport", "dtype", "redop"))
     place = "in place" if row["in_place"] else "out of place"
-    words = [transport, dtype, *([redop] if redop not in (None, "none") else []), place]
+    state = row.get("state")
+    words = [transport, dtype, *([redop] if redop not in (None, "none") else []), place, *([state] if state else [])]
     return {
         "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
         "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
-        "linestyle": "--" if row["in_place"] else "-", "label": ", ".join(map(str, words)),
+        "linestyle": "--" if row["in_place"] else "-", "fillstyle": "full" if state in (None, "state 1") else "none",
+        "label": ", ".join(map(str, words)),
     }  # fmt: skip
 
 
@@ -145,7 +154,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
     lines: defaultdict[str, dict[tuple[Any, ...], list[Row]]] = defaultdict(dict)
     for row in sorted(shown, key=lambda row: int(row["bytes"])):
-        key = (row["transport"], row["dtype"], row["redop"], row["in_place"])
+        key = (row["transport"], row["dtype"], row["redop"], row["in_place"], row.get("state"))
         lines[row["operation"]].setdefault(key, []).append(row)
     figure, axes = panels([len(lines[operation]) for operation in operations])
     for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
@@ -200,36 +209,3 @@ def readable(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(alpha=0.3)
-
-
-def bandwidth_plot(path: Path, rows: Sequence[Row], titles: dict[str, str], bound: str = "memory") -> None:
-    """Draw the bus bandwidth over the size: a line with quartiles for each transport, and a dashed one for ``bound``.
-
-    rows: of one operation, dtype and number of ranks, as bench.all_reduce writes them. titles: of the transports.
-    """
-    from matplotlib.figure import Figure
-
-    first = rows[0]
-    factor = first["busbw"] / first["algbw"]
-    figure = Figure(figsize=(10, 4.8), layout="constrained")
-    axes = figure.subplots()
-    names = [name for name in dict.fromkeys(row["transport"] for row in rows) if name != bound]
-    for name in [*names, bound]:
-        mine = sorted((row for row in rows if row["transport"] == name), key=lambda row: int(row["bytes"]))
-        if not mine:
-            continue
-        sizes = [row["bytes"] for row in mine]
-        low, middle, high = ([factor * row["bytes"] / row["turns"][at] / 1e9 for row in mine] for at in (2, 1, 0))
-        style: dict[str, Any] = {"color": "#555555", "linestyle": "--", "linewidth": 1.5}
-        if name != bound:
-            colour = LINES[names.index(name) % len(LINES)]
-            style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8}
-            axes.fill_between(sizes, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(sizes, middle, label=titles.get(name, name), **style)
-    axes.set(
-        xscale="log", yscale="log", xlabel="size of each rank's tensor", ylabel="bus bandwidth, GB/s",
-        title=f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks, {first['dtype']}, in place",
-    )  # fmt: skip
-    readable(axes)
-    figure.legend(loc="outside right upper", fontsize="small", frameon=False)  # beside the plot: it covers no line
-    figure.savefig(path, dpi=150)

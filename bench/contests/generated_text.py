@@ -20,8 +20,7 @@ from bench.contests.serving import serve
 from commengine import Communicator, launch, trace
 from tplayers import GPT, Sampling, generate
 from tplayers.generation.choice import TokenChooser
-from tplayers.generation.inference_copy import inference_copy
-from tplayers.generation.weight_copies import fast_weights
+from tplayers.generation.weight_copies import fast_model
 
 
 def whole_text(task: GenerationTask, model: GPT) -> Callable[[], float]:
@@ -38,17 +37,16 @@ def one_token(task: GenerationTask, model: GPT) -> Callable[[], float]:
     cache = model.new_cache(task.batch, task.prompt_tokens)
     columns, greedy = model.embedding.weight.shape[0], Sampling(temperature=0)
     chooser = TokenChooser(model.comm, task.vocab_size, columns, greedy, prompts.device)
-    with fast_weights(model, task.batch, 1, greedy, chooser.real) as screen:
-        quick = inference_copy(model)  # it keeps the packed weights of the block
+    fast, screen = fast_model(model, task.batch, 1, greedy, chooser.real)
     with torch.inference_mode():
-        quick.hidden_states(prompts[:, :-1], cache=cache)
+        fast.hidden_states(prompts[:, :-1], cache=cache)
     cache.advance([task.prompt_tokens - 1] * task.batch)
 
     def step() -> float:
         with torch.inference_mode():
-            hidden = quick.hidden_states(prompts[:, -1:], cache=cache)[0]
+            hidden = fast.hidden_states(prompts[:, -1:], cache=cache)[0]
             logits = None if screen is None else screen.logits(hidden, 1)
-            tokens, _ = chooser.choose(quick.logits(hidden) if logits is None else logits, None)
+            tokens, _ = chooser.choose(fast.logits(hidden) if logits is None else logits, None)
         return checksum([tokens.tolist()])
 
     return step

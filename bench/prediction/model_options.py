@@ -9,7 +9,7 @@ from bench.command.values import flag
 from bench.prediction.layout import MODELS
 from commengine.cost import TransformerShape
 from trainers import presets
-from trainers.options import HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, as_flags, require_ranges
+from trainers.options import HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, as_flags
 from trainers.tasks.gpt import GPTTrainConfig
 
 #: the sizes of a model, with their valid values
@@ -60,7 +60,6 @@ def _of_the_trainer(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq, vocab_size=vocab,
         make_vocab_size_divisible_by=1, **family,
     )  # fmt: skip
-    require_ranges(config)
     if config.num_query_groups is not None and not config.group_query_attention:
         raise ValueError(f"--num-query-groups {config.num_query_groups}: needs --group-query-attention")
     try:

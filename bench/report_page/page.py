@@ -36,6 +36,7 @@ nav ul { padding: 0; } nav li { display: inline; margin-right: 1.5em; }
 .answers article { border: 1px solid #bbb; border-radius: 6px; padding: .3em .8em; font-size: 13px; line-height: 1.35; }
 .answers h2 { font-size: 15px; margin: .2em 0; color: #0050a0; } .answers p, .answers ul { margin: .3em 0; }
 .answers .table { margin: .3em 0; } .answers table { font-size: 12px; } .answers td.right { white-space: nowrap; }
+.answers td, .answers th { padding: .15em .35em; }
 """
 #: sorts the rows of a table by the column whose heading is clicked: numbers by their value, before words
 SCRIPT = """

@@ -32,6 +32,7 @@ from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import as_json
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import read as read_results
+from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import run_on_ranks
@@ -76,12 +77,14 @@ def parser() -> TrainerCommandParser:
     add("--between-gb-per-s", type=float, valid=ABOVE_ZERO, default=12.5, metavar="GB",
         help="and the rate of a node's network card (default: %(default)s, a link of 100 Gbit/s)")  # fmt: skip
     add("--overwrite", action="store_true", help="begin the study in DIR anew")
+    add_files(options, output="write the answers as markdown here, too", json="write the answers as JSON here, too")
     return options
 
 
 def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[str, int]) -> dict[str, Any]:
     """The options, the step's words and the study so far, as JSON types. Raises ValueError or UsageError."""
     given, rest = parser().parse_known_args(argv)
+    check_writable(output=given.output, json=given.json)
     if world_size < 2:
         raise ValueError("a study needs 2 ranks or more: start it with mpiexec -n 2, or srun")
     words = rest or [*SMALL, "--tensor-model-parallel-size", str(math.gcd(world_size, node, 8))]
@@ -143,7 +146,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
 def progress_of(world: Communicator, total: int) -> tqdm[NoReturn]:
     """A progress bar on rank 0's standard error, also through a launcher's pipe, where it is drawn less often."""
     often = 0.1 if sys.stderr.isatty() else 2.0
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+    shape = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     return tqdm(
         total=total,
         disable=world.rank != 0,
@@ -239,6 +242,9 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
     folder.save(place, record)
     text = "\n".join(f"## {one['question']}\n\n{one['answer']}\n" for one in record.answers)
     (place / "study.md").write_text("\n".join([*heading(record.title, surroundings), "", text]), encoding="utf-8")
+    for name, also in (("study.md", given.output), ("study.json", given.json)):
+        if also:
+            Path(also).write_bytes((place / name).read_bytes())
     (place / "report.html").write_text(page(place), encoding="utf-8")
     return f"{text}\n{place / 'report.html'}"
 

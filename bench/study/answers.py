@@ -16,7 +16,7 @@ WAYS = "Which way is fastest, and from which size on?"
 SHARE = "What share of a step is communication?"
 MORE = "What would 8, 64 and 512 ranks do?"
 #: the ways of a collective in words, by the transports that measure them
-WORDS = {"engine": "private tensor", "mpi4py": "plain MPI", "shared": "window"}
+WORDS = {"engine": "engine", "mpi4py": "plain MPI", "shared": "window"}
 #: bytes, of which the nearest measured size is shown
 SHOWN = (4, 64 << 10, 1 << 20, 1 << 40)
 RANKS = (8, 64, 512)
@@ -93,23 +93,27 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     table = by_operation(rows)
     every = [size for sizes in table.values() for size in sizes]
     shown = (min(every, key=lambda size: abs(_log(size) - 20)), max(every))  # about 1 MB, and the largest
-    lines = [
-        f"| operation | the fastest way | gain at {size_label(shown[0])} | at {size_label(shown[1])} |",
-        "|---|---|---:|---:|",
-    ]
+    gain = " | ".join(f"gain at {size_label(size)}" for size in shown)
+    lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|---:|---:|"]
     for operation, sizes in table.items():
-        begun = [
-            f"{WORDS.get(way, way)} from {size_label(size)}" if number else WORDS.get(way, way)
-            for number, (size, way) in enumerate(stretches(sizes))
-        ]
+        private = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
+        private = {size: found for size, found in private.items() if found}
+        begun = [_in_words(stretches(one)) for one in (sizes, private)]
         gains = [_gain(sizes[min(sizes, key=lambda one: abs(_log(one) - _log(size)))]) for size in shown]
-        lines.append(f"| {operation} | {', '.join(begun)} | {' | '.join(gains)} |")
+        lines.append(f"| {operation} | {' | '.join([*begun, *gains])} |")
     text = (
-        "Private tensor: the engine's operation on any tensor. Window: the same on a tensor of `Communicator.empty`, "
-        "which the ranks of a node share. Plain MPI: mpi4py without the engine. A way counts as faster if it is so by "
-        "more than 5% and its interval does not overlap. Gain: plain MPI's time over that of the fastest way."
+        "Engine: its operation on any tensor. Window: the same on a tensor of `Communicator.empty`, which the ranks "
+        "of a node share. Plain MPI: mpi4py without the engine. A way counts as faster if it is so by more than 5% "
+        "and its interval does not overlap. Gain: plain MPI's time over that of the fastest way."
     )
     return {"question": WAYS, "answer": "\n".join([*lines, "", text])}
+
+
+def _in_words(found: Sequence[tuple[int, str]]) -> str:
+    """Stretches in words: "plain MPI, window from 1 MB"."""
+    words = [WORDS.get(way, way) for _, way in found]
+    later = (f"{word} from {size_label(size)}" for word, (size, _) in zip(words[1:], found[1:], strict=True))
+    return ", ".join([*words[:1], *later])
 
 
 def _gain(found: dict[str, Row]) -> str:

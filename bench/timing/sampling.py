@@ -12,12 +12,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.timing.states import States
 from commengine import Communicator
 
 Times = NDArray[np.float64]
@@ -70,6 +72,7 @@ class Sampler:
 
     def __init__(self, stopping: Stopping) -> None:
         self._stopping = stopping
+        self._rounds: list[tuple[Times, float, Times | None, int]] = []  # the arguments of `add`
         self._parts: list[Times] = []
         self._skews: list[Times] = []
         self._excess: list[Times] = []  # the part of the skew above the limit
@@ -77,11 +80,13 @@ class Sampler:
         self.spent = 0.0
         self.converged = False
 
-    def add(self, seconds: Times, spent: float, skew: Times | None = None) -> None:
+    def add(self, seconds: Times, spent: float, skew: Times | None = None, state: int = 0) -> None:
         """Add samples: the slowest rank's times.
 
-        spent: the seconds that the calls took in all. skew: of the starts of each.
+        spent: the seconds that the calls took in all. skew: of the starts of each. state: of the machine, as
+        `bench.timing.states` numbers it.
         """
+        self._rounds.append((seconds, spent, skew, state))
         skew = np.zeros(len(seconds)) if skew is None else skew
         self._parts.append(seconds)
         self._skews.append(skew)
@@ -91,6 +96,21 @@ class Sampler:
         if sum(int(np.count_nonzero(part == 0)) for part in self._excess) >= self._stopping.fewest:
             low, high = median_interval(self.seconds)
             self.converged = (high - low) / 2 <= self._stopping.confidence * float(np.median(self.seconds))
+
+    @property
+    def states(self) -> list[int]:
+        """The states of the machine that the samples are of, in the order in which they came."""
+        return list(dict.fromkeys(state for *_, state in self._rounds))
+
+    def of(self, state: int) -> Sampler:
+        """The samples of one state."""
+        if self.states == [state]:
+            return self
+        made = Sampler(self._stopping)
+        for arguments in self._rounds:
+            if arguments[3] == state:
+                made.add(*arguments)
+        return made
 
     @property
     def count(self) -> int:
@@ -155,6 +175,7 @@ def sample(
     in_world: Largest,
     seed: int,
     offset: float = 0.0,
+    states: States | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sampler]:
     """Time all ``calls``, alternating in rounds of a random order, until each is `Sampler.finished` in every group.
@@ -162,9 +183,15 @@ def sample(
     Every rank of the world calls it together. A group that is ready goes on until all groups are, because they are
     measured side by side. in_group, in_world: the element-wise largest values over a rank's group, and over all ranks.
     A sample is the slowest rank's time of one call. offset: added to this rank's clock to read the clock that all
-    ranks share. seed: the same on every rank.
+    ranks share. seed: the same on every rank. states: of the machine; a turn in which they change is measured again.
     """
     order = random.Random(seed)
+
+    def turn(call: Timed, count: int) -> tuple[Times, Times, float]:
+        begin = clock()
+        starts, seconds = call.run(count)
+        return starts, seconds, clock() - begin
+
     samplers = [Sampler(stopping) for _ in calls]
     counts = []
     for call in calls:
@@ -178,14 +205,13 @@ def sample(
         agreed = -in_world(np.array([-counts[index] for index in going], dtype=np.float64))
         order.shuffle(turns := list(zip(going, agreed, strict=True)))
         for index, count in turns:
-            begin = clock()
-            starts, seconds = calls[index].run(int(count))
-            spent = clock() - begin
+            run = partial(turn, calls[index], int(count))
+            (starts, seconds, spent), state = (run(), 0) if states is None else states.turn(run)
             starts = starts + offset
             slowest, last, minus_first, most_spent = np.split(
                 in_group(np.concatenate([seconds, starts, -starts, [spent]])), np.cumsum([int(count)] * 3)
             )
-            samplers[index].add(slowest, float(most_spent[0]), last + minus_first)
+            samplers[index].add(slowest, float(most_spent[0]), last + minus_first, state)
             counts[index] = samplers[index].next_count()
         unfinished = in_world(np.array([not samplers[index].finished for index in going], dtype=np.float64))
         going = [index for index, more in zip(going, unfinished, strict=True) if more]

@@ -43,11 +43,6 @@ def files(paths: Sequence[Path]) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def is_chakra(beginning: bytes) -> bool:
-    """Whether a file that begins with these bytes may be a Chakra trace: yes, because they have no mark. See `read`."""
-    return True
-
-
 def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dict[str, Any]:
     """The trace of these files, one for each rank, as the JSON types of a recording.
 

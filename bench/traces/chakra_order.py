@@ -66,7 +66,7 @@ def _made(rank: ChakraRank, one: graph.Waiting, place: int) -> ForeignCall:
         size = int(about.get("comm_size", 0))
         if not 0 <= size < foreign.MOST_ELEMENTS:
             raise ValueError(f"comm_size {size}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{where}: {str(error)[:200]}") from None
     counted = call_bytes(kind, size, len(group.ranks))
     if OPERATIONS[kind].counts_part:

@@ -16,6 +16,7 @@ from bench.traces.chakra_schema import NODES
 from bench.traces.chakra_writer import GROUP_NAMES, GROUPS, TIMES, call_bytes
 from bench.traces.foreign import ForeignCall
 from commengine import UsageError
+from commengine.operations import IN_MEMORY, OPERATIONS
 
 SEND, RECV, COLLECTIVE = (NODES.index(f"COMM_{kind}_NODE") for kind in ("SEND", "RECV", "COLL"))
 
@@ -88,6 +89,8 @@ class ChakraRank:
         }
         group, operation = self.group(number), about["operation"]
         buffers = [[size, shared] for size, shared in zip(about["buffer_bytes"], about["in_window"], strict=True)]
+        if operation in IN_MEMORY and len(buffers) != 1 + OPERATIONS[operation].split:
+            raise ValueError(f"{len(buffers)} buffers do not fit {operation}")
         if operation == "sendrecv" and len(group.ranks) > 1:
             buffers[1][0] = received[number]["comm_size"]
         exact = times | {

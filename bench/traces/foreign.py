@@ -137,9 +137,8 @@ def _event(call: ForeignCall, on_stream: bool) -> dict[str, Any]:
     if operation.split and not operation.counts_part:
         elements = -(-elements // size) * size  # one part a rank
     nbytes = operation.nbytes(elements * width, size)
-    buffers = [[nbytes, False]]
-    if call.operation == "sendrecv":
-        buffers.append([call.received, False])
+    # Nothing lies in a window, so only a sendrecv needs its buffers: its two have different sizes.
+    buffers = [[nbytes, False], [call.received, False]] if call.operation == "sendrecv" else []
     shape = [elements]
     if call.operation == "barrier":
         nbytes, shape, buffers = 0, [], []

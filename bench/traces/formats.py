@@ -41,6 +41,11 @@ class TraceFormat:
     check: Callable[[], object] = lambda: None
 
 
+def _by_name(beginning: bytes) -> bool:
+    """For formats whose names of files are no others': yes. `TraceFormat.read` says what is wrong with the content."""
+    return True
+
+
 def _ours(folder: Path, paths: Sequence[Path], groups: Path | None) -> dict[str, Any]:
     if groups is not None:
         raise UsageError("--groups goes with a Chakra trace; a recording of bench.step has its groups")
@@ -51,21 +56,22 @@ def _write_ours(world: Communicator, folder: Path, trace: Trace, span: tuple[flo
     on_every_rank(world, lambda: trace.save(folder / f"rank-{world.rank}.jsonl"))
 
 
-def _numbered(world: Communicator, trace: Trace) -> dict[tuple[str, tuple[int, ...]], int]:
-    """The numbers of all ranks' groups. Collective."""
-    everyone = world.mpi.allgather(list(trace.groups().items()))
-    return chakra_writer.numbered([group for of_rank in everyone for group in of_rank])
+def _groups(world: Communicator, trace: Trace) -> tuple[dict[str, list[int]], dict[tuple[str, tuple[int, ...]], int]]:
+    """The ranks of this rank's groups, by name, and the numbers of all ranks' groups. Collective."""
+    mine = on_every_rank(world, trace.groups)
+    everyone = world.mpi.allgather(list(mine.items()))
+    return mine, chakra_writer.numbered([group for of_rank in everyone for group in of_rank])
 
 
 def _write_chakra(world: Communicator, folder: Path, trace: Trace, span: tuple[float, float] | None) -> None:
-    groups, numbers = trace.groups(), _numbered(world, trace)
+    groups, numbers = _groups(world, trace)
     path = folder / f"step.{world.rank}.et"
     on_every_rank(world, lambda: chakra_writer.write_rank(path, trace.events, groups, numbers, span))
     on_rank_zero(world, lambda: chakra_writer.write_groups(folder, numbers))
 
 
 def _write_param(world: Communicator, folder: Path, trace: Trace, span: tuple[float, float] | None) -> None:
-    groups, numbers = trace.groups(), _numbered(world, trace)
+    groups, numbers = _groups(world, trace)
     path = folder / f"rank-{world.rank}.json"
     on_every_rank(world, lambda: param.write_rank(path, world.rank, trace.events, groups, numbers, world.size))
 
@@ -75,10 +81,10 @@ FORMATS = {
     for one in (
         TraceFormat(
             "commengine", "bench.step's own recording", lambda paths: [p for p in paths if p.match("rank-*.jsonl")],
-            lambda head: head.lstrip().startswith(b"{"), _ours, "rank-*.jsonl", _write_ours,
+            _by_name, _ours, "rank-*.jsonl", _write_ours,
         ),
         TraceFormat(
-            "chakra", chakra.TITLE, chakra.files, chakra.is_chakra, chakra.read, "*.et", _write_chakra,
+            "chakra", chakra.TITLE, chakra.files, _by_name, chakra.read, "*.et", _write_chakra,
             chakra_schema.message_types,
         ),
         TraceFormat("kineto", kineto.TITLE, kineto.files, kineto.is_kineto, kineto.read),
@@ -118,6 +124,8 @@ def read(trace: Path, groups: Path | None = None) -> dict[str, Any]:
 
     groups: the file of a Chakra trace's groups. Raises UsageError that names the folder or the file.
     """
+    if trace.is_file():
+        raise UsageError(f"{trace}: is one file; give the folder {trace.parent} with the files of all ranks")
     try:
         if trace.is_dir():
             folder, paths = trace, sorted(path for path in trace.iterdir() if path.is_file())

@@ -62,9 +62,9 @@ def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dic
             raise UsageError(f"{path}: is of rank {profile.rank}, as {found[profile.rank].path.name} is")
         found[profile.rank] = profile
     size = max([*(profile.world for profile in found.values()), max(found) + 1])
-    missing = sorted(set(range(size)) - set(found))
-    if missing:
-        raise UsageError(f"{folder}: there is no trace of rank {missing[0]}, though there were {size} ranks")
+    missing = next((rank for rank in range(size) if rank not in found), None)
+    if missing is not None:
+        raise UsageError(f"{folder}: there is no trace of rank {missing}, though there were {size} ranks")
     left_out: Counter[str] = Counter()
     calls = [found[rank].calls(size, left_out) for rank in range(size)]
     return foreign.as_recording(folder, TITLE, calls, left_out)
@@ -123,7 +123,7 @@ class _Profile:
         for event, kernel, noted in self._events():
             try:
                 made = self._call(event, kernel, size) if noted else self._annotated(event, size)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 if isinstance(error, UsageError):
                     raise
                 what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
@@ -134,7 +134,7 @@ class _Profile:
                 continue
             found.append(made)
             if kernel.get("name") != "record_param_comms":
-                spans.append((self._start(kernel), self._start(kernel) + float(kernel.get("dur", 0)), made))
+                spans.append((self._start(kernel), self._start(kernel) + 1e6 * made.seconds, made))
         spans.sort(key=lambda span: span[0])
         for longest, (begin, _, call) in zip(itertools.accumulate(spans, _later), spans[1:], strict=False):
             if begin < longest[1]:
@@ -157,9 +157,9 @@ class _Profile:
                     f"{self.path}: its events do not say of which of {len(self.groups)} process groups they are; a "
                     "trace of NCCL with a newer PyTorch does"
                 )
-        kernels = {one["args"].get("External id"): one for one in device}
+        kernels = {str(one["args"]["External id"]): one for one in device if "External id" in one["args"]}
         for event in sorted(host or device, key=self._start):
-            kernel = kernels.get(event["args"].get("External id"), event) if host else event
+            kernel = kernels.get(str(event["args"].get("External id")), event) if host else event
             yield event, kernel, bool(noted)
 
     def _start(self, event: Mapping[str, Any]) -> float:

@@ -105,7 +105,7 @@ def _rank(rank: int, path: Path, size: int, left_out: Counter[str]) -> Iterator[
                 yield made
             elif made is not None:
                 left_out[made] += 1
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

@@ -67,8 +67,15 @@ class _Run:
     def calls_end(self) -> bool:
         """End the calls that all their ranks have come to. Returns whether there was one."""
         moved = False
+        waiting: set[tuple[int, int]] = set()  # groups and streams that are not all there: looked at once
         for queue in self._queues:
-            while (call := self._head(queue)) is not None and self._ends(queue, call):
+            while (call := self._head(queue)) is not None:
+                alone = call.operation in MESSAGES
+                if not alone and queue[1:] in waiting:
+                    break
+                if not self._ends(queue, call):
+                    waiting.update(() if alone else [queue[1:]])
+                    break
                 moved = True
         return moved
 

@@ -1,4 +1,7 @@
-"""The transports that bench.all_reduce adds: two ways to sum bfloat16 by MPI, and a pass over memory as the bound."""
+"""The transports that bench.all_reduce adds.
+
+Two ways to sum bfloat16 by MPI, private tensors of a group that has windows, and a pass over memory as the bound.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from bench.transports.peer_process import PeerTransport
 from commengine import CollectiveError, Communicator
 
 MPIX_BFLOAT16 = 0x4C00024C  # of MPICH 5's mpi.h; mpi4py has no name for it
+
+
+SUMMING = ("all_reduce", "reduce_scatter")
 
 
 class Extension(Mpi4py):
@@ -31,7 +37,7 @@ class Extension(Mpi4py):
         self._types.reduce[torch.bfloat16, "sum"] = datatype, self._mpi.SUM
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
+        return None if call.dtype is torch.bfloat16 and call.operation in SUMMING else "sums bfloat16 only"
 
 
 class InFloat32(Mpi4py):
@@ -41,28 +47,54 @@ class InFloat32(Mpi4py):
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         super().__init__(group, capacity)
-        self._wide = torch.zeros(capacity // 2)
+        self._wide, self._part = torch.zeros(capacity // 2), torch.zeros(capacity // 2)
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        return None if call.dtype is torch.bfloat16 else "is for bfloat16"
+        return None if call.dtype is torch.bfloat16 and call.operation in SUMMING else "sums bfloat16 only"
 
     def _invocation(self, call: CollectiveCall, in_place: bool) -> Callable[[], object]:
-        tensor = self._buffers.views(call, self._comm.rank, in_place)[1]
-        wide = self._wide[: call.count]
-        buffer = (self._mpi.memory.fromaddress(wide.data_ptr(), wide.nbytes), self._mpi.FLOAT)
+        given, tensor = self._buffers.views(call, self._comm.rank, in_place)
+        wide, part = self._wide[: call.whole], self._part[: call.count]
+        whole, result = (
+            (self._mpi.memory.fromaddress(one.data_ptr(), one.nbytes), self._mpi.FLOAT) for one in (wide, part)
+        )
 
-        def run() -> None:
-            wide.copy_(tensor)
-            self._comm.Allreduce(self._mpi.IN_PLACE, buffer, self._mpi.SUM)
+        def all_reduce() -> None:
+            wide.copy_(given)
+            self._comm.Allreduce(self._mpi.IN_PLACE, whole, self._mpi.SUM)
             tensor.copy_(wide)
 
-        return run
+        def reduce_scatter() -> None:
+            wide.copy_(given)
+            self._comm.Reduce_scatter_block(whole, result, self._mpi.SUM)
+            tensor.copy_(part)
+
+        return all_reduce if call.operation == "all_reduce" else reduce_scatter
+
+
+class BesideWindows(Shared):
+    """The engine on private tensors, in a group that has a window too.
+
+    It compares the calls of the ranks before a collective that other ranks might have begun in the window.
+    """
+
+    name = "beside-windows"
+
+    def _memory(self, capacity: int) -> torch.Tensor:
+        if not self._group._shared.segments:
+            self._group.empty((1,))
+        return torch.zeros(capacity, dtype=torch.uint8)
 
 
 class Memory(Shared):
     """No collective: every rank reads and writes its own window once, whatever the call's dtype is."""
 
     name = "memory"
+
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
+        if call.operation != "all_reduce" or call.nbytes % 4:
+            return "is the bound of an all-reduce of whole fp32 numbers"
+        return None
 
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         view = self._buffers.views(call, self._comm.rank, in_place)[1].view(torch.float32)
@@ -98,7 +130,7 @@ def open_transports(group: Communicator, capacity: int) -> tuple[list[Transport]
         return PeerTransport("gloo", group, capacity)
 
     makers: tuple[Callable[[Communicator, int], Transport], ...]
-    makers = (Shared, Engine, Mpi4py, Extension, InFloat32, gloo, Memory)
+    makers = (Shared, Engine, BesideWindows, Mpi4py, Extension, InFloat32, gloo, Memory)
     for make in makers:
         problem, made = "", None
         try:

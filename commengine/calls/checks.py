@@ -21,6 +21,11 @@ from commengine.operations import OPERATIONS
 #: a torch tensor, or an array with DLPack (NumPy, CuPy): its memory is used, not copied
 TensorLike: TypeAlias = Any
 
+#: the operations of an output and an input of which one may be this rank's rows of the other
+IN_PLACE = ("all_gather", "reduce_scatter")
+
+_STRIDED = torch.strided
+
 #: the largest C int: the largest colour and key that MPI takes
 INT_MAX = 2**31 - 1
 
@@ -44,7 +49,7 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
     """
     tensor = value if isinstance(value, Tensor) else _from_dlpack(group, operation, value, argument)
     here = tensor.is_cpu or tensor.device == group.device
-    if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
+    if here and tensor.layout is _STRIDED and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
         if tensor.is_neg():  # its memory holds the negated values
             raise call_error(group, operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
         return tensor
@@ -95,8 +100,9 @@ def checked_pair(group: Caller, operation: str, output: TensorLike, input: Tenso
     else:
         _check_whole(group, operation, "output", output, "input", input)
     if output.is_cpu != input.is_cpu or _overlap(output, input):
-        in_place = operation == "all_gather" and input.data_ptr() == output.data_ptr() + group.rank * input.nbytes
-        if not in_place:
+        big, small = (input, output) if OPERATIONS[operation].whole == "input" else (output, input)
+        in_place = small.data_ptr() == big.data_ptr() + group.rank * small.nbytes  # this rank's rows
+        if operation not in IN_PLACE or not in_place:
             check_disjoint(group, operation, output, input)
     return output, input
 

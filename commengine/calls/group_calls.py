@@ -57,10 +57,12 @@ class GroupCalls:
     ) -> Work:
         """Reduce ``input`` [size * d0, ...] over the group.
 
-        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...].
+        Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...]. It works in place if ``output`` is this rank's
+        rows of ``input``; on the host, the other rows then stay as they are.
         """
         output, input = checked_pair(self, "reduce_scatter", output, input)
-        check_reduction(self, "reduce_scatter", input, op)
+        if op != "sum" or not input.is_cpu:
+            check_reduction(self, "reduce_scatter", input, op)
         return self._calls.run("reduce_scatter", (output, input, op), input, stream)
 
     # Movement -------------------------------------------------------------------------------------------------

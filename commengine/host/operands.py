@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from commengine.errors import CollectiveError
 from commengine.shared_memory.windows import SharedTensors
 
 from .switch_points import NEVER, SwitchPoints
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 #: the most bytes of a node's shared memory that the operands of a rank take, unless a program says another number
 POOL_BYTES = 1 << 30
@@ -25,6 +31,8 @@ class Operands:
 
     def __init__(self, shared: SharedTensors, points: SwitchPoints, limit: int) -> None:
         self._shared, self._points, self.limit = shared, points, limit
+        #: the size in bytes below which no tensor of any operation or dtype should lie in shared memory
+        self.floor = max(1, min((point.window for point in points.rows.values()), default=NEVER))
         #: what `look_up` has found
         self.known: dict[tuple[str, torch.dtype], float] = {}
 
@@ -58,3 +66,21 @@ class Operands:
         taken = None if self._shared.pool is None else self._shared.pool.take(math.prod(shape), dtype)
         # Not a view: autograd would refuse to change one in place that a Function has returned.
         return torch.empty(shape, dtype=dtype) if taken is None else taken.resize_(shape)
+
+
+def agreed_limit(comm: MPI.Intracomm, limit: int) -> int:
+    """Return ``limit``, the ``operand_bytes`` of every rank. Collective over ``comm``.
+
+    Raises CollectiveError on every rank if it is not a number of bytes on some rank, or differs from rank to rank.
+    """
+    try:
+        mine = max(operator.index(limit), -1)
+    except TypeError:
+        mine = -1
+    limits = comm.allgather(mine)
+    if -1 in limits:
+        bad = repr(limit) if mine < 0 else f"of rank {limits.index(-1)}"
+        raise CollectiveError(f"operand_bytes={bad} must be a number of bytes, 0 or more")
+    if len(set(limits)) > 1:
+        raise CollectiveError(f"operand_bytes must be equal on all ranks, not {sorted(set(limits))}")
+    return mine

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _Private:
-    """The place of a tensor that lies in no window and goes through slots."""
-
-
-_PRIVATE = _Private()
+#: the place of a tensor that lies in no window and goes through slots
+_PRIVATE = object()
 
 
 class MemoryRoutes:
@@ -230,15 +227,18 @@ class MemoryRoutes:
         return self._order == "tree" and in_order and node.size.bit_count() == 1
 
     def _find(self, tensors: tuple[Tensor, ...]) -> WindowTensor | None:
-        """Return the place of the first tensor that lies in a window; of a pool's blocks only the first tensor counts.
+        """Return the place of the first tensor that lies in a window, or else that of the first tensor in a pool.
 
-        The ranks may differ in which tensors are blocks, and would otherwise compare different tensors.
+        The ranks may differ in which tensors are blocks of a pool, and must compare the same tensor. A block therefore
+        counts only if no tensor lies in another window, and only if it is the first tensor.
         """
-        for number, tensor in enumerate(tensors):
-            place = self._shared.find(tensor)
-            if place is not None and not (number and place.block):
-                return place
-        return None
+        found = self._shared.find(tensors[0])
+        if found is None or found.block:
+            for tensor in tensors[1:]:
+                place = self._shared.find(tensor)
+                if place is not None and not place.block:
+                    return place
+        return found
 
     def _compare(self, operation: str, nbytes: int, how: tuple[object, ...], place: WindowTensor | None) -> Any:
         """Compare the call with those of the node's other ranks; raise CollectiveMismatch if they differ.

@@ -6,15 +6,14 @@ which costs 0.25 us a buffer. A NumPy view costs 0.95 us, and DLPack 5.4 us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from commengine.dtypes import (
     DTYPES,
-    HALF_TYPES,
     OUR_TYPES,
     TREE,
     MpiTypes,
@@ -31,6 +30,7 @@ from commengine.shared_memory.windows import SharedTensors
 
 from .polling import PollingCalls, WrappedCalls
 from .routes import MemoryRoutes
+from .small_buffers import SmallBuffers
 from .switch_points import NEVER, SwitchPoints
 
 if TYPE_CHECKING:
@@ -44,23 +44,6 @@ SMALL_BYTES = 16 * 1024
 #: caches, and from 32 MB on malloc maps and clears it anew for every call (bench/results/overhead.md)
 LONG_BYTES = 8 << 20
 PIECE_BYTES = 4 << 20
-
-
-#: dtypes and shapes whose buffers for small tensors are kept, because making one takes 4 us
-MOST_SMALL = 64
-
-
-class _Small(NamedTuple):
-    """The buffer into which the ranks' small tensors of one dtype and shape are gathered.
-
-    datatype: of a tensor. received: the buffer for MPI. parts: the same memory, one tensor for each rank.
-    pair: two halves, whose sum is one call of torch.
-    """
-
-    datatype: MPI.Datatype
-    received: tuple[Any, MPI.Datatype]
-    parts: Sequence[Tensor]
-    pair: bool
 
 
 class HostTransport:
@@ -117,7 +100,7 @@ class HostTransport:
         self._address = mpi.memory.fromaddress
         self._status = mpi.Status
         self._in_place = mpi.IN_PLACE
-        self._small: dict[tuple[torch.dtype, torch.Size], _Small] = {}
+        self._small = SmallBuffers(self.size, self._types)
 
     def by_mpi(self, wrap: Callable[[Any], WrappedCalls]) -> HostTransport:
         """Return a transport over the same MPI communicator whose calls are wrapped and whose route is always MPI.
@@ -197,19 +180,23 @@ class HostTransport:
             reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
-        source = (self._address(input.data_ptr(), nbytes), datatype)
-        target = (self._address(output.data_ptr(), output.nbytes), datatype)
-        self._calls.Reduce_scatter_block(source, target, mpi_op)
+        start, part, result = input.data_ptr(), output.nbytes, output
+        if part and output.data_ptr() == start + self.rank * part:  # MPI's own form in place changes the other rows
+            result = torch.empty_like(output)
+        source, target = self._address(start, nbytes), self._address(result.data_ptr(), part)
+        self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
-            _divide(output, self.size)
+            _divide(result, self.size)
+        if result is not output:
+            with torch.inference_mode():  # as in `_divide`
+                output.copy_(result)
 
     def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
             return
         nbytes = tensor.nbytes
         if nbytes <= SMALL_BYTES:
-            kept = self._small.get((tensor.dtype, tensor.shape))
-            datatype, received, parts, pair = self._keep(tensor) if kept is None else kept
+            datatype, received, parts, pair = self._small[tensor.dtype, tensor.shape]
             self._calls.Allgather((self._address(tensor.data_ptr(), nbytes), datatype), received)
             written = tensor.data
             if pair and op == "sum" and not written.is_inference():
@@ -221,21 +208,6 @@ class HostTransport:
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
         self._calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
-
-    def _keep(self, tensor: Tensor) -> _Small:
-        """Make the buffer for the ranks' small tensors of this dtype and shape, and keep it for the next call."""
-        if len(self._small) >= MOST_SMALL:
-            self._small.clear()
-        with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
-            whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-            made = _Small(
-                self._types.move[tensor.dtype],
-                self._moved(whole),
-                whole.unbind(),
-                self.size == 2 and tensor.dtype in HALF_TYPES,
-            )
-        self._small[tensor.dtype, tensor.shape] = made
-        return made
 
     def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
         """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, all counts and all starts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -40,7 +41,8 @@ class Pool(SharedSegment):
     Memory is taken from the node when a block is first used, so a rank's memory grows to the most that was in use at
     one time, and to the gaps between blocks of different sizes. It is given back when the window is freed.
 
-    nbytes: the most bytes of a rank's blocks. Collective to make, as a `SharedSegment` is; everything else is local.
+    nbytes: the most bytes of a rank's blocks. Collective to make, as a `SharedSegment` is. Everything else is local,
+    and any thread may call it.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
@@ -49,6 +51,7 @@ class Pool(SharedSegment):
         self._in_use: dict[int, _Block] = {}
         self._dropped: deque[_Block] = deque()
         self._free: dict[int, list[int]] = {}  # size -> starts
+        self._lock = threading.Lock()
         super().__init__(comm, nbytes)
         self._memory = memoryview(self._mine)
         self._own = self.parts[comm.rank]
@@ -58,18 +61,19 @@ class Pool(SharedSegment):
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised flat tensor in a block of its own; None if no room is left. Not collective."""
-        while self._dropped:
-            self._give_back(self._dropped.popleft())
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // BLOCK_UNIT) * BLOCK_UNIT
-        starts = self._free.get(size)
-        start = starts.pop() if starts else self._cut(size)
-        if start is None:
-            return None
-        memory = self._memory[start : start + nbytes]
-        block = _Block(memory, self._dropped.append)
-        block.start, block.size = start, size
-        self._in_use[id(block)] = block
+        with self._lock:  # programs with several streams may have a thread for each
+            while self._dropped:
+                self._give_back(self._dropped.popleft())
+            starts = self._free.get(size)
+            start = starts.pop() if starts else self._cut(size)
+            if start is None:
+                return None
+            memory = self._memory[start : start + nbytes]
+            block = _Block(memory, self._dropped.append)
+            block.start, block.size = start, size
+            self._in_use[id(block)] = block
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
     @property

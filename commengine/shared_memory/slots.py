@@ -11,7 +11,7 @@ its call with those of the other ranks, so that the two need one wait together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from commengine.dtypes import reduce_unseen, unseen
 from commengine.mpi import load_mpi
 
 from .flags import FILLED, PRIVATE, REDUCED, Flags, new_window
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 #: bytes of a slot, and slots of a rank
 SLOT_BYTES = 512 << 10
@@ -48,7 +45,7 @@ class Bounce:
     def __init__(self, flags: Flags) -> None:
         self._flags, self._rank, self._size = flags, flags.rank, flags.size
         self._slot_bytes, self._slots = SLOT_BYTES, SLOTS
-        self._window: MPI.Win = new_window(flags.comm, self._slot_bytes * self._slots)
+        self._window = new_window(flags.comm, self._slot_bytes * self._slots)
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(flags.size)]
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
             self._bytes = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
@@ -116,9 +113,8 @@ class Bounce:
     def _all_reduce_rows(self, flat: Tensor, rows: Sequence[slice], op: str, begun: bool) -> None:
         """Let rank r reduce row r, then copy the results to all ranks."""
         rank, size, step = self._rank, self._size, self._step(flat, self._size)
-        target, stride = self._bytes_of(flat), step * flat.itemsize
+        target, stride, count = self._bytes_of(flat), step * flat.itemsize, _count(rows, step)
         own, fill = flat[rows[rank]], self._handing_out(flat, rows, step)
-        count = self._count(rows, step)
 
         def take(chunk: int, slot: int) -> None:
             part = own[chunk * step :][:step]
@@ -151,8 +147,7 @@ class Bounce:
             self._reduce_two("reduce_scatter", nbytes, op, begun, source, flat[row], output)
             return
         step = self._step(flat, self._size - 1)
-        count = self._count(rows, step)
-        fill = self._handing_out(flat, rows, step)
+        count, fill = _count(rows, step), self._handing_out(flat, rows, step)
         parts, totals = _parts(flat[row], step, count), _parts(output, step, count)
 
         def take(chunk: int, slot: int) -> None:
@@ -184,7 +179,7 @@ class Bounce:
                 if other != rank:
                     self._collect(target, row, chunk, other, slot, 0, stride, item)
 
-        self._run("all_gather", flat.nbytes, (flat.dtype, ""), begun, flat, self._count(rows, step), fill, take)
+        self._run("all_gather", flat.nbytes, (flat.dtype, ""), begun, flat, _count(rows, step), fill, take)
 
     def broadcast(self, flat: Tensor, root: int, *, begun: bool = False) -> None:
         """Copy the flat tensor of rank ``root`` of the node."""
@@ -254,11 +249,8 @@ class Bounce:
         """
         source, item, rank, size = self._bytes_of(flat), flat.itemsize, self._rank, self._size
         stride = step * item
-        handed = [
-            (row.start * item, row.stop * item, (other - rank - 1) % size * stride)
-            for other, row in enumerate(rows)
-            if other != rank
-        ]
+        others = [(other, row) for other, row in enumerate(rows) if other != rank]
+        handed = [(row.start * item, row.stop * item, (other - rank - 1) % size * stride) for other, row in others]
 
         def fill(chunk: int, slot: int) -> None:
             for start, end, offset in handed:
@@ -268,21 +260,15 @@ class Bounce:
 
     def _reduce(self, output: Tensor, own: Tensor, slot: int, step: int, op: str) -> None:
         """Reduce a chunk of this rank's row, which the other ranks have handed out, into ``output``."""
-        rank, size = self._rank, self._size
-        operands = [
-            own if other == rank else self._view(own.dtype, slot, other, (rank - other - 1) % size * step, own.numel())
-            for other in range(size)
-        ]
+        rank, dtype, numel = self._rank, own.dtype, own.numel()
+        places = [(rank - other - 1) % self._size * step for other in range(self._size)]
+        operands = [self._view(dtype, slot, other, place, numel) for other, place in enumerate(places) if other != rank]
+        operands.insert(rank, own)
         reduce_unseen(operands, op, output)
 
     def _step(self, flat: Tensor, rows: int) -> int:
         """Return the elements of a chunk when a slot holds a chunk of each of ``rows`` rows."""
-        step: int = self._slot_bytes // flat.itemsize // rows // ALIGNMENT * ALIGNMENT
-        return step
-
-    def _count(self, rows: Sequence[slice], step: int) -> int:
-        longest: int = max(row.stop - row.start for row in rows)
-        return -(-longest // step)
+        return self._slot_bytes // int(flat.itemsize) // rows // ALIGNMENT * ALIGNMENT
 
     def _bytes_of(self, tensor: Tensor) -> memoryview:
         return memoryview(self._address(tensor.data_ptr(), tensor.nbytes))
@@ -301,9 +287,11 @@ class Bounce:
         return view
 
 
+def _count(rows: Sequence[slice], step: int) -> int:
+    return -(-max(int(row.stop) - int(row.start) for row in rows) // step)
+
+
 def _parts(flat: Tensor, step: int, count: int) -> Sequence[Tensor]:
     """Cut a flat tensor, whose row has up to ``count`` chunks, into chunks of ``step`` elements."""
-    if count == 1:
-        return (flat,) if flat.numel() else ()
-    parts: Sequence[Tensor] = torch.split(flat, step) if flat.numel() else ()
-    return parts
+    parts: Sequence[Tensor] = (flat,) if count == 1 else torch.split(flat, step)
+    return parts if flat.numel() else ()

@@ -117,6 +117,7 @@ class SharedTensors:
         """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
         mpi = load_mpi()
         left = False
+        self.pool = None  # nobody takes a block from memory that is unmapped
         self._found.clear()
         self._starts.clear()
         for segment in self.segments:

@@ -244,7 +244,7 @@ def test_a_step_recorded_as_a_chakra_trace_is_replayed(mpi_world, folder, monkey
             replay.main(world, [str(folder / name), "--rounds", "1", "--warmup", "0", "--json", str(numbers)])
             world.barrier()
             read = json.loads(numbers.read_text())
-            assert read["format"] == name
+            assert read["trace_format"] == name
             kept = ("operation", "group", "ranks", "dtype", "redop", "shape", "bytes", "replayed_bytes", "stream")
             found[name] = [[[call[field] for field in kept] for call in calls] for calls in read["ranks"]]
             assert all(call["in_step_s"] > 0 for calls in read["ranks"] for call in calls)

@@ -409,6 +409,7 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--json", "/tmp"], "--json /tmp: is a folder, not a file"),
         (["--save", "/proc/foo/bar"], "--save /proc/foo/bar: No such file or directory"),
+        (["--save-format", "chakra"], "--save-format goes with --save"),
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--compile"], "--compile: a compiled graph runs no hooks"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),

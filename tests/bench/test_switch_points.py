@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.switch_points import SIZES, parse, switch_point
+from bench.switch_points import SIZES, least_gains, parse, rows_of, switch_point
 from commengine.host.switch_points import NEVER, Key, Point, SwitchPoints
 from tests.support import mpirun
 
@@ -20,6 +20,19 @@ def test_choice_is_the_least_total():
     assert switch_point(SIZES, mpi, [0.9 * mpi[0], *way[1:]]) == right
     assert switch_point(SIZES, mpi, [1.1 * time for time in mpi]) == NEVER
     assert switch_point(SIZES, mpi, [0.9 * time for time in mpi]) == SIZES[0]
+
+
+def test_the_state_with_the_least_gain_counts():
+    """A way that loses in one of two states is not taken there; a size without a round of a way has no row."""
+    cells = [
+        {"mpi": [(4.0, 0), (9.0, 1), (4.2, 0)], "bounce": [(5.0, 0), (6.0, 1), (5.0, 0)]},
+        {"mpi": [(9.0, 0), (20.0, 1)], "bounce": [(6.0, 0), (8.0, 1)]},
+        {"mpi": [(20.0, 0)], "bounce": [(8.0, 1)]},
+    ]
+    rows = [row for state in (0, 1) for row in rows_of([10, 20, 30], cells, "p50", state)]
+    assert [(row["bytes"], row["rounds"]) for row in rows] == [(10, 2), (20, 1), (10, 1), (20, 1)]
+    assert least_gains(rows, "bounce") == ([10, 20], [pytest.approx(4.1), 9.0], [5.0, 6.0])
+    assert switch_point(*least_gains(rows, "bounce")) == 20
 
 
 @pytest.mark.slow
@@ -43,7 +56,7 @@ def test_command(tmp_path):
         (["--seconds", "-1"], "--seconds -1.0: must be a number above 0"),
         (["--margin", "0"], "--margin 0.0: must be at least 1"),
         (["--largest", "much"], "--largest: 'much' is not a size"),
-        (["--largest", "16K"], "--largest 16K: valid: from 32K to 64M"),
+        (["--largest", "2K"], "--largest 2K: valid: from 4K to 64M"),
         (["--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (

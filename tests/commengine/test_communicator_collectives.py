@@ -126,6 +126,10 @@ def test_reduce_scatter(run, world, dtype):
             mine = reduced(parts, op)[rows * world.rank : rows * (world.rank + 1)].view(shape)
             assert torch.equal(output, mine), (op, shape)
             assert torch.equal(parts[world.rank], kept), "the input was changed"
+            parts[world.rank] = kept
+            own = kept[rows * world.rank : rows * (world.rank + 1)]
+            run("reduce_scatter", own.view(shape), kept, op)
+            assert torch.equal(own.view(shape), mine), (op, shape, "in place")
 
 
 @by_dtype

@@ -73,6 +73,21 @@ def test_a_row_parallel_product_and_its_gradients(group, mpi_world, sequence_par
             del x, y, found
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_autocast_gives_the_dtype_and_bits_of_private_memory(mpi_world, sequence_parallel):
+    found = []
+    for points in (NEVER, ALWAYS):
+        with Communicator(mpi_world, switch_points=points, order="rank") as comm, torch.no_grad():
+            up = ColumnParallelLinear(16, 32, comm, sequence_parallel=sequence_parallel)
+            down = RowParallelLinear(32, 16, comm, sequence_parallel=sequence_parallel)
+            initialize(torch.nn.ModuleList([up, down]), 1)
+            x = torch.linspace(-1, 1, 6 * 2 * 16).view(6, 2, 16)
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(down(up(x)).clone())
+    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_memory_of_a_deep_stack_is_that_in_flight(mpi_world):
     """Sums are dropped as soon as the next operation has read them: more layers need no more blocks."""

@@ -18,10 +18,9 @@ from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
-from .inference_copy import inference_copy
 from .output_screen import OutputScreen
 from .sampling import Sampling
-from .weight_copies import fast_weights, screened
+from .weight_copies import fast_model, screened
 
 
 def generate(
@@ -77,9 +76,9 @@ def generate(
     chooser = TokenChooser(
         model.comm, model.config.vocab_size, model.embedding.weight.shape[0], sampling, model.embedding.weight.device
     )
-    fast = fast_weights(model, len(rows), max_new_tokens, sampling, chooser.real)
-    with torch.inference_mode(), fast as screen:
-        steps = _steps(inference_copy(model), rows, max_new_tokens, chooser, screen, seed, slide)
+    with torch.inference_mode():
+        fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)
+        steps = _steps(fast, rows, max_new_tokens, chooser, screen, seed, slide)
         for step, chosen in enumerate(steps):
             for row, token in chosen:
                 row.new.append(token)

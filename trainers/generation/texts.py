@@ -74,7 +74,7 @@ def generate_texts(
 ) -> list[Text]:
     """The texts that continue prompts of tokens, ``samples`` for each prompt, all in one batch.
 
-    A text also ends at the token <|endoftext|>, if the tokenizer has one. stop: strings that end a text, too. show:
+    A text also ends at `Tokenizer.end_token`, if the tokenizer has one. stop: strings that end a text, too. show:
     called on every rank with the number of the row and the next piece of its text, as soon as no further token can
     change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments, the
     errors, and which ranks must call it: as for `tplayers.generate`.

@@ -17,6 +17,16 @@ from .task import TrainingTask
 FOLDER = "hf"
 
 
+def require_possible(task: TrainingTask) -> None:
+    """Raise UsageError if ``--save-hf`` asks for a folder that transformers could not read. Not collective."""
+    if not task.trainer.config.save_hf:
+        return
+    try:
+        task.require_exportable()
+    except ValueError as error:
+        raise UsageError(f"--save-hf: {error}") from error
+
+
 class Exports:
     """Writes the last checkpoint of a run for transformers, or each with ``--save-hf``. Collective, as its methods are.
 
@@ -32,11 +42,10 @@ class Exports:
         def possible() -> bool:
             if config.save is None or config.save_hf is False:
                 return False
+            require_possible(task)
             try:
                 task.require_exportable()
             except ValueError as error:
-                if config.save_hf:
-                    raise UsageError(f"--save-hf: {error}") from error
                 metrics.say(f"the run ends without a folder {FOLDER} for transformers: {error}")
                 return False
             return True

@@ -20,7 +20,7 @@ from trainers.training.trainer import Trainer
 
 from .ending import Course, report, stopped
 from .evaluation import Evaluation, evaluate_sources, total
-from .exports import Exports
+from .exports import Exports, require_possible
 from .metrics import AT_STOP, Metrics
 from .report import communication_rows, is_written
 from .step_agreement import StepAgreement
@@ -82,6 +82,7 @@ def train(
             trainer.close()
             return 0
         if folder is not None:
+            on_rank_zero(world, lambda: require_possible(task))  # before anything is written
             on_rank_zero(world, lambda: make_writable("--save", folder))
         if config.tensorboard_dir:
             on_rank_zero(world, lambda: make_writable("--tensorboard-dir", Path(config.tensorboard_dir or "")))

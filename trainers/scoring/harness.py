@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from trainers.data.tokenizer import Tokenizer
 
 from .passages import Passage
 from .service import ModelService
@@ -114,7 +114,8 @@ class HarnessModel(TemplateLM):
             sampling = {"temperature": float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0}
             if sampling["temperature"]:
                 sampling |= {"top_k": int(kwargs.get("top_k") or 0), "top_p": float(kwargs.get("top_p") or 1.0)}
-            stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=END_OF_DOCUMENT) if stop]
+            end = self.own_tokenizer.end_token
+            stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=end) if stop]
             asked.append({"count": count, "stop": stops, "sampling": sampling})
         texts = self.service.generate(prompts, asked)
         for request, text in zip(requests, texts, strict=True):

@@ -15,7 +15,7 @@ from trainers.data import text_files
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import split_documents
 from trainers.data.text_files import TextPiece
-from trainers.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from trainers.data.tokenizer import Tokenizer
 from trainers.files.reading import require_regular
 from trainers.tasks.transformer import TransformerTrainConfig
 
@@ -85,7 +85,10 @@ def read_held_out(
     """
     blend = settings.blend()
     if not blend:
-        raise UsageError("--task held-out: the run was trained on --mock-data; valid tasks have a --data FILE")
+        why = "the run was trained on --mock-data"
+        if not settings.mock_data:
+            why = "the model was trained by another program, which does not say on which documents"
+        raise UsageError(f"--task held-out: {why}; valid tasks have a --data FILE")
     tokens: list[Tokens] = []
     words = harness = 0
     for weight, prefix in blend:
@@ -99,7 +102,7 @@ def read_held_out(
             tokens.append(np.concatenate(parts).astype(np.int32))
         if tokenizer is not None:
             decoded = [tokenizer.decode([int(token) for token in part]) for part in parts]
-            plain = [text.removesuffix(END_OF_DOCUMENT) for text in decoded]
+            plain = [text.removesuffix(tokenizer.end_token or "") for text in decoded]
             words += sum(map(paper_words, plain))
             harness += sum(map(harness_words, plain))
     assert settings.vocab_size is not None

@@ -208,8 +208,9 @@ class GradientBuckets:
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
         self._last = False
-        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done
-        self._in_flight: list[tuple[Work, Tensor]] = []
+        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done; None: the
+        #: result is where it belongs
+        self._in_flight: list[tuple[Work, Tensor | None]] = []
         bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
@@ -266,7 +267,7 @@ class GradientBuckets:
             for index, bucket in enumerate(self.buckets):
                 work, received = self._in_flight[index] if self.stream is not None else self._send(bucket)
                 work.wait()
-                if received is not bucket.gradients:
+                if received is not None:
                     bucket.reduced.copy_(received)
             self._in_flight.clear()
         self._sum_partial()
@@ -304,14 +305,28 @@ class GradientBuckets:
         while (sent := len(self._in_flight)) < len(self.buckets) and not self.buckets[sent].waiting:
             self._in_flight.append(self._send(self.buckets[sent]))
 
-    def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor]:
-        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result."""
+    def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor | None]:
+        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result.
+
+        On the host, gradients that are not rounded are summed in their buffer: the ranks of a node then hold one copy
+        of a sharded sum together, and no other. A rounded copy lies in memory that they share until it is summed.
+        """
         assert bucket.gradients is not None
-        sent = bucket.gradients if self.reduce_in_fp32 else bucket.gradients.to(bucket.layout.dtype)
+        sent, dtype = bucket.gradients, bucket.layout.dtype
+        rounded = not self.reduce_in_fp32 and sent.dtype != dtype
+        if rounded and sent.is_cpu:
+            operation = "reduce_scatter" if self.shard else "all_reduce"
+            sent = self.data.operand(operation, sent.shape, dtype).copy_(sent)
+        elif rounded:
+            sent = sent.to(dtype)
         if not self.shard:
-            return self.data.all_reduce(sent, self.op, stream=self.stream), sent
-        received = sent.new_empty(bucket.layout.size // self.data.size)
-        return self.data.reduce_scatter(received, sent, self.op, stream=self.stream), received
+            return self.data.all_reduce(sent, self.op, stream=self.stream), sent if rounded else None
+        if sent.is_cpu:
+            received = sent[bucket.layout.mine]
+        else:
+            received = sent.new_empty(bucket.layout.size // self.data.size)
+        work = self.data.reduce_scatter(received, sent, self.op, stream=self.stream)
+        return work, received if rounded or not sent.is_cpu else None
 
     def _sum_partial(self) -> None:
         """Sum the partial gradients over the tensor group, in one all-reduce.

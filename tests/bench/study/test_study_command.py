@@ -14,6 +14,7 @@ from bench.study import __main__ as study
 from commengine import Communicator, UsageError
 from tests.bench.test_report import Page, check_stands_alone
 from tests.support import mpirun
+from tests.support.lab.hosts import emulated_hosts, why_not
 
 TINY = [
     "--mock-data", "--vocab-size", "100", "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -98,8 +99,12 @@ def test_a_study_is_stopped_goes_on_and_answers_four_questions(world, folder, mo
             assert [one["ranks"] for one in record["numbers"]["projection"]] == [8, 64, 512]
             assert all(one["step_s"] > one["waiting_s"] > 0 for one in record["numbers"]["projection"])
         stamp = (folder / "step.json").stat().st_mtime_ns
-    assert study.main(world, words) == 0  # nothing is left to measure; the page is written anew
+    also = {name: folder.with_name(f"also.{name}") for name in ("output", "json")}
+    more = [word for name, path in also.items() for word in (f"--{name}", str(path))]
+    assert study.main(world, [*words, *more]) == 0  # nothing is left to measure; the page is written anew
     if world.rank == 0:
+        assert also["json"].read_text() == (folder / "study.json").read_text()
+        assert also["output"].read_text() == (folder / "study.md").read_text()
         assert contents(folder / "collectives.json")["rows"] == rows["rows"]
         assert (folder / "step.json").stat().st_mtime_ns == stamp
 
@@ -125,6 +130,7 @@ def test_bad_options_are_one_error_on_every_rank(world, folder, words, message):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_killed_rank_ends_all_and_the_study_goes_on(tmp_path):
     place = tmp_path / "study"
@@ -142,3 +148,21 @@ def test_a_killed_rank_ends_all_and_the_study_goes_on(tmp_path):
     done = mpirun.run(2, *words, timeout=120)
     assert done.returncode == 0, done.stderr
     assert contents(rows)["units"][: len(kept)] == kept and len(contents(place / "study.json")["answers"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+def test_a_study_on_two_hosts_scales_what_it_measured_between_them(tmp_path):
+    place = tmp_path / "study"
+    with emulated_hosts(2, 200, 2000) as hosts:
+        done = hosts.run("-m", "bench.study", str(place), *SHORT, *TINY, timeout=100)
+    assert done.returncode == 0, done
+    rows = contents(place / "collectives.json")
+    assert rows["start"] == "clock" and {row["transport"] for row in rows["rows"]} == {"engine", "mpi4py"}
+    assert [one["transport"] for one in rows["skipped"]] == ["shared"]
+    least = min(row["seconds"]["p50"] for row in rows["rows"] if row["operation"] == "all_reduce")
+    record = contents(place / "study.json")
+    assert "collectives as measured on these nodes, scaled as a ring's" in record["answers"][-1]["answer"]
+    # A ring of 8 ranks has 7 times the steps of a ring of 2, each at least as long as the wire's delay.
+    assert record["numbers"]["projection"][0]["all_reduce_s"] > 3 * least > 3 * 200e-6

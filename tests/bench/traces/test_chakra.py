@@ -85,6 +85,11 @@ def test_groups_may_lie_elsewhere(tmp_path):
         read(tmp_path / "t", groups)
 
 
+def test_a_single_file_is_not_a_trace():
+    with pytest.raises(UsageError, match=r"work.1.et: is one file; give the folder .*chakra-groups with the files"):
+        read(RECORDINGS / "chakra-groups" / "work.1.et")
+
+
 def test_compressed_files_are_read(tmp_path):
     for path in (RECORDINGS / "chakra-groups").iterdir():
         raw = path.read_bytes()
@@ -217,10 +222,11 @@ def test_a_trace_written_here_replays_as_our_own_recording_does(mpi_world, folde
     from commengine import Communicator, trace
 
     with Communicator(mpi_world) as world:
-        with world.split(world.rank // 2, name="pair") as pair, trace(world, pair) as log:
+        with world.split(world.rank // 2, name="pair") as pair:
             stream, windows = world.new_stream(), world.empty((1 << 14,)).zero_()
-            communicate(world, stream, windows)
-            pair.barrier()
+            with trace(world, pair) as log:
+                communicate(world, stream, windows)
+                pair.barrier()
             for name in formats.WRITTEN:
                 if world.rank == 0:
                     (folder / name).mkdir()
@@ -254,6 +260,29 @@ def test_a_trace_written_here_replays_as_our_own_recording_does(mpi_world, folde
         assert one == other and len(one) == len(ours.calls[world.rank]) >= 12
 
 
+@pytest.mark.mpi(min_size=2)
+def test_traces_of_other_programs_are_replayed(mpi_world):
+    """On two ranks: all that mlc-chakra's generator makes, and the first two ranks of four, with streams."""
+    from mpi4py import MPI
+
+    from bench.step_study import replaying
+    from commengine import Communicator
+
+    two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
+    if two == MPI.COMM_NULL:
+        return
+    names = {path.name.partition(".")[0] for path in (RECORDINGS / "chakra-generator").iterdir()}
+    with Communicator(two) as world:
+        what = [read(RECORDINGS / "chakra-generator" / name) for name in sorted(names)]
+        what.append(read(RECORDINGS / "chakra-groups").scaled(2))
+        for one in what:
+            rows = replaying.measure(world, one, warmup=0, rounds=1)
+            assert [row["operation"] for row in rows] == [call.operation for call in one.calls[world.rank]]
+            assert all(row["replayed_bytes"] == row["bytes"] and row["isolated_s"] > 0 for row in rows)
+        assert [row["stream"] for row in rows] == [1, 1, 1, 0]
+    two.Free()
+
+
 def fields(raw):
     """The fields of a protobuf message, by the encoding's own rules: [(number, value)], bytes for what has a length."""
     found, at = [], 0
@@ -279,8 +308,8 @@ def varint(raw, at):
             return value, at
 
 
-def test_the_files_are_what_the_schema_and_astra_sim_say(tmp_path):
-    """Decoded by hand with the field numbers of et_def.proto: the chain of dependencies, times, and attributes."""
+def write_step(folder):
+    """Write a step of rank 4 of 8: a reduction, a gather beside compute, and a reduction that needs both."""
     from bench.traces import chakra_writer
     from commengine import CollectiveEvent
 
@@ -296,11 +325,17 @@ def test_the_files_are_what_the_schema_and_astra_sim_say(tmp_path):
     ]  # fmt: skip
     groups = {"tensor": [4, 7]}
     numbers = chakra_writer.numbered([*groups.items(), ("data", [4])])
-    chakra_writer.write_rank(tmp_path / "step.4.et", events, groups, numbers, (10.0, 10.001))
-    chakra_writer.write_groups(tmp_path, numbers)
+    chakra_writer.write_rank(folder / "step.4.et", events, groups, numbers, (10.0, 10.001))
+    chakra_writer.write_groups(folder, numbers)
+    return folder / "step.4.et"
+
+
+def test_the_files_are_what_the_schema_and_astra_sim_say(tmp_path):
+    """Decoded by hand with the field numbers of et_def.proto: the chain of dependencies, times, and attributes."""
+    path = write_step(tmp_path)
     assert json.loads((tmp_path / "comm_groups.json").read_text()) == {"2": [4, 7]}
 
-    raw, at, messages = (tmp_path / "step.4.et").read_bytes(), 0, []
+    raw, at, messages = path.read_bytes(), 0, []
     while at < len(raw):
         size, at = varint(raw, at)
         messages.append(fields(raw[at : at + size]))
@@ -338,9 +373,8 @@ def _packed(value):
 @pytest.mark.slow
 def test_mlc_chakras_jsonizer_reads_our_files(tmp_path):
     pytest.importorskip("chakra", reason=WITHOUT)
-    write(tmp_path, [node(1, "COMP_NODE"), node(2, COLL, 1, comm_type=7, comm_size=4096, pg_name="3")])
     done = subprocess.run(
-        [sys.executable, "-m", "chakra.src.jsonizer.jsonizer", "--input_filename", str(tmp_path / "x.0.et"),
+        [sys.executable, "-m", "chakra.src.jsonizer.jsonizer", "--input_filename", str(write_step(tmp_path)),
          "--output_filename", str(tmp_path / "x.json")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -349,7 +383,11 @@ def test_mlc_chakras_jsonizer_reads_our_files(tmp_path):
     while at < len(text):
         value, at = json.JSONDecoder().raw_decode(text, at)
         found.append(value)
-    assert found[0] == {"version": "1"} and [one["type"] for one in found[1:]] == ["COMP_NODE", COLL]
-    assert found[2]["dataDeps"] == ["1"]
-    values = [{key: value for key, value in one.items() if key != "name"} for one in found[2]["attr"]]
-    assert values == [{"int64Val": "7"}, {"int64Val": "4096"}, {"stringVal": "3"}]
+    metadata, *nodes = found
+    assert metadata["version"] == "1.0.0" and [one["id"] for one in nodes] == list("1234567")
+    gather, scatter = nodes[3], nodes[5]
+    assert (gather["type"], gather["dataDeps"], gather["durationMicros"]) == (COLL, ["3"], "400")
+    assert (scatter["dataDeps"], scatter["startTimeMicros"]) == (["4", "5"], "700")
+    about = {one["name"]: one for one in gather["attr"]}
+    assert about["comm_type"]["int64Val"] == "2" and about["comm_size"]["int64Val"] == "1024"
+    assert about["pg_name"]["stringVal"] == "2" and about["is_cpu_op"]["boolVal"] is False

@@ -110,6 +110,31 @@ def test_the_collectives_of_nccl(profiles):
     assert what.scaled(2).groups == (Group("1 (mesh_tp)", (0, 1)), Group("0 (default_pg)", (0, 1)))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_collectives_of_nccl_are_replayed(mpi_world, tmp_path):
+    """The parts of the first two of four ranks, on two ranks."""
+    from mpi4py import MPI
+
+    from bench.step_study import replaying
+    from commengine import Communicator
+
+    folder = mpi_world.bcast(tmp_path)
+    if mpi_world.rank == 0:
+        for rank in range(WORLD):
+            profile(rank).write(folder / f"rank{rank}.json")
+    two = mpi_world.Split(0 if mpi_world.rank < 2 else MPI.UNDEFINED)
+    if two == MPI.COMM_NULL:
+        return
+    with Communicator(two) as world:
+        world.barrier()
+        what = read(folder).scaled(2)
+        rows = replaying.measure(world, what, warmup=0, rounds=1)
+        operations = ["all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_to_all", "all_reduce"]
+        assert [row["operation"] for row in rows] == operations  # the messages' other ranks are gone
+        assert all(row["replayed_bytes"] == row["bytes"] and row["stream"] == 1 for row in rows)
+    two.Free()
+
+
 def test_calls_that_do_not_overlap_need_no_stream(tmp_path):
     for rank in range(WORLD):
         made = Profile(rank)

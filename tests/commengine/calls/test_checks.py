@@ -133,7 +133,7 @@ def overlapping(comm):
     yield "all_gather", (memory[: 2 * n], memory[(2 * comm.rank + 1) :][:2])  # in the output, at the wrong place
     yield "all_gather", (memory[: 2 * n], memory[2 * n - 1 :][:2])
     yield "reduce_scatter", (memory[2 * n - 1 :][:2], memory[: 2 * n])
-    yield "reduce_scatter", (memory[:2], memory[: 2 * n])
+    yield "reduce_scatter", (memory[(2 * comm.rank + 1) :][:2], memory[: 2 * n])  # in the input, at the wrong place
     yield "all_to_all", (memory[:n], memory[:n])
     yield "all_to_all", (memory[1:][: 2 * n], memory[: 2 * n])
     yield "gather", (memory[: 2 * n], memory[1:3], comm.rank)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commengine import Communicator
+from commengine import CollectiveError, Communicator
 from commengine.host.operands import Operands
 from commengine.host.switch_points import Key, Point, SwitchPoints
 from commengine.shared_memory.windows import SharedTensors
@@ -53,6 +53,19 @@ def test_a_result_may_be_changed_in_place_by_autograd(mpi_world):
         made = comm.operand("all_reduce", (4, 1 << 10))
         assert made._base is None
         del made
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, None, "1"])
+def test_a_limit_that_is_no_number_of_bytes_is_an_error_on_all_ranks(mpi_world, limit):
+    for given in (limit, limit if mpi_world.rank == mpi_world.size - 1 else 5):
+        with pytest.raises(CollectiveError, match=r"operand_bytes=.* must be a number of bytes, 0 or more"):
+            Communicator(mpi_world, operand_bytes=given)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_limits_that_differ_are_an_error_on_all_ranks(mpi_world):
+    with pytest.raises(CollectiveError, match=r"operand_bytes must be equal on all ranks, not \[0, 5\]"):
+        Communicator(mpi_world, operand_bytes=5 if mpi_world.rank else 0)
 
 
 def test_the_pool_is_made_once(mpi_world):

@@ -25,13 +25,13 @@ def test_row_of_a_call():
 
 
 def test_measured_table():
-    """A row of two ranks for each operation and kind; between nodes reductions alone have two levels."""
+    """A row of two ranks for each operation and kind; reductions alone have two levels between nodes."""
     measured = SwitchPoints.load()
     two = {key[:2]: point for key, point in measured.rows.items() if key.ranks == 2}
     reducing = {(operation, kind) for operation in REDUCING for kind in KINDS}
     assert set(two) == reducing | {("all_gather", "full"), ("broadcast", "full")}
     assert all(two[row].bounce < NEVER for row in reducing)
-    assert all(key[:2] in reducing for key, point in measured.rows.items() if min(point[1:]) < NEVER)
+    assert all(key[:2] in reducing for key, point in measured.rows.items() if point.two_level < NEVER)
 
 
 def test_file(tmp_path):

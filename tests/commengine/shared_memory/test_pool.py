@@ -4,12 +4,14 @@ import copy
 import gc
 import itertools
 import random
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from commengine import CollectiveMismatch, Communicator
+from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import pool as pools
 from commengine.shared_memory import windows
@@ -101,6 +103,9 @@ def check_all(comm, dtype, stream=None, numel=NUMEL):
     part = torch.empty(numel, dtype=dtype)
     comm.reduce_scatter(part, whole, stream=stream).wait()
     assert torch.equal(part, expected(dtype, rows, comm.size, "sum").chunk(comm.size)[comm.rank])
+    own = whole[numel * comm.rank : numel * (comm.rank + 1)]
+    comm.reduce_scatter(own, whole, stream=stream).wait()  # in place
+    assert torch.equal(own, part)
     gathered = comm.operand("all_gather", (rows,), dtype)
     own = values(dtype, numel, comm.rank)
     comm.all_gather(gathered, own, stream=stream).wait()
@@ -170,6 +175,45 @@ def test_blocks_never_overlap(mpi_world, rounds):
         del whole
 
 
+def test_blocks_of_several_threads_never_overlap(comm):
+    comm.operand("all_reduce", (1,))
+    pool, wrong = comm._shared.pool, []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def take(number):
+        draw, alive = random.Random(number), []
+        for _ in range(300):
+            alive.append(pool.take(draw.choice([1, PAGE, 2 * PAGE + 1, 5 * PAGE]), torch.uint8).fill_(number))
+            if len(alive) > 5:
+                wrong.extend([number] * int(alive.pop(draw.randrange(6)).ne(number).any()))
+
+    try:
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == [] and held(comm) == 0
+
+
+@ways
+def test_a_window_is_gathered_into_blocks_and_private_tensors(mpi_world, points):
+    """The ranks differ in whether the output is a block, and not in where the input lies."""
+    with Communicator(mpi_world, switch_points=points) as comm:
+        input = comm.empty((NUMEL,)).fill_(comm.rank)
+        comm.operand("all_gather", (NUMEL,))
+        if comm.rank == 1:
+            comm._shared.pool.take = lambda numel, dtype: None
+        output = comm.operand("all_gather", (comm.size * NUMEL,))
+        assert comm._shared.reaches(output) == (comm.rank != 1)
+        comm.all_gather(output, input)
+        assert torch.equal(output, torch.arange(comm.size).repeat_interleave(NUMEL).float())
+        del input, output
+
+
 @pytest.mark.parametrize("limit", [0, None], ids=["switched off", "no room at first"])
 def test_without_a_pool_tensors_are_private(mpi_world, monkeypatch, limit):
     if limit is None and mpi_world.rank == 1:  # one rank's node has none left
@@ -178,7 +222,7 @@ def test_without_a_pool_tensors_are_private(mpi_world, monkeypatch, limit):
     with Communicator(mpi_world, switch_points=ALWAYS, **given) as comm:
         check_all(comm, torch.float32)
         assert not comm._shared.reaches(comm.operand("all_reduce", (NUMEL,)))
-        assert comm.operands_from("all_reduce", torch.float32) == float("inf")
+        assert not comm.shares_operand("all_reduce", 1 << 40, torch.float32)
 
 
 def test_no_room_later(mpi_world, monkeypatch):
@@ -214,12 +258,14 @@ def test_memory_outlives_the_communicator_where_a_tensor_refers_to_it(mpi_world)
         kept = comm.operand("all_reduce", (NUMEL,)).fill_(3.0)[5:]
     gc.collect()
     assert kept.sum() == 3.0 * (NUMEL - 5)
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.operand("all_reduce", (NUMEL,))
 
 
 def test_where_a_rank_makes_no_pool_checked_says_so(mpi_world):
     with Communicator(mpi_world, switch_points=ALWAYS, checked=True) as comm:
         private = torch.ones(NUMEL)
-        with pytest.raises(CollectiveMismatch, match="operands_from"):
+        with pytest.raises(CollectiveMismatch, match="shares_operand"):
             comm.all_reduce(private) if comm.rank else comm.operand("all_reduce", (NUMEL,))
         check_all(comm, torch.float32)
 

@@ -1,6 +1,7 @@
 """Reductions of private tensors through slots: the values, and the bits, of every other way."""
 
 import os
+import time
 from itertools import cycle
 
 import pytest
@@ -73,6 +74,46 @@ def test_reductions(run, world, dtype, bounced):
     assert torch.equal(output, expected(dtype, numel, world.size, op).view(world.size, -1)[world.rank])
     assert torch.equal(input, values(dtype, numel, world.rank))
     assert bounced == (["all_reduce"] * 4 + ["reduce_scatter"] if world.size > 1 else [])
+
+
+@by_dtype
+def test_movements(run, world, dtype, bounced):
+    """All-gathers, in place and not, and broadcasts of private tensors, of one chunk and of several."""
+    for rows in (numel_of(dtype) // 4 + 3, 5, 1):
+        parts = [values(dtype, rows, rank) for rank in range(world.size)]
+        whole = torch.zeros(rows * world.size, dtype=dtype)
+        run("all_gather", whole, parts[world.rank].clone())
+        assert torch.equal(whole, torch.cat(parts))
+        whole = torch.zeros(rows * world.size, dtype=dtype)
+        own = whole[world.rank * rows : (world.rank + 1) * rows]
+        own.copy_(parts[world.rank])
+        run("all_gather", whole, own)
+        assert torch.equal(whole, torch.cat(parts))
+        for root in {0, world.size - 1}:
+            tensor = values(dtype, rows, world.rank).view(1, rows)
+            run("broadcast", tensor, root)
+            assert torch.equal(tensor.view(-1), parts[root])
+    assert set(bounced) == ({"all_gather", "broadcast"} if world.size > 1 else set())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_root_that_hurries_overwrites_nothing(world):
+    """It takes nothing itself, and yet it may be at most one chunk ahead of a rank that dawdles."""
+    for number in range(30):
+        tensor = torch.full((5000,), float(number if world.rank == 0 else -1))
+        if world.rank == world.size - 1:
+            time.sleep(0.001)
+        world.broadcast(tensor, 0)
+        assert tensor.eq(number).all()
+
+
+def test_a_tensor_of_inference_mode_is_reduced_outside_of_it(run, world):
+    with torch.inference_mode():
+        tensor, output = torch.ones(6000), torch.empty(6000)
+    run("all_reduce", tensor, "sum")
+    assert tensor.eq(world.size).all()
+    run("reduce_scatter", output, torch.ones(6000 * world.size), "avg")
+    assert output.eq(1).all()
 
 
 @by_wide_dtype

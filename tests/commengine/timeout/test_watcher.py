@@ -138,6 +138,15 @@ def test_all_that_waits_for_others_is_watched(job, body, missing):
     assert f"missing: {missing} (" in reports(done.stderr)[0]
 
 
+@pytest.mark.long
+def test_a_rank_that_sleeps_until_all_are_there_is_watched_without_a_thread(job):
+    done, _ = job(
+        WATCHED + "timed.wait_for_all() if world.rank == 0 else time.sleep(8)",
+        program="import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\nlaunch.run(main)",
+    )
+    assert "missing: rank 1, wait_for_all #1" in done.stderr, done.stderr
+
+
 def test_an_error_that_one_rank_alone_makes_is_found_where_the_others_agree(job):
     done, _ = job(
         """

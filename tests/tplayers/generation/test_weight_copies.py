@@ -8,7 +8,7 @@ import torch
 
 from tplayers import GPT, GPTConfig, Sampling, generate, initialize
 from tplayers.generation import output_screen, weight_copies
-from tplayers.generation.weight_copies import WeightCopies, fast_weights, screened
+from tplayers.generation.weight_copies import WeightCopies, fast_model, screened
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -38,8 +38,9 @@ def real(model):
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_k=8)], ids=["greedy", "top-k"])
 @pytest.mark.parametrize(("rows", "untied"), [(1, False), (3, True), (6, False), (6, True)])
 def test_the_text_is_that_of_the_weights_themselves(group, small, monkeypatch, sampling, rows, untied):
-    """With a screen, and from 4 texts on with packed weights."""
+    """With a screen, for one text with columns together, and from 4 texts on with packed weights."""
     model = gpt(group.comm, untie_embeddings_and_output_weights=untied, num_query_groups=4 - 2 * untied)
+    model.requires_grad_(rows > 1)
     prompts = [[(7 * row + 3 * n * n) % VOCAB for n in range(3 + row)] for row in range(rows)]
     screens = []
     logits = output_screen.OutputScreen.logits
@@ -53,21 +54,40 @@ def test_the_text_is_that_of_the_weights_themselves(group, small, monkeypatch, s
     assert len(screens) == 24
 
 
-def test_packed_weights_serve_the_block_alone(group, random):
+def linear(model):
+    return [*(one for block in model.layers for one in (block.attention.qkv, block.mlp.down)), model.embedding]
+
+
+def test_packed_weights_serve_several_texts_and_leave_the_model_alone(group, random):
     model = gpt(group.comm).requires_grad_(False)
-    layers = [*(one for block in model.layers for one in (block.attention.qkv, block.mlp.down)), model.embedding]
     if not output_screen.available(model.embedding.weight):
         pytest.skip("this processor, or PyTorch, has no exact products of int8")
     x = random(6, 1, 32).float()
-    plain = layers[0](x)
-    with fast_weights(model, 6, 1, Sampling(), real(model)) as screen:
-        assert screen is None  # all logits count
-        assert all(layer.packed is not None for layer in layers)
-        with torch.no_grad():
-            torch.testing.assert_close(layers[0](x), plain)
-    assert all(layer.packed is None for layer in layers)
-    with fast_weights(model, 3, 1, Sampling(), real(model)):
-        assert all(layer.packed is None for layer in layers)  # too few texts
+    fast, screen = fast_model(model, 6, 1, Sampling(), real(model))
+    assert screen is None  # all logits count
+    assert all(layer.packed is not None for layer in linear(fast))
+    with torch.no_grad():
+        torch.testing.assert_close(linear(fast)[0](x), linear(model)[0](x))
+    assert all(layer.packed is None for layer in linear(model))
+    fast, _ = fast_model(model, 3, 1, Sampling(), real(model))
+    assert all(layer.packed is None for layer in linear(fast))  # too few texts
+
+
+def test_columns_lie_together_for_one_text(group, small):
+    model = gpt(group.comm).requires_grad_(False)
+    for fast in (fast_model(model, 1, 1, Sampling(), real(model))[0] for _ in range(2)):
+        for layer, mine in zip(linear(fast)[:-1], linear(model)[:-1], strict=True):
+            assert torch.equal(layer.weight, mine.weight)
+            assert layer.weight.t().is_contiguous() and mine.weight.is_contiguous()
+        assert fast.embedding.weight.data_ptr() == model.embedding.weight.data_ptr()
+    kept = linear(fast)[0].weight
+    assert kept is linear(fast_model(model, 1, 1, Sampling(), real(model))[0])[0].weight
+    model.layers[0].attention.qkv.weight.mul_(2.0)
+    changed = linear(fast_model(model, 1, 1, Sampling(), real(model))[0])[0].weight
+    assert torch.equal(changed, 2.0 * kept)
+    for rows, frozen in ((2, True), (1, False)):
+        fast, _ = fast_model(model.requires_grad_(not frozen), rows, 20, Sampling(), real(model))
+        assert linear(fast)[0].weight.data_ptr() == linear(model)[0].weight.data_ptr()
 
 
 def test_copies_of_frozen_weights_are_kept_until_these_change(group, small):
@@ -76,8 +96,8 @@ def test_copies_of_frozen_weights_are_kept_until_these_change(group, small):
     truth = generate(copy.deepcopy(other), [[5, 6]], 20)
 
     def copies():
-        with fast_weights(model, 6, 1, GREEDY, real(model)) as screen:
-            return screen, model.layers[0].mlp.up.packed
+        fast, screen = fast_model(model, 6, 1, GREEDY, real(model))
+        return screen, fast.layers[0].mlp.up.packed
 
     first = copies()
     generate(model, [[5, 6]], 2, sampling=Sampling())  # uses neither of them
@@ -99,18 +119,16 @@ def test_copies_of_frozen_weights_are_kept_until_these_change(group, small):
 
 def test_weights_that_train_have_copies_for_one_call_only(group, small):
     model = gpt(group.comm)
-    with fast_weights(model, 1, 15, GREEDY, real(model)) as screen:
-        assert screen is None  # too few tokens
-    with fast_weights(model, 1, 16, GREEDY, real(model)) as screen:
-        assert (screen is None) == (real(model) == 0)
+    assert fast_model(model, 1, 15, GREEDY, real(model))[1] is None  # too few tokens
+    assert (fast_model(model, 1, 16, GREEDY, real(model))[1] is None) == (real(model) == 0)
     assert "weight_copies" not in vars(model)
 
 
 def test_copies_are_no_part_of_the_model(group, small):
     model = gpt(group.comm).requires_grad_(False)
     names = set(model.state_dict())
-    with fast_weights(model, 6, 1, GREEDY, real(model)):
-        pass
+    fast_model(model, 6, 1, GREEDY, real(model))
+    fast_model(model, 1, 1, GREEDY, real(model))
     assert set(model.state_dict()) == names
     kept = vars(model)["weight_copies"]
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):  # noqa: S301 - made here

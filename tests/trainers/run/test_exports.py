@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commengine import UsageError
+from trainers import pretrain_gpt
 from trainers.checkpoints import disk, run_state
 from trainers.options import parse
 from trainers.run.exports import Exports
@@ -78,3 +79,13 @@ def test_only_an_export_that_was_asked_for_can_fail_a_run(world, tmp_path, capfd
                 assert ("ends without a folder hf for transformers: writing" in said) == (world.rank == 0)
             assert not (folder / "iter_0000001" / "hf").exists()
         world.barrier()
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_written(world, tmp_path, monkeypatch):
+    folder = Path(world.mpi.bcast(str(tmp_path))) / "run"
+    words = [*SIZES.split(), "--save", str(folder), "--save-hf", "--normalization", "RMSNorm"]
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt", *words])
+    with pytest.raises(UsageError, match=r"--save-hf: .*normalization='RMSNorm'"):
+        pretrain_gpt.main(world)
+    world.barrier()
+    assert not folder.exists()

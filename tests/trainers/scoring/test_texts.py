@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from commengine import UsageError
 from trainers.data.indexed import IndexedDataset
@@ -93,6 +94,7 @@ def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, to
     assert str(raised.value).startswith(said)
     for changed, said in (
         ({"data_path": None, "mock_data": True}, "trained on --mock-data"),
+        ({"data_path": None}, "trained by another program"),  # as hf:FOLDER gives the settings
         ({"split": "1"}, "--split 1 of the run leaves no validation documents"),
         ({"vocab_size": 5}, "outside the run's vocabulary of 5"),
     ):
@@ -125,3 +127,15 @@ def test_every_rank_gets_the_texts_of_rank_0_or_its_error(world):
         with pytest.raises(UsageError) as raised:
             texts.on_all_ranks(world, "--data", fail)
         assert str(raised.value) == said
+
+
+def test_the_words_of_held_out_documents_do_not_count_the_token_that_ends_them(tmp_path):
+    """Llama 2's tokenizer has another one than GPT-2's. This one has a space between tokens."""
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "</s>", "a", "mole"])}
+    llama = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")))
+    assert llama.end_token == "</s>" and llama.decode([2, 3, 1]) == "a mole </s>"
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        for document in ([3, 1], [2, 3, 1]):
+            writer.add_document(np.array(document))
+    settings = GPTTrainConfig(data_path=[str(tmp_path / "a")], split="0,1", vocab_size=4)
+    assert texts.read_held_out(settings, llama).counts.words == 1 + 2

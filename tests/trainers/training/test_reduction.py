@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from commengine import ProcessGrid, trace
+from commengine import Communicator, ProcessGrid, trace
+from tests.support.exact import ALWAYS, NEVER
 from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
 from trainers.data.samples import EpochPermutation, Samples
 from trainers.data.stream import Source
@@ -82,6 +83,28 @@ def test_accumulated_and_reduced_equals_one_big_batch(world, overlap, size):
         step(module, gradients, mine)
         assert_gradients(module, truth(scale * x))
     gradients.remove()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_shared_memory_are_those_of_private_memory(mpi_world, dtype, shard, overlap):
+    """Of buckets, of shares of buckets in place, and of rounded copies, in two steps: the same bits."""
+    found = []
+    for points in (NEVER, ALWAYS):
+        with Communicator(mpi_world, switch_points=points, order="rank") as data:
+            module = Branches().to(dtype)
+            gradients = GradientBuckets(module, data, overlap=overlap, bucket_size=42, shard=shard)
+            x = inputs(2 * data.size).to(dtype)
+            sums = []
+            for number in range(2):
+                step(module, gradients, [x[data.rank + number]])
+                sums += [bucket.reduced.clone() for bucket in gradients.buckets if bucket.gradients is not None]
+            found.append(sums)
+            assert data.size == 1 or sums
+            gradients.remove()
+            del module, gradients
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_buckets_are_of_the_size_asked_for_and_hold_every_gradient_once(world):
