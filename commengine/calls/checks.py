@@ -24,6 +24,9 @@ TensorLike: TypeAlias = Any
 #: the operations of an output and an input of which one may be this rank's rows of the other
 IN_PLACE = ("all_gather", "reduce_scatter")
 
+#: the operations of an output and an input of which the input is the whole
+_WHOLE_INPUT = frozenset(name for name, operation in OPERATIONS.items() if operation.whole == "input")
+
 _STRIDED = torch.strided
 
 #: the largest C int: the largest colour and key that MPI takes
@@ -95,13 +98,13 @@ def checked_pair(group: Caller, operation: str, output: TensorLike, input: Tenso
     input = checked_tensor(group, operation, input, "input")
     if output.dtype != input.dtype:
         raise call_error(group, operation, f"output is {output.dtype}, input {input.dtype}")
-    if OPERATIONS[operation].whole == "input":
-        _check_whole(group, operation, "input", input, "output", output)
-    else:
-        _check_whole(group, operation, "output", output, "input", input)
-    if output.is_cpu != input.is_cpu or _overlap(output, input):
-        big, small = (input, output) if OPERATIONS[operation].whole == "input" else (output, input)
-        in_place = small.data_ptr() == big.data_ptr() + group.rank * small.nbytes  # this rank's rows
+    big, small = (input, output) if operation in _WHOLE_INPUT else (output, input)
+    start, first, whole, part = big.data_ptr(), small.data_ptr(), big.nbytes, small.nbytes
+    if whole != part * group.size or big.dim() != 1 or small.dim() != 1:  # a shape costs more to get than numbers
+        names = ("input", "output") if big is input else ("output", "input")
+        _check_whole(group, operation, names[0], big, names[1], small)
+    if big.is_cpu != small.is_cpu or (first < start + whole and start < first + part):
+        in_place = first == start + group.rank * part  # this rank's rows
         if operation not in IN_PLACE or not in_place:
             check_disjoint(group, operation, output, input)
     return output, input
@@ -122,8 +125,6 @@ def root_tensor(
 
 
 def _check_whole(group: Caller, operation: str, big_name: str, big: Tensor, small_name: str, small: Tensor) -> None:
-    if big.dim() == 1 == small.dim() and big.numel() == small.numel() * group.size:
-        return  # a short cut: a shape costs more to get than two numbers
     rows = small.shape or (1,)  # a 0-d tensor is one row
     if big.shape != (rows[0] * group.size, *rows[1:]):
         raise call_error(

@@ -180,10 +180,11 @@ class HostTransport:
             reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
         datatype, mpi_op = self._types.reduce[dtype, op]
-        start, part, result = input.data_ptr(), output.nbytes, output
-        if part and output.data_ptr() == start + self.rank * part:  # MPI's own form in place changes the other rows
+        start, found, part, result = input.data_ptr(), output.data_ptr(), nbytes // self.size, output
+        if part and found == start + self.rank * part:  # MPI's own form in place changes the other rows
             result = torch.empty_like(output)
-        source, target = self._address(start, nbytes), self._address(result.data_ptr(), part)
+            found = result.data_ptr()
+        source, target = self._address(start, nbytes), self._address(found, part)
         self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
             _divide(result, self.size)
