@@ -16,6 +16,10 @@ def bench(ranks, *options):
     return mpirun.run(ranks, "-m", "bench.all_reduce", *map(str, options), timeout=100)
 
 
+def key_of(row):
+    return row["dtype"], row["transport"], row["bytes"]
+
+
 @pytest.mark.slow
 def test_every_contestant_is_measured_and_checked(tmp_path):
     files = {name: tmp_path / f"r.{end}" for name, end in (("json", "json"), ("output", "md"), ("plot", "png"))}
@@ -25,7 +29,7 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done
     result = json.loads(files["json"].read_text())
-    at = {(row["dtype"], row["transport"], row["bytes"]): row for row in result["rows"]}
+    at = {key_of(row): row for row in result["rows"]}
     sizes = (32768, 65536, 131072)
     both = ["shared", "engine", "beside-windows", "gloo", "memory"]
     mine = {"float32": [*both, "mpi4py"], "bfloat16": [*both, "in-fp32"]}
@@ -36,9 +40,11 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
         assert row["wrong"] == 0 and row["count"] == size // (4 if dtype == "float32" else 2)
         low, middle, high = row["turns"]
         assert 0 < row["seconds"]["min"] <= low <= middle <= high <= row["seconds"]["max"]
-        assert row["iterations"] >= 3 and row["busbw"] == row["algbw"]  # 2 (p - 1) / p with two ranks
+        assert row["iterations"] >= 1 and row["busbw"] == row["algbw"]  # 2 (p - 1) / p with two ranks
         if name == "shared":
             assert row["speedup"] == [1, 1, 1] and row["state"] in (None, "state 1", "state 2")
+    for key in at:  # a machine with several states has a row for each
+        assert sum(row["iterations"] for row in result["rows"] if key_of(row) == key) >= 3
     text = files["output"].read_text()
     assert text == done.stdout
     assert "- command: `python -m bench.all_reduce --min-bytes 32K" in text and "- wrong elements: 0" in text
@@ -48,7 +54,7 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
     )
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
     series, _ = read(files["json"])
-    assert len(series) == len(mine["float32"]) + len(mine["bfloat16"])
+    assert {(one.key["dtype"], one.key["transport"]) for one in series} == {key[:2] for key in at}
     assert fit.main([str(files["json"]), "--transport", "shared"]) == 0
 
 

@@ -292,7 +292,7 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
     assert len(lines) == len(result["rows"])
     assert [float(line["seconds_p50"]) for line in lines] == [row["seconds"]["p50"] for row in result["rows"]]
     shown = [line.split() for line in done.stdout.splitlines() if line.strip() and not line.startswith("#")]
-    assert len(shown) == len(result["rows"])
+    assert len(shown) >= len(result["rows"])  # a table is printed before it is known which states are disturbances
     assert "# 0 wrong elements" in done.stdout
     written = files["md"].read_text().splitlines()
     assert "- command: `python -m bench.collectives --min-bytes 40K" in files["md"].read_text()

