@@ -16,8 +16,10 @@ from tests.support.faults import parts
 from tests.support.faults.results import BEGIN, END, Results, write_table
 
 PARTS = {name: parts.Part(name) for name in parts.names()}
-#: the kill in a save is a short case of "kills", too, and tests/trainers/run/test_stopping.py sends signals to a run
-MARKS = {"slurm": pytest.mark.slurm, "saves": pytest.mark.long, "signals": pytest.mark.long}
+#: Other tests of `make test` do the same as these short cases: tests/trainers/checkpoints/test_checkpoint.py kills a
+#: rank in a save, test_checkpoint_writer_failures.py beside it fills disks, and tests/trainers/run/test_stopping.py
+#: sends signals; "supervised" kills ranks and launchers, and starts the run again.
+MARKS = {"slurm": pytest.mark.slurm, **dict.fromkeys(("saves", "kills", "full_disks", "signals"), pytest.mark.long)}
 CASES = [
     pytest.param(name, number, id=f"{name}-{number}", marks=MARKS.get(name, ()))
     for name, part in PARTS.items()

@@ -273,7 +273,8 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
     argv = [sys.executable, str(HERE / "run"), *options, str(tmp_path)]
     done = mpirun.command(argv, timeout=60, env={"RANKS": "0"})
     assert done.returncode == 1, done
-    *_, head, first, second, third, blank, last = done.stdout.splitlines()
-    assert (blank, last) == ("", "1 passed, 1 failed, 1 skipped")
+    *_, head, first, second, third, between, of_files, file, blank, last = done.stdout.splitlines()
+    assert (between, blank, last) == ("", "", "1 passed, 1 failed, 1 skipped")
+    assert of_files == "======== slowest 20 files" and re.match(r" +0\.\d\d s  serial tests +\S+\.py$", file)
     assert head == "======== slowest 20 tests" and re.match(r" +0\.2\d s  serial tests +\S+::test_good$", first)
     assert {line.split("::")[1] for line in (second, third)} == {"test_bad", "test_skipped"}

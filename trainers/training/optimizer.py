@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -131,6 +132,16 @@ class Optimizer:
                 state["step"].fill_(updates)
 
 
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW without the wrappers that guard it from torch.compile, which never sees it here.
+
+    The wrappers import the compiler at their first call, which takes each rank a second at its start.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def _adamw(
     updated: Sequence[Updated], weight_decay: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.AdamW:
@@ -139,7 +150,7 @@ def _adamw(
         for decayed in (True, False)
         if (values := [one.values for one in updated if one.decayed == decayed])
     ]
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    adamw = _AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
     for one in updated:
         step = torch.zeros((), dtype=torch.float32, device=one.values.device)
         adamw.state[one.values] = {"step": step, **one.moments}

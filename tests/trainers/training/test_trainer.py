@@ -1,5 +1,6 @@
 """A model that is not of this repository, with two losses that count differently on every rank, and its trainer."""
 
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -201,4 +202,13 @@ def test_losses_are_float64_sums_of_the_microbatches_float32_shares(world):
     ranks = world.mpi.allgather(shares)
     expected = dict(zip(TwoLosses.names, map(sum, zip(*ranks, strict=True)), strict=True))
     assert found == (expected if world.size <= 2 else pytest.approx(expected, rel=1e-15))
+    trainer.close()
+
+
+def test_a_step_does_not_import_torchs_compiler(world, monkeypatch):
+    """The import takes each rank a second, at every start of a run."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # so that an import of it is an error
+    grid = ProcessGrid(world, tensor=1)
+    trainer = Trainer(CONFIG, grid, Regression(), TwoLosses(), Source(grid.data))
+    trainer.step()
     trainer.close()
