@@ -30,8 +30,10 @@ from bench.command.values import flag
 from bench.prediction import paper, plan
 from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
-from bench.prediction.model_cost import PredictedStep, predict, slowdown
+from bench.prediction.layout_options import DROPOUT, DROPOUT_DEFAULT, batch_of, dropout_of, layout_of
+from bench.prediction.model_cost import slowdown
 from bench.prediction.model_options import FAMILY, SHAPE, shape_of
+from bench.prediction.step_report import calibration, describe, numbers_of
 from commengine.cost import TransformerShape, parameters
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
@@ -41,8 +43,6 @@ from trainers.tasks.gpt import GPTTrainConfig
 COMMAND = "bench.predict"
 RECOMPUTE = ("none", "selective", "full")
 LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
-DROPOUT = ("hidden_dropout", "attention_dropout")
-DROPOUT_DEFAULT = 0.1
 RESERVE_GB, TOP = presets.RESERVE_GB, 12
 
 
@@ -164,106 +164,6 @@ def check(arguments: Any) -> None:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
 
 
-def batch_of(arguments: Any) -> int | None:
-    """The global batch that is asked for, or else the preset's; None if there is neither."""
-    if arguments.global_batch_size is None and arguments.preset:
-        batch: int = presets.find(arguments.preset).recipe["global_batch_size"]
-        return batch
-    asked: int | None = arguments.global_batch_size
-    return asked
-
-
-def dropout_of(arguments: Any) -> Layout:
-    """A layout with the dropout that is asked for: by default pretrain_gpt's."""
-    given = [getattr(arguments, name) for name in DROPOUT]
-    hidden, attention = (DROPOUT_DEFAULT if value is None else value for value in given)
-    return Layout(
-        hidden_dropout=hidden > 0, attention_dropout=attention > 0,
-        position_mask=arguments.attention_dropout_mask != "fused",
-    )  # fmt: skip
-
-
-def layout_of(arguments: Any) -> Layout:
-    """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
-    tensor = presets.find(arguments.preset).tensor if arguments.preset else 1
-    if arguments.tensor_model_parallel_size is not None:
-        tensor = arguments.tensor_model_parallel_size
-    micro = 8 if arguments.micro_batch_size is None else arguments.micro_batch_size
-    gpus = tensor if arguments.gpus is None else arguments.gpus
-    if gpus % tensor:
-        raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
-    data = gpus // tensor
-    batch = batch_of(arguments) or data * micro
-    if batch % (data * micro):
-        raise ValueError(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x {data} data-parallel replicas"
-        )
-    return replace(
-        dropout_of(arguments),
-        tensor=tensor,
-        data=data,
-        micro_batch=micro,
-        micro_batches=batch // (data * micro),
-        recompute=arguments.recompute_granularity or "full",
-        sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
-        zero1=bool(arguments.use_distributed_optimizer),
-    )
-
-
-def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
-    """One step: the lines for people, and the numbers for --json."""
-    step = predict(shape, layout, cluster)
-    alone = predict(shape, replace(layout, tensor=1, data=1, sequence_parallel=False, zero1=False), cluster)
-    efficiency = step.flops_per_device / alone.flops_per_device
-    room = cluster.device.memory_bytes
-    lines = [
-        f"{parameters(shape) / 1e9:.2f} billion parameters on {layout.ranks} x {cluster.device.name} ({cluster.name}), "
-        f"tensor {layout.tensor} x data {layout.data}, batch {layout.batch} in micro-batches of {layout.micro_batch}, "
-        f"recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
-        f"{', distributed optimizer' if layout.zero1 else ''}",
-        "",
-        f"- step: {step.total:.3f} s; {step.flops_per_device / 1e12:.1f} TFLOP/s a device, "
-        f"{100 * step.flops_per_device / cluster.device.peak_flops:.0f}% of peak (recomputed FLOPs included)",
-        f"- scaling efficiency: {100 * efficiency:.0f}% of the same model and micro-batches on one device, did it fit",
-        f"- communication that is waited for: {100 * step.communication:.1f}% of the step"
-        + (f"; hidden under backward: {1e3 * step.hidden:.0f} ms" if step.hidden else ""),
-        f"- memory a device: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}"
-        + ("" if step.memory_total <= room else ": **does not fit**"),
-        *(f"  - {name}: {size / 1e9:.2f} GB" for name, size in step.memory.items()),
-        "",
-        "| part | ms a step | share |",
-        "|---|---:|---:|",
-        *(
-            f"| {part.replace('_', ' ')} | {1e3 * spent:.1f} | {100 * spent / step.total:.1f}% |"
-            for part, spent in step.seconds.items()
-        ),
-        "",
-        f"- {_calibration(cluster)}",
-    ]  # fmt: skip
-    return lines, _numbers(step) | {"scaling_efficiency": efficiency}
-
-
-def _calibration(cluster: Cluster) -> str:
-    """Whether a measured step has set the rates of the machine."""
-    if (known := cluster.calibration) is not None:
-        return (
-            f"calibrated: {known.flops / 1e12:g} TFLOP/s were measured for {known.model}, micro-batch "
-            f"{known.micro_batch}, recompute {known.recompute}"
-        )
-    links = "measured collectives" if cluster.fitted else "the links of its file"
-    return (
-        f"not calibrated: no step was measured on {cluster.name}; the times follow from the rates of its file and from "
-        f"{links} alone"
-    )
-
-
-def _numbers(step: PredictedStep) -> dict[str, Any]:
-    return {
-        "step_s": step.total, "flops_per_device": step.flops_per_device, "communication_share": step.communication,
-        "seconds": step.seconds, "hidden_s": step.hidden, "memory_bytes": step.memory,
-    }  # fmt: skip
-
-
 def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool) -> Iterator[str]:
     """Yield the lines of --paper."""
     slow = slowdown(cluster, Parts())
@@ -355,7 +255,7 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
         "",
         *plan.table(candidates, TOP if arguments.top is None else arguments.top),
         "",
-        f"- {_calibration(cluster)}",
+        f"- {calibration(cluster)}",
     ]
     if not candidates[0].fits:
         lines += [
@@ -364,7 +264,7 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
             f"device, of {(room - reserve) / 1e9:.1f} GB. It takes more or larger devices"
             + (f", or others than the given {', '.join(plan.SEARCHED[one] for one in fixed)}." if fixed else "."),
         ]
-    rows = [asdict(one.layout) | _numbers(one.step) | {"fits": one.fits, "why": one.why} for one in candidates]
+    rows = [asdict(one.layout) | numbers_of(one.step) | {"fits": one.fits, "why": one.why} for one in candidates]
     asked = {"gpus": gpus, "global_batch_size": batch, "reserve_bytes": reserve, "fixed": fixed}
     return lines, _context(arguments, shape, cluster) | asked | {"candidates": rows}
 

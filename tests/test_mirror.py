@@ -49,7 +49,9 @@ TESTED_BY = {
     "trainers/checkpoints/safetensors_file.py": ["trainers/checkpoints/test_parallel_safetensors.py"],
     "trainers/checkpoints/run_state.py": ["trainers/checkpoints/test_checkpoint.py"],
     "trainers/cleaning/candidates.py": ["trainers/cleaning/test_duplicates.py"],
+    "trainers/cleaning/chosen_stages.py": ["trainers/cleaning/test_pipeline.py", "trainers/test_prepare_corpus.py"],
     "trainers/cleaning/documents.py": ["trainers/cleaning/test_filters.py", "trainers/cleaning/test_held_out.py"],
+    "trainers/cleaning/owned_documents.py": ["trainers/cleaning/test_pipeline.py"],
     "trainers/cleaning/settings.py": ["trainers/test_prepare_corpus.py"],
     "trainers/cleaning/summary.py": ["trainers/test_prepare_corpus.py"],
     "trainers/compare.py": ["trainers/comparison/test_compare_command.py"],
@@ -88,7 +90,6 @@ TESTED_BY = {
     "trainers/training/parameters.py": ["trainers/training/test_trainer_mixed_precision.py"],
     "trainers/weights/configuration_writer.py": ["trainers/weights/test_configurations.py"],
     "trainers/weights/model_settings.py": ["trainers/weights/test_configurations.py"],
-    "trainers/weights/opening.py": ["trainers/weights/test_convert.py"],
     "trainers/weights/other_model.py": ["trainers/weights/test_hugging_face_model.py"],
     "trainers/weights/megatron_settings.py": ["trainers/weights/test_megatron.py"],
 }

@@ -124,6 +124,21 @@ class HeldOutTexts:
         shared = np.split(found[at], np.searchsorted(at, ends[:-1])) if texts else []
         return np.maximum(lengths - MEASURED + 1, 0), shared
 
+    def shares(self, before: NDArray[np.bool_], after: NDArray[np.bool_]) -> list[dict[str, Any]]:
+        """For each file, the share of its distinct 8-grams that a corpus has, in types of JSON.
+
+        before, after: for each row of `measured` whether the input has it, and whether the output does.
+        """
+        found = []
+        for name, mine in zip(self.names, self.rows, strict=True):
+            counts = len(mine), int(before[mine].sum()), int(after[mine].sum())
+            shares = [count / counts[0] if counts[0] else 0.0 for count in counts[1:]]
+            found.append({
+                "file": name, "ngrams": counts[0], "found_in_input": counts[1], "share_in_input": shares[0],
+                "found_in_output": counts[2], "share_in_output": shares[1],
+            })  # fmt: skip
+        return found
+
     def pieces(self, text: str) -> list[str]:
         """What is left of a text when its n-grams of 13 words that held-out texts have are cut out.
 

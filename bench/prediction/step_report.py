@@ -1,0 +1,66 @@
+"""A predicted step in words, and in numbers for --json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bench.clusters.cluster import Cluster
+from bench.prediction.layout import Layout
+from bench.prediction.model_cost import PredictedStep, predict
+from commengine.cost import TransformerShape, parameters
+
+
+def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
+    """One step: the lines for people, and the numbers for --json."""
+    step = predict(shape, layout, cluster)
+    alone = predict(shape, replace(layout, tensor=1, data=1, sequence_parallel=False, zero1=False), cluster)
+    efficiency = step.flops_per_device / alone.flops_per_device
+    room = cluster.device.memory_bytes
+    lines = [
+        f"{parameters(shape) / 1e9:.2f} billion parameters on {layout.ranks} x {cluster.device.name} ({cluster.name}), "
+        f"tensor {layout.tensor} x data {layout.data}, batch {layout.batch} in micro-batches of {layout.micro_batch}, "
+        f"recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
+        f"{', distributed optimizer' if layout.zero1 else ''}",
+        "",
+        f"- step: {step.total:.3f} s; {step.flops_per_device / 1e12:.1f} TFLOP/s a device, "
+        f"{100 * step.flops_per_device / cluster.device.peak_flops:.0f}% of peak (recomputed FLOPs included)",
+        f"- scaling efficiency: {100 * efficiency:.0f}% of the same model and micro-batches on one device, did it fit",
+        f"- communication that is waited for: {100 * step.communication:.1f}% of the step"
+        + (f"; hidden under backward: {1e3 * step.hidden:.0f} ms" if step.hidden else ""),
+        f"- memory a device: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}"
+        + ("" if step.memory_total <= room else ": **does not fit**"),
+        *(f"  - {name}: {size / 1e9:.2f} GB" for name, size in step.memory.items()),
+        "",
+        "| part | ms a step | share |",
+        "|---|---:|---:|",
+        *(
+            f"| {part.replace('_', ' ')} | {1e3 * spent:.1f} | {100 * spent / step.total:.1f}% |"
+            for part, spent in step.seconds.items()
+        ),
+        "",
+        f"- {calibration(cluster)}",
+    ]  # fmt: skip
+    return lines, numbers_of(step) | {"scaling_efficiency": efficiency}
+
+
+def calibration(cluster: Cluster) -> str:
+    """A sentence: whether a measured step has set the rates of the machine."""
+    if (known := cluster.calibration) is not None:
+        return (
+            f"calibrated: {known.flops / 1e12:g} TFLOP/s were measured for {known.model}, micro-batch "
+            f"{known.micro_batch}, recompute {known.recompute}"
+        )
+    links = "measured collectives" if cluster.fitted else "the links of its file"
+    return (
+        f"not calibrated: no step was measured on {cluster.name}; the times follow from the rates of its file and from "
+        f"{links} alone"
+    )
+
+
+def numbers_of(step: PredictedStep) -> dict[str, Any]:
+    """The numbers of a step for --json."""
+    return {
+        "step_s": step.total, "flops_per_device": step.flops_per_device, "communication_share": step.communication,
+        "seconds": step.seconds, "hidden_s": step.hidden, "memory_bytes": step.memory,
+    }  # fmt: skip
