@@ -90,7 +90,7 @@ def option(
     value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
     field is then a string or a list of strings. short: another name of the flag, such as "-i". sets: gives the values
     of other fields that the option's word stands for; flags and files win over these. It is called with the settings'
-    class, the word, and a function that tells the value of another option by its field's name.
+    class, the word, and a function that tells the value of another option by its field's name, None if it is not given.
     """
     ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
     about = {
@@ -229,7 +229,7 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settin
 
 
 def _read_option(kind: type[DataclassInstance], argv: Sequence[str] | None, prog: str, name: str) -> Any:
-    return value_of(kind, name, argv, prog)
+    return value_of(kind, name, argv, prog, default=False)
 
 
 def parser_of(kind: type[DataclassInstance], prog: str) -> Parser:
@@ -248,11 +248,18 @@ def add_some(parser: Parser, kind: type[DataclassInstance], names: Sequence[str]
             _add(parser, item, hints[item.name], valid=item.metadata["ranges"])
 
 
-def value_of(kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str) -> Any:
-    """The value of one option, as `parse` would read it; whatever else ``argv`` and the file hold is left alone."""
+def value_of(
+    kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str, *, default: bool = True
+) -> Any:
+    """The value of one option, as `parse` would read it; whatever else ``argv`` and the file hold is left alone.
+
+    default: of an option that is not given: its default; else None.
+    """
     (item,) = (item for item in fields(kind) if item.name == name)
     parser = Parser(prog=prog, add_help=False, unknown_keys=True)
     _add(parser, item, typing.get_type_hints(kind)[name])
+    if not default:
+        parser.set_defaults(**{name: None})
     return getattr(parser.parse_known_args(argv)[0], name)
 
 

@@ -153,13 +153,15 @@ def load_trained(
         )  # fmt: skip
         settings.require_split(grid.world.size)
         read = None if state.data is None else state.data.model_dump()
-        return [str(found), kind_found, state.iteration, settings.to_json(), read]
+        own = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16)
+        if checkpoint.CONVERTED_FROM in state.settings:  # may be float64, in which nothing trains
+            own = checkpoint.parameters_dtype(found)
+        return [str(found), kind_found, state.iteration, settings.to_json(), read, str(own).removeprefix("torch.")]
 
-    name, kind_found, steps, values, read = on_rank_zero(grid.world, described)
+    name, kind_found, steps, values, read, own = on_rank_zero(grid.world, described)
     found = Path(name)
     settings = _CONFIGS[kind_found](**values)
-    dtype = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16) if dtype is None else dtype
-    model = unfilled_model(settings, grid.tensor, dtype)
+    model = unfilled_model(settings, grid.tensor, DTYPES[own] if dtype is None else dtype)
     checkpoint.load_model(found, model, grid.world, verify=verify)
     return _trained(model, settings, grid, kind_found, found, steps, tokenizer, read)
 

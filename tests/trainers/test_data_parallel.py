@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commengine import CollectiveError, ProcessGrid, trace
+from tests.support.small_models import VOCAB, S, made
 from tests.support.training.failing import Fails
-from tplayers import MLP, initialize
+from tplayers import MLP, initialize, placements
 from trainers.checks.replicas import checksum
 from trainers.data_parallel import DataParallel
 
@@ -410,6 +411,28 @@ def test_tensor_groups_hold_a_replica_together(world, alone):
         every = torch.cat([p.grad.flatten() for p in reference.parameters()])
         assert norm == pytest.approx(every.norm().item(), rel=1e-10)
         torch.testing.assert_close(net.enter.weight.grad, reference.enter.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.every_size
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_llama_whose_ranks_share_heads_of_keys(world, alone, sequence_parallel):
+    """At every layout the gradients of one rank with all samples, each of them and their norm."""
+    tokens = torch.randint(VOCAB, (4 * world.size, S + 1), generator=torch.Generator().manual_seed(2))
+    plain = {"dtype": torch.float64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    whole = made("llama", alone, **plain)
+    whole(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm().item()
+    for tensor in (size for size in (1, 2, 4) if world.size % size == 0):
+        with ProcessGrid(world, tensor) as grid:
+            net = made("llama", grid.tensor, sequence_parallel=sequence_parallel, **plain)
+            with DataParallel(net, grid) as replicas:
+                mine = tokens.chunk(grid.data.size)[grid.data.rank]
+                net(mine[:, :-1], mine[:, 1:]).mean().backward()
+                assert replicas.clip(0.0) == pytest.approx(norm, rel=1e-10)
+            placed = placements(net)
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(p.grad, placed[name].part(expected[name]), rtol=1e-10, atol=1e-13, msg=name)
 
 
 def test_autocast_and_a_gradient_scaler_work_and_an_overflow_on_one_rank_skips_the_step_on_all(world):

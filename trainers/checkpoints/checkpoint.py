@@ -14,6 +14,8 @@ there are any.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,8 +33,9 @@ from trainers.files import checksums
 from trainers.training.optimizer import Optimizer
 from trainers.training.parameters import MOMENTS
 
-from . import parallel_safetensors, pointer
+from . import disk, parallel_safetensors, pointer
 from .pointer import STATE
+from .safetensors_file import read_layout
 
 if TYPE_CHECKING:
     from .state_file import SavedState
@@ -126,6 +129,19 @@ def saved_state(found: Path, *, verify: bool) -> SavedState:
     if state.format >= 4 and pieces is None and verify:
         raise cannot_load(found, checksums.ChecksumError(f"{found / CHECKSUMS}: no such file"))
     return state
+
+
+def parameters_dtype(found: Path) -> torch.dtype:
+    """The dtype of the parameters in a checkpoint's file, the widest if they differ. Raises UsageError."""
+    try:
+        file = disk.open_to_read(found / MODEL)
+        try:
+            stored = read_layout(file, found / MODEL)
+        finally:
+            os.close(file)
+    except (ValueError, OSError) as error:
+        raise cannot_load(found, error) from error
+    return functools.reduce(torch.promote_types, (one.dtype for one in stored.values()))
 
 
 def _checksums(found: Path) -> list[checksums.Piece] | None:

@@ -21,12 +21,12 @@ ASKED = ("vocab_size", "num_attention_heads")
 def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mapping[str, Any]:
     """The settings that ``--load`` gives: those of another program's model, or of a run that came from one.
 
-    kind: the class of the settings, whose ``task`` is the kind of model. value: of another option, by name. Of any
-    other run there are none: its flags are given again. Raises UsageError where the files cannot be read, or hold
-    another kind of model.
+    kind: the class of the settings, whose ``task`` is the kind of model. value: of another option, by name; None if it
+    is not given. Of any other run there are none: its flags are given again. Raises UsageError where the files cannot
+    be read, or hold another kind of model.
     """
     if of_other_program(load):
-        other = open_other(load, **{name: _given(kind, name, value) for name in ASKED})
+        other = open_other(load, **{name: value(name) for name in ASKED})
         other.close()
         require_kind(load, other, kind.task)
         return _of_fields(kind, other.settings)
@@ -38,13 +38,6 @@ def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mappi
     fixed = {item.name for item in fields(kind) if item.metadata["fixed"]}
     names = fixed | {"hidden_dropout", "attention_dropout", "tokenizer_model", "hf_files"}
     return {name: one for name, one in saved.items() if name in names}
-
-
-def _given(kind: Any, name: str, value: Callable[[str], Any]) -> Any:
-    """The value of an option; None if it is the default."""
-    (item,) = (item for item in fields(kind) if item.name == name)
-    found = value(name)
-    return None if found == item.default else found
 
 
 def _of_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

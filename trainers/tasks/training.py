@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,25 @@ def transformer_trainer(
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
     """
+    if config.load is None or not of_other_program(config.load):
+        return _new_trainer(config, world, corpus, new_model, objective, new_batches)
+    with contextlib.closing(on_every_rank(world, config.open_other)) as other:  # before the model takes its memory
+        trainer = _new_trainer(config, world, corpus, new_model, objective, new_batches)
+        model = trainer.model
+        assert isinstance(model, GPT | BERT)
+        fill_model(config.load, other, model, model.config, world, partial(trainer.optimizer.fill, "master"))
+    return trainer
+
+
+def _new_trainer(
+    config: TransformerTrainConfig,
+    world: Communicator,
+    corpus: Corpus,
+    new_model: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
+    objective: Objective[Any],
+    new_batches: NewBatches,
+) -> Trainer:
+    """`transformer_trainer`, with initial values."""
     samples = corpus.stream(config.seed)
     grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
     model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
@@ -65,14 +85,7 @@ def transformer_trainer(
         )
         use_canonical_shards(model, grid.tensor, config.canonical_shards)
     unusable = outside_vocabulary(config, "", given(config, "data_path"))
-    trainer = Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
-    if config.load is not None and of_other_program(config.load):
-        other = on_every_rank(world, config.open_other)
-        fill = partial(trainer.optimizer.fill, "master")
-        assert isinstance(model, GPT | BERT)
-        fill_model(config.load, other, model, model.config, world, fill)
-        other.close()
-    return trainer
+    return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
 
 
 def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:

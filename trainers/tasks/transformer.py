@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from commengine import UsageError
+from commengine import UsageError, cost
 from tplayers import TransformerConfig
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
@@ -138,10 +138,8 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
         config = super().completed(ranks)
-        if config.load is not None and of_other_program(config.load):
-            other = config.open_other()
-            other.close()
-            require_same(config, other, config.load)
+        if config.dry_run and config.load is not None and of_other_program(config.load):
+            config.open_other().close()  # a run opens it when its trainer is made
         config.require_split(ranks)
         config.require_shards(config.model())
         config = replace(config, deterministic_shards=config.canonical_shards)
@@ -163,9 +161,18 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
         return (fixed | {"hidden_dropout", "attention_dropout", "bf16", "fp16", "tokenizer_model"}) - set(of_data)
 
     def open_other(self) -> OtherModel:
-        """The model of another program that ``--load`` names. Not collective. Raises UsageError."""
+        """The model of another program that ``--load`` names. Not collective.
+
+        Raises UsageError where it cannot be read, or a setting that changes the function is not that of the model.
+        """
         assert self.load is not None
-        return open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
+        other = open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
+        try:
+            require_same(self, other, self.load)
+        except UsageError:
+            other.close()
+            raise
+        return other
 
     @abstractmethod
     def model(self) -> TransformerConfig:
@@ -190,16 +197,13 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
         """Raise UsageError if the parameters, or what a layer keeps of a micro-batch, exceed all memory of a machine.
 
         A lower bound, so that no run that is possible is refused: weights and gradients in the parameters' dtype, the
-        input of each layer (of one layer with full recomputation), and nothing else.
+        input of each layer (of one layer with full recomputation), and nothing else. The heads of a BERT count, which
+        are small, also those that it may lack.
         """
         assert self.vocab_size is not None
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
-        model, width = self.model(), self.hidden_size
-        columns = 2 * (model.num_attention_heads + model.query_groups) * model.head_size
-        layer = width * (columns + (3 if model.swiglu else 2) * model.ffn_size) // tensor
-        tables = (2 if model.untie_embeddings_and_output_weights else 1) * model.padded_vocab_size * width // tensor
-        learned = self.positions * width if model.position_embedding_type == "learned_absolute" else 0
-        weights = self.num_layers * layer + tables + learned
+        width = self.hidden_size
+        weights = cost.parameters(self.model().cost_shape(self.positions, self.task, tensor), tensor)
         kept = 1 if self.recompute_granularity == "full" else self.num_layers
         inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
         there = machine_memory(self.device)

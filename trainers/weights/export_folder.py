@@ -49,8 +49,19 @@ def require_replaceable(option: str, folder: Path, *, overwrite: bool) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed job has left beside ``folder``, which no other job writes now. On one rank."""
+    """Remove what a killed job has left beside ``folder``, which no other job writes now. On one rank.
+
+    An export that was about to be replaced gets its name back. Raises OSError.
+    """
+    _give_back(folder)
     disk.remove_if_possible(_beside(folder))
+
+
+def _give_back(folder: Path) -> None:
+    """Give an export its name back, which it lost to a new one that never came. Raises OSError."""
+    old = _beside(folder) / OLD
+    if old.exists() and not folder.exists():
+        disk.replace(old, folder)
 
 
 def _beside(folder: Path) -> Path:
@@ -61,8 +72,9 @@ def _beside(folder: Path) -> Path:
 def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[], Any]], None]) -> Iterator[Path]:
     """A folder beside ``folder`` that one job at a time has, with an empty folder `NEW` in it, for a ``with`` block.
 
-    `NEW` and `OLD` in it are removed at the end, also those that a killed job left. told: calls its argument, and
-    raises UsageError in place of OSError. Collective over ``world``. Raises UsageError, on all ranks.
+    `NEW` and `OLD` in it are removed at the end, also those that a killed job left, but `OLD` gets the name ``folder``
+    if nothing has it. told: calls its argument, and raises UsageError in place of OSError. Collective over ``world``.
+    Raises UsageError, on all ranks.
     """
     own = _beside(folder)
     on_rank_zero(world, lambda: told(lambda: own.mkdir(parents=True, exist_ok=True)))
@@ -70,13 +82,17 @@ def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[
 
     def leave() -> None:
         if lock is not None:
-            for name in (NEW, OLD):
-                disk.remove_if_possible(own / name)
-            lock.release()
+            disk.remove_if_possible(own / NEW)  # first, because it may be what fills the disk
+            with contextlib.suppress(OSError):
+                _give_back(folder)
+                disk.remove(own / OLD)
+            with contextlib.suppress(OSError):
+                lock.release()
         with contextlib.suppress(OSError):  # another job has it now
             own.rmdir()
 
     def clear() -> None:
+        _give_back(folder)
         disk.remove(own / OLD)
         disk.make_empty(own / NEW)
 

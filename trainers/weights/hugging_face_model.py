@@ -107,6 +107,10 @@ class HuggingFaceModel:
             found[tensor.ours] = partial(self._fill, pieces, [name for name in seconds if name in self._named])
         return found
 
+    def their_names(self, name: str) -> str:
+        """See `OtherModel`."""
+        return ", ".join(next(one.theirs for one in hugging_face_tensors(self.config) if one.ours == name))
+
     def _fill(self, pieces: list[TheirPart], seconds: list[str], target: Tensor) -> None:
         """Fill our ``target`` from ``pieces``. seconds: other names of it in the files, which are compared."""
         for second in seconds:

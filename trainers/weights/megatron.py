@@ -116,6 +116,10 @@ class MegatronCheckpoint:
         """Our names of all tensors of the model."""
         return tuple(self._where)
 
+    def their_name(self, name: str) -> str:
+        """Megatron-LM's name of our tensor ``name``, as `MegatronTensor.theirs`."""
+        return self._where[name].theirs
+
     def tensor(self, name: str, padded_vocab_size: int | None = None) -> Tensor:
         """Our global tensor ``name``, in the file's dtype. It may be a view of the file's memory: do not write into it.
 

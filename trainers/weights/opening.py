@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import on_every_rank
+from commengine.rank_zero import gather_json, on_every_rank
 from tplayers import BERTConfig, Placement, TransformerConfig, placements
 
 from .hugging_face_model import HuggingFaceModel
@@ -25,6 +26,9 @@ READERS: dict[str, Callable[..., OtherModel]] = {
     "hf": HuggingFaceModel.open,
     "megatron": lambda path, **asked: _Megatron(open_megatron(path, **asked)),
 }
+
+#: tensors that a warning names
+_NAMED = 4
 
 
 def open_other(
@@ -61,17 +65,22 @@ def fill_model(
     load: names ``other``, for errors. config: of ``model``. fill: called with each name and this rank's values in fp32,
     instead of filling the parameters.
 
+    Rank 0 says on its standard error which tensors have values that are NaN or infinite; they are taken as they are.
     Raises UsageError, on all ranks, where the tensors do not fit or a file is damaged.
     """
+    placed = placements(model)
+    wrong: dict[str, int] = {}
 
     def read() -> None:
         try:
-            parts = other.parts(config, placements(model))
+            parts = other.parts(config, placed)
             for name, parameter in model.named_parameters():
                 direct = fill is None and parameter.device.type == "cpu" and parameter.is_contiguous()
                 dtype = parameter.dtype if fill is None else torch.float32
                 values = parameter.detach() if direct else torch.empty(parameter.shape, dtype=dtype)
                 parts[name](values)
+                if count := _not_finite(values):
+                    wrong[name] = count
                 if fill is not None:
                     fill(name, values)
                 elif not direct:
@@ -80,6 +89,35 @@ def fill_model(
             raise cannot_read(load, error) from error
 
     on_every_rank(world, read)
+    _tell(load, other, {name: (placed[name], count) for name, count in wrong.items()}, world)
+
+
+def _not_finite(values: Tensor) -> int:
+    """How many values are NaN or infinite. Where there is none, as nearly always, it takes one pass and no memory."""
+    return 0 if values.sum().isfinite() else int(values.numel() - values.isfinite().sum())
+
+
+def _tell(load: str, other: OtherModel, wrong: Mapping[str, tuple[Placement, int]], world: Communicator) -> None:
+    """Let rank 0 say which tensors have values that are not finite. Collective over ``world``.
+
+    wrong: of this rank: our names of such tensors, with the number of such values in its part.
+    """
+    some = torch.tensor([len(wrong)])
+    world.all_reduce(some, "max")
+    if not int(some):
+        return
+    mine = [[name, placement.index if placement.sharded else 0, count] for name, (placement, count) in wrong.items()]
+    counts: dict[str, dict[int, int]] = {}
+    for name, index, count in (one for rank in gather_json(world, mine) for one in rank):
+        counts.setdefault(name, {})[index] = count  # several ranks may hold the same part
+    if world.rank == 0:
+        said = [f"{sum(parts.values())} in {other.their_names(name)}" for name, parts in counts.items()]
+        more = f" and {len(said) - _NAMED} more tensors" if len(said) > _NAMED else ""
+        print(
+            f"warning: {load}: values that are NaN or infinite, which are taken as they are: "
+            f"{', '.join(said[:_NAMED])}{more}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,6 +145,9 @@ class _Megatron:
             raise ValueError(f"not the model's tensors: {', '.join(different[:4])}")
         rows = config.padded_vocab_size
         return {name: partial(self._fill, name, placement, rows) for name, placement in placements.items()}
+
+    def their_names(self, name: str) -> str:
+        return self.found.their_name(name)
 
     def _fill(self, name: str, placement: Placement, rows: int, target: Tensor) -> None:
         target.copy_(placement.part(self.found.tensor(name, rows)))

@@ -39,5 +39,8 @@ class OtherModel(Protocol):
         The functions raise ValueError, naming the file, and OSError. Not collective.
         """
 
+    def their_names(self, name: str) -> str:
+        """The tensors of the files in which our parameter ``name`` lies, by their names there, for people."""
+
     def close(self) -> None:
         """Close the files."""

@@ -127,6 +127,30 @@ def test_needs_randomness_a_known_word_and_no_compiler(ranks_of):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_queries_are_those_of_repeated_keys_and_values_under_the_same_mask(ranks_of, groups):
+    """Each query head draws a mask of its own. Gradients of a group's keys and values are sums over its queries."""
+    drawn = torch.Generator().manual_seed(3)
+    grouped, whole = attention(*ranks_of(1), p=0.4, query_groups=groups), attention(*ranks_of(1), p=0.4)
+    seed = grouped._drawn(Randomness(1, 2, BASE["samples"]))
+    assert isinstance(seed, int) and seed == whole._drawn(Randomness(1, 2, BASE["samples"]))
+    q = torch.randn(B, HEADS, S, S, dtype=torch.float64, generator=drawn)
+    k, v = torch.randn(2, B, groups, S, S, dtype=torch.float64, generator=drawn).unbind()
+    found, wanted = (one.clone().requires_grad_() for one in (k, v)), (one.clone().requires_grad_() for one in (k, v))
+    (k1, v1), (k2, v2) = found, wanted
+    first = grouped._core(q, k1, v1, seed)
+    second = whole._core(q, *(one.repeat_interleave(HEADS // groups, 1) for one in (k2, v2)), seed)
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+    gradient = torch.randn(first.shape, dtype=torch.float64, generator=drawn)
+    first.backward(gradient)
+    second.backward(gradient)
+    torch.testing.assert_close((k1.grad, v1.grad), (k2.grad, v2.grad), rtol=1e-12, atol=1e-12)
+    eye = torch.eye(S, dtype=torch.float64).expand(B, groups, S, S)
+    kept = grouped._core(torch.zeros_like(q), torch.zeros_like(k), eye, seed) != 0
+    for one, other in itertools.combinations(range(HEADS), 2):
+        assert abs((kept[:, one] == kept[:, other]).double().mean().item() - (0.6**2 + 0.4**2)) < 0.1
+
+
 def gpt(comm, **options):
     shape = GPTConfig(
         2, H, HEADS, 13, 8, make_vocab_size_divisible_by=16, hidden_dropout=0.2, attention_dropout=0.4,
@@ -145,14 +169,16 @@ def step(model, randomness):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("groups", [None, 1])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_draws_the_same_mask(group, recompute, sequence_parallel):
+def test_recomputation_draws_the_same_mask(group, recompute, sequence_parallel, groups):
     """Bit-equal gradients; torch's generator is in another state in the backward than it was in the forward."""
     randomness = Randomness(5, 17, BASE["samples"])
-    losses, gradients = step(gpt(group.comm, sequence_parallel=sequence_parallel), randomness)
+    options = {"sequence_parallel": sequence_parallel, "num_query_groups": groups}
+    losses, gradients = step(gpt(group.comm, **options), randomness)
     torch.rand(10)
-    found, recomputed = step(gpt(group.comm, sequence_parallel=sequence_parallel, recompute=recompute), randomness)
+    found, recomputed = step(gpt(group.comm, **options, recompute=recompute), randomness)
     assert torch.equal(found, losses)
     for name, gradient in gradients.items():
         assert torch.equal(recomputed[name], gradient), name

@@ -7,11 +7,18 @@ from trainers.checks.replicas import checksum, difference
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
+#: two heads of keys and values, which four ranks of a tensor group share
+LLAMA = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
+    "num_query_groups": 2, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 MODES = {
     "fp32": {},
     "bf16": {"bf16": True},
     "ZeRO-1": {"use_distributed_optimizer": True, "bf16": True, "overlap_grad_reduce": True},
     "sequence parallel": {"sequence_parallel": True},
+    "Llama": LLAMA,
+    "Llama, ZeRO-1": {**LLAMA, "use_distributed_optimizer": True, "bf16": True, "sequence_parallel": True},
 }
 
 
@@ -34,7 +41,7 @@ def test_copies_are_equal_after_steps(world, trainer, mode):
         assert difference(one) is None
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "ZeRO-1"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "ZeRO-1", "Llama"])
 def test_a_flipped_bit_of_a_parameter_is_found_between_replicas(world, trainer, mode):
     if world.size == 1:
         pytest.skip("one rank has no replicas")
@@ -65,10 +72,11 @@ def test_a_flipped_bit_of_a_moment_is_found_where_it_is_not_sharded(world, train
         assert found is None if shard else found is not None and found.startswith("exp_avg_sq.")
 
 
-def test_a_replicated_parameter_of_a_tensor_group_is_compared_and_a_split_one_is_not(world, trainer):
+@pytest.mark.parametrize("mode", ["fp32", "Llama"])
+def test_a_replicated_parameter_of_a_tensor_group_is_compared_and_a_split_one_is_not(world, trainer, mode):
     if world.size == 1:
         pytest.skip("one rank has no tensor group")
-    one = trainer(world, tensor_model_parallel_size=world.size)
+    one = trainer(world, tensor_model_parallel_size=world.size, **MODES[mode])
     named = dict(one.model.named_parameters())
     from tplayers import placements
 

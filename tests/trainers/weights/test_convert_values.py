@@ -9,14 +9,25 @@ from trainers.trained import load_trained
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("found", "asked"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16")])
-def test_a_run_has_the_dtype_that_was_asked_for(world, theirs, folder, command, found, asked):
-    """The run says it, so that whoever loads the run has its values, and not rounded ones."""
+@pytest.mark.parametrize(
+    ("found", "asked"),
+    [
+        ("bfloat16", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("float64", None),
+        ("float32", "float64"),
+    ],
+)
+def test_a_run_has_the_dtype_of_the_files_or_the_one_that_was_asked_for(world, theirs, folder, command, found, asked):
+    """Whoever loads the run has its values, and not rounded ones; also in float64, in which nothing trains."""
     if world.rank == 0:
         theirs("Llama").to(getattr(torch, found)).save_pretrained(folder / "in")
     world.barrier()
     size = ("--tensor-model-parallel-size", world.size)
-    command(world, "--from", "hf", folder / "in", "--save", folder / "run", "--dtype", asked, *size)
+    words = () if asked is None else ("--dtype", asked)
+    command(world, "--from", "hf", folder / "in", "--save", folder / "run", *words, *size)
+    asked = asked or found
     with ProcessGrid(world, tensor=world.size) as grid:
         run = load_trained(folder / "run", grid)
         other = load_trained(f"hf:{folder / 'in'}", grid)
