@@ -1,10 +1,13 @@
-"""Run command lines of trainers' commands one after the other in one MPI job: ``commands.py RUNS.json OUTCOMES.json``.
+"""Run command lines of trainers' commands one after the other in one MPI job: ``commands.py FOLDER PARENT NUMBER``.
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. RUNS: a list of [ranks, arguments, command, such as pretrain_gpt, signals, standard input]; signals: a list
+whole job. The job waits for the file NUMBER.runs.json in FOLDER, runs its command lines, writes NUMBER.outcomes.json,
+and waits for the next number; null in place of command lines ends it, as does the death of the process PARENT.
+
+Runs: a list of [ranks, arguments, command, such as pretrain_gpt, signals, standard input]; signals: a list
 of [place, iteration, rank, name], where the rank sends itself a signal in a "step", a "save" or an "evaluation" of this
-iteration; standard input: the text for rank 0. OUTCOMES: for each run, the exit code, standard output and standard
+iteration; standard input: the text for rank 0. Outcomes: for each run, the exit code, standard output and standard
 error of each of its ranks.
 """
 
@@ -18,6 +21,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
@@ -91,21 +95,43 @@ def run(comm: MPI.Intracomm, arguments: list[str], command: str, said: str) -> d
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+def wait(request: MPI.Request) -> None:
+    """Wait for all ranks, and leave the cores to others."""
+    while not request.Test():
+        time.sleep(0.002)
+
+
+def awaited(world: MPI.Intracomm, path: Path, parent: int) -> Any:
+    """The content of a file of JSON, when it is there. Collective."""
+    began = time.monotonic()
+    while world.rank == 0 and not path.exists():
+        time.sleep(0.002 if time.monotonic() - began < 1 else 0.02)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            world.Abort(1)
+    wait(world.Ibarrier())
+    return json.loads(path.read_text())
+
+
 if __name__ == "__main__":
-    runs, outcomes = map(Path, sys.argv[1:])
-    world, mine, signals = MPI.COMM_WORLD, [], Signals()
-    for ranks, arguments, command, planned, said in json.loads(runs.read_text()):
-        signals.planned = planned
-        part = world.Split(0 if world.rank < ranks else 1)
-        if world.rank < ranks:
-            mine.append(run(part, arguments, command, said))
-        else:
-            mine.append(None)
-        done = world.Ibarrier()
-        while not done.Test():  # not Barrier: it would keep a core busy
-            time.sleep(0.002)
-        part.Free()
-    every = world.gather(mine)
-    if every is not None:
-        ended = [[one for one in ranks if one is not None] for ranks in zip(*every, strict=True)]
-        outcomes.write_text(json.dumps(ended))
+    folder, parent, number = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    world, signals = MPI.COMM_WORLD, Signals()
+    while (asked := awaited(world, folder / f"{number}.runs.json", parent)) is not None:
+        mine = []
+        for ranks, arguments, command, planned, said in asked:
+            signals.planned = planned
+            part = world.Split(0 if world.rank < ranks else 1)
+            if world.rank < ranks:
+                mine.append(run(part, arguments, command, said))
+            else:
+                mine.append(None)
+            wait(world.Ibarrier())
+            part.Free()
+        every = world.gather(mine)
+        if every is not None:
+            ended = [[one for one in ranks if one is not None] for ranks in zip(*every, strict=True)]
+            beside = folder / f"{number}.outcomes.tmp"
+            beside.write_text(json.dumps(ended))
+            beside.rename(folder / f"{number}.outcomes.json")
+        number += 1

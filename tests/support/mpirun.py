@@ -90,6 +90,12 @@ def command(
     return subprocess.CompletedProcess(argv, process.returncode, out, _BANNER.sub("", err))
 
 
+def require_slow() -> None:
+    """Raise RuntimeError in a test that is not marked ``slow``: ``make test-quick`` starts no jobs."""
+    if no_command_in:
+        raise RuntimeError(f"{no_command_in} starts a command: mark it slow, so that make test-quick leaves it out")
+
+
 def start(
     argv: list[str],
     env: Mapping[str, str] | None = None,
@@ -97,12 +103,8 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> "subprocess.Popen[str]":
-    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends.
-
-    Raises RuntimeError in a test that is not marked ``slow``: ``make test-quick`` starts no jobs.
-    """
-    if no_command_in:
-        raise RuntimeError(f"{no_command_in} starts a command: mark it slow, so that make test-quick leaves it out")
+    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends. Raises as `require_slow`."""
+    require_slow()
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

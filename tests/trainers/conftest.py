@@ -1,6 +1,5 @@
 """What the tests of whole runs share: many commands in one MPI job, and a grid for those inside one."""
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import mpirun
+from tests.support.command_job import CommandJob
 
 #: a model that takes milliseconds a step, on any number of ranks up to 4
 TINY = [
@@ -38,30 +37,28 @@ class Outcome:
 
 
 @pytest.fixture(scope="session")
-def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
-    """Run a command as each of several (ranks, arguments[, signals[, input]]), in one job (tests/jobs/commands.py).
+def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Outcome]]]:
+    """Run a command as each of several (ranks, arguments[, signals[, input]]), in a job that all tests share.
 
     command: of all of them, or a list with the command of each.
     """
-    numbers = itertools.count()
+    job = CommandJob(tmp_path_factory.mktemp("job"))
 
     def pretrain(
         *runs: tuple[Any, ...], timeout: float = 110, command: str | list[str] = "pretrain_gpt"
     ) -> list[Outcome]:
-        folder = tmp_path_factory.mktemp(f"job{next(numbers)}")
         commands = [command] * len(runs) if isinstance(command, str) else command
         given = [
             [n, [str(word) for word in words], name, *more, *([], "")[len(more) :]]
             for (n, words, *more), name in zip(runs, commands, strict=True)
         ]
-        (folder / "runs.json").write_text(json.dumps(given))
-        words = [str(mpirun.JOBS / "commands.py"), str(folder / "runs.json"), str(folder / "outcomes.json")]
-        done = mpirun.run(max(n for n, *_ in runs), *words, timeout=timeout)
-        assert done.returncode == 0, f"the job ended early: {done.stderr[-4000:]}"
-        found: list[list[dict[str, Any]]] = json.loads((folder / "outcomes.json").read_text())
-        return [Outcome(*([rank[key] for rank in ranks] for key in ("code", "out", "err"))) for ranks in found]
+        return [
+            Outcome(*([rank[key] for rank in ranks] for key in ("code", "out", "err")))
+            for ranks in job.run(given, timeout)
+        ]
 
-    return pretrain
+    yield pretrain
+    job.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,85 @@
+"""CommandJob: one MPI job that runs the command lines of many tests."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support import mpirun
+
+RANKS = 4
+
+
+class CommandJob:
+    """A job of `RANKS` ranks that runs command lines (tests/jobs/commands.py), started by the first that is asked for.
+
+    Starting a job takes each rank two seconds, and a run of a tiny model milliseconds. After a crash or a timeout the
+    next command lines get a new job.
+
+    folder: a new one, for the files through which the job is asked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, runs: list[Any], timeout: float) -> list[Any]:
+        """Run command lines and return their outcomes, in the forms of tests/jobs/commands.py.
+
+        timeout: in seconds, for all of them; TimeoutError after it. Raises AssertionError, with the end of what the job
+        said, if the job ends before.
+        """
+        mpirun.require_slow()
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._process is not None
+        self._number += 1
+        asked, found = (self._folder / f"{self._number}.{name}.json" for name in ("runs", "outcomes"))
+        deadline = time.monotonic() + timeout
+        try:
+            _publish(asked, runs)
+            while not found.exists():
+                if self._process.poll() is not None:
+                    raise AssertionError(f"the job ended early: {self._log.read_text(errors='replace')[-4000:]}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"after {timeout:g} s: {self._log.read_text(errors='replace')[-4000:]}")
+                time.sleep(0.005)
+        except BaseException:
+            mpirun.stop(self._process)
+            raise
+        outcomes: list[Any] = json.loads(found.read_text())
+        return outcomes
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "log"
+
+    def _start(self) -> None:
+        words = [str(mpirun.JOBS / "commands.py"), str(self._folder), str(os.getpid()), str(self._number + 1)]
+        with self._log.open("w") as file:
+            self._process = mpirun.start(
+                [mpirun.mpiexec(), "-n", str(RANKS), sys.executable, *words],
+                stdout=file.fileno(), stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """End the job, if it is there."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            _publish(self._folder / f"{self._number + 1}.runs.json", None)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                mpirun.stop(self._process)
+        self._process = None
+
+
+def _publish(path: Path, content: Any) -> None:
+    """Write a file of JSON that is there as a whole or not at all."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(content))
+    beside.rename(path)
