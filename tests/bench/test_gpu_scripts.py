@@ -192,6 +192,7 @@ def test_a_stage_over_its_limit_ends_with_all_its_ranks_and_the_next_one_runs(re
     )
     edit(repository, 'stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld',
          f'stage hello 4 "$mpiexec" -n 2 "$python" {program}')  # fmt: skip
+    edit(repository, "timeout -s INT -k 10", "timeout -s INT -k 2")
     done, summary = run(repository, "--dry-run", "--only", "hello,raw_nccl", "live")
     assert done.returncode == 1
     assert "TIMED OUT live hello" in summary and "ok        live raw_nccl" in summary
