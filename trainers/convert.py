@@ -142,7 +142,8 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
     names = ("vocab_size", "num_attention_heads", "rotary_interleaved")
     asked = {name: getattr(config, name) for name in names}
     try:
-        trained = load_trained(load, grid, dtype=None if config.dtype is None else DTYPES[config.dtype], asked=asked)
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        trained = load_trained(load, grid, dtype=dtype, asked=asked, tell_not_finite=True)
     except UsageError as error:  # on all ranks; it names the option of the other commands
         raise UsageError(str(error).replace(f"--load {load}", f"--from {' '.join(origin)}")) from error
     settings = _settings_to_save(trained)

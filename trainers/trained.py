@@ -121,7 +121,7 @@ class Trained:
 def load_trained(
     folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
-    asked: Mapping[str, Any] | None = None,
+    asked: Mapping[str, Any] | None = None, tell_not_finite: bool = False,
 ) -> Trained:  # fmt: skip
     """The model of the run in ``folder``, whatever layout of ranks, precision or optimizer the run had.
 
@@ -134,13 +134,17 @@ def load_trained(
     checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
     BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its standard error.
     verify: first compare the files that are read with their checksums.
-    asked: arguments of `open_other`, for files that do not say everything.
+    asked: arguments of `open_other`, for files that do not say everything. tell_not_finite: as for `fill_model`, of
+    a model of another program.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
     """
     if of_other_program(load := os.fspath(folder)):
-        return _load_other(load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked)
+        return _load_other(
+            load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked,
+            tell_not_finite=tell_not_finite,
+        )  # fmt: skip
 
     def described() -> list[Any]:
         found = _find(Path(folder), iteration)
@@ -168,7 +172,7 @@ def load_trained(
 
 def _load_other(
     load: str, grid: ProcessGrid, *, kind: str | None, iteration: int | None, dtype: torch.dtype | None,
-    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None,
+    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None, tell_not_finite: bool,
 ) -> Trained:  # fmt: skip
     """`load_trained` of a model that another program saved. Collective."""
     other = on_every_rank(grid.world, lambda: open_other(load, **(asked or {})))
@@ -190,7 +194,7 @@ def _load_other(
 
         settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
         model = unfilled_model(settings, grid.tensor, asked_or_found)
-        fill_model(load, other, model, model.config, grid.world)
+        fill_model(load, other, model, model.config, grid.world, tell_not_finite=tell_not_finite)
         return _trained(model, settings, grid, other.kind, Path(load.partition(":")[2]), 0, tokenizer)
 
 

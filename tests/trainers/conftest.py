@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_job import CommandJob
+from tests.support.training.command_job import CommandJob
 
 #: a model that takes milliseconds a step, on any number of ranks up to 4
 TINY = [

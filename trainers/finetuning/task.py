@@ -177,7 +177,7 @@ def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify:
 
     Collective over the grid's world. Raises UsageError, on all ranks, if there is no BERT of this shape.
     """
-    trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify)
+    trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify, tell_not_finite=True)
     theirs = dict(trained.model.named_parameters())
     own = []
     with torch.no_grad():

@@ -61,7 +61,8 @@ def transformer_trainer(
         trainer = _new_trainer(config, world, corpus, new_model, objective, new_batches)
         model = trainer.model
         assert isinstance(model, GPT | BERT)
-        fill_model(config.load, other, model, model.config, world, partial(trainer.optimizer.fill, "master"))
+        fill = partial(trainer.optimizer.fill, "master")
+        fill_model(config.load, other, model, model.config, world, fill, tell_not_finite=True)
     return trainer
 
 

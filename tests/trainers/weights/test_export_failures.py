@@ -194,6 +194,7 @@ def test_a_run_with_a_disk_that_is_full_for_its_export_goes_on_there(world, fold
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_kill_in_an_export_loses_nothing_and_the_same_command_ends_it(tmp_path, theirs, everywhere):
     for name, value in (("one", 1.0), ("two", 2.0)):
@@ -211,7 +212,7 @@ def test_a_kill_in_an_export_loses_nothing_and_the_same_command_ends_it(tmp_path
     ]
     (tmp_path / "cases.json").write_text(json.dumps({"first": first, "cases": cases}, default=str))
     words = [str(mpirun.JOBS / "killed_export.py"), str(tmp_path / "cases.json"), str(tmp_path / "found.json")]
-    done = mpirun.command([sys.executable, *words], timeout=110)
+    done = mpirun.command([sys.executable, *words], timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     of_convert, of_run = json.loads((tmp_path / "found.json").read_text())

@@ -86,9 +86,9 @@ def test_values_that_are_not_finite_are_told_once_and_taken_as_they_are(world, t
     command(world, "--from", "hf", folder / "in", "--save", folder / "run", *size)
     assert capfd.readouterr().err == (said if world.rank == 0 else "")
     with ProcessGrid(world) as grid:  # a replica on each rank
-        load_trained(f"hf:{folder / 'in'}", grid)
+        load_trained(f"hf:{folder / 'in'}", grid, tell_not_finite=True)
         assert capfd.readouterr().err == (said if world.rank == 0 else "")
-        load_trained(f"hf:{folder / 'good'}", grid)
+        load_trained(f"hf:{folder / 'good'}", grid, tell_not_finite=True)
         assert capfd.readouterr().err == ""
     command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
     before, after = (load_file(folder / name / "model.safetensors") for name in ("in", "out"))
