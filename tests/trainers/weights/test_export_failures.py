@@ -193,6 +193,11 @@ def test_a_run_with_a_disk_that_is_full_for_its_export_goes_on_there(world, fold
         world.barrier()
 
 
+def without_lock(files):
+    """Without the file of a process that was killed while it took the lock; a start a minute later removes it."""
+    return {path: value for path, value in files.items() if not re.search(r"-tmp/run\.lock\.[0-9a-f]{32}$", path)}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -228,13 +233,13 @@ def test_a_kill_in_an_export_loses_nothing_and_the_same_command_ends_it(tmp_path
         aside = {path.replace(f".out.commengine-tmp/{OLD}/", "out/"): value for path, value in killed.items()}
         assert there in (old, new) or (not there and old.items() <= aside.items()), name
         seen.add("old" if there == old else "new" if there == new else "aside")
-        assert status == 0 and again == new, name
+        assert status == 0 and without_lock(again) == new, name
     assert seen == ({"old", "new", "aside"} if everywhere else {"old", "aside"})
     seen = set()
     for name, killed, status, again in of_run["kills"]:
         checkpoint = {path for path in killed if re.fullmatch(r"run/iter_0000001/[^/]*(safetensors|json)", path)}
         assert len(checkpoint) == 3 and all(killed[path] == again[path] for path in checkpoint), name
-        assert status == 0 and again.keys() == of_run["whole"].keys(), name
+        assert status == 0 and without_lock(again).keys() == of_run["whole"].keys(), name
         export = "run/iter_0000001/hf/model.safetensors"
         assert again[export] == of_run["whole"][export], name
         seen.add(export in killed)
