@@ -3,11 +3,11 @@
 ``killed_export.py CASES.json OUTCOMES.json``. A process is forked for each run, so that PyTorch is imported once.
 CASES: {"first": commands that run before, each a list of its name and arguments, "cases": a list}. A case is
 {"command": such as "convert", "words": its arguments, "place": the folder that it writes, alone in its parent,
-"before": a folder with what is there before, or null, "all": whether a kill comes before each change, or before the
-first write and the second rename alone}. For each kill ``place`` gets the content of ``before``, the command is killed,
-and then started again. OUTCOMES: for each case {"whole": the files after a run that nothing disturbs, "kills": a list
-of [name of the change, the files after the kill, the status of the second run, the files after it]}; files: their paths
-from the parent of ``place``, and digests.
+"before": a folder with what is there before, or null, "many": whether a kill comes before every third change and each
+rename, too, or before the first write and the second rename alone}. For each kill ``place`` gets the content of
+``before``, the command is killed, and then started again. OUTCOMES: for each case {"whole": the files after a run that
+nothing disturbs, "kills": a list of [name of the change, the files after the kill, the status of the second run, the
+files after it]}; files: their paths from the parent of ``place``, and digests.
 """
 
 import contextlib
@@ -83,8 +83,11 @@ def outcomes(case: dict[str, Any], names: Path) -> dict[str, Any]:
     place = prepare(case)
     assert run(case, None, names) == 0
     whole, changes, kills = content(place.parent), names.read_text().split(), []
-    few = {changes.index("pwrite"), *[number for number, name in enumerate(changes) if name in RENAMES][1:2]}
-    for number in range(len(changes)) if case["all"] else sorted(few):
+    renames = [number for number, name in enumerate(changes) if name in RENAMES]
+    chosen = {changes.index("pwrite"), *renames[1:2]}
+    if case["many"]:
+        chosen |= {*range(0, len(changes), 3), *renames, len(changes) - 1}
+    for number in sorted(chosen):
         prepare(case)
         assert run(case, number + 1, names) == -signal.SIGKILL
         after = content(place.parent)
