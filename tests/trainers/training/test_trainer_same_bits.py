@@ -51,6 +51,7 @@ def test_layouts(mpi_world, model, precision, layout):
     found = run(mpi_world, model, layout, precision=precision, **SMALL)
     assert unlike(expected, found) == []
     assert len(expected["steps"]) == SMALL["steps"] and len(expected) > 30
+    assert {step[2] for step in expected["steps"]} == ({False, True} if precision == "fp16" else {False})  # skipped
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def folder(mpi_world):
 
 
 def test_a_run_is_resumed_at_another_layout(mpi_world, folder):
-    """After the first of two steps; the epoch of the data goes on."""
+    """After the first of two steps, in the middle of an epoch. A second step at the first layout is lost."""
     if mpi_world.size != 2:
         pytest.skip("for 2 ranks")
     first, second = RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True})
