@@ -80,7 +80,7 @@ class _Columns(torch.autograd.Function):
         weights, biases = layers[::2], layers[1::2]
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
-        ctx.shards, ctx.split, ctx.stream, ctx.blocks = shards, split, stream, blocks
+        ctx.shards, ctx.split, ctx.stream = shards, split, stream
         split = split and shards.comm.size > 1
         whole = x
         if split:
@@ -105,7 +105,7 @@ class _Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        shards, blocks, stream = ctx.shards, ctx.blocks, ctx.stream
+        shards, stream = ctx.shards, ctx.stream
         comm, own = shards.comm, shards.own
         split = ctx.split and comm.size > 1
         need_layers = ctx.needs_input_grad[5:]
@@ -115,12 +115,14 @@ class _Columns(torch.autograd.Function):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
 
+        shares = [torch.split(weight, mine.shape[-1]) for mine, weight in zip(pieces, weights, strict=True)]
+
         def of_shard(number: int) -> Tensor:
             """The gradient of x by one shard of all layers."""
             terms = [
-                (mine[block * own + number], torch.split(weight, mine.shape[-1])[block * own + number])
-                for mine, weight, count in zip(pieces, weights, blocks, strict=True)
-                for block in range(count)
+                (mine[place], share[place])
+                for mine, share in zip(pieces, shares, strict=True)
+                for place in range(number, len(share), own)
             ]
             total: Tensor = terms[0][0] @ terms[0][1]
             for grad, weight in terms[1:]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .layout import BucketLayout
 
 #: elements that are added up at once: several pieces of them fit a core's cache
-PIECE = 1 << 15
+PIECE = 1 << 16
 
 
 def run_length(samples: int) -> int:
@@ -115,7 +115,9 @@ def _add_up(total: Tensor, right: Tensor, *lefts: Tensor) -> None:
     It goes through memory once, in pieces that stay in a core's cache. torch would convert a whole half gradient into
     new memory before it adds it.
     """
-    for out, term, *others in zip(*(torch.split(one, PIECE) for one in (total, right, *lefts)), strict=True):
+    at_once = len(lefts) <= 1 and all(one.dtype == total.dtype for one in (right, *lefts))
+    size = max(total.numel(), 1) if at_once else PIECE
+    for out, term, *others in zip(*(torch.split(one, size) for one in (total, right, *lefts)), strict=True):
         if not others:
             torch.add(_as(term, out), 0.0, out=out)
             continue
