@@ -82,31 +82,38 @@ def combination(number: int) -> dict[str, Any]:
     return options
 
 
-def layouts(case: int) -> Iterator[RunLayout]:
-    """The runs at all sizes of the model and precision number ``case``.
+def layouts(case: int, run: int) -> Iterator[RunLayout]:
+    """Run number ``run`` at all sizes, of the model and precision number ``case``.
 
     Over all cases each size has all 24 combinations, and in each case the sizes together have. Recomputation and the
     size of buckets change with them.
     """
     for place, (tensor, data) in enumerate(itertools.product(SIZES, SIZES)):
-        for run in range(RUNS):
-            number = RUNS * (case + place) + run
-            more = RECOMPUTED[(number + place) % 3]
-            if (case + place + run) % 2:
-                more = more | {"ddp_bucket_size": 700}
-            yield RunLayout(tensor, data, combination(number % 24) | more)
+        number = RUNS * (case + place) + run
+        more = RECOMPUTED[(number + place) % 3]
+        if (case + place + run) % 2:
+            more = more | {"ddp_bucket_size": 700}
+        yield RunLayout(tensor, data, combination(number % 24) | more)
 
 
 def cells(models: Sequence[str], precisions: Sequence[str]) -> Iterator[GridRun]:
-    """All cells of these models and precisions; those on one rank with which others are compared come first."""
-    for case, (model, precision) in enumerate(itertools.product(MODELS, PRECISIONS)):
-        if model not in models or precision not in precisions:
-            continue
-        yield GridRun("alone", model, precision, ALONE)
-        yield from (GridRun("layout", model, precision, layout) for layout in layouts(case))
-        yield from (GridRun("resumed", model, precision, second, first) for first, second in MOVES)
-        yield GridRun("control alone", model, precision, ALONE)
-        yield from (GridRun("control", model, precision, layout) for layout in CONTROLS)
+    """All runs of these models and precisions; those on one rank with which others are compared come first.
+
+    The first runs have all models, precisions and sizes once, so that a part of the grid says something about each.
+    """
+    cases = [
+        (number, model, precision)
+        for number, (model, precision) in enumerate(itertools.product(MODELS, PRECISIONS))
+        if model in models and precision in precisions
+    ]
+    for run in range(RUNS):
+        for case, model, precision in cases:
+            if run == 0:
+                yield GridRun("alone", model, precision, ALONE)
+                yield GridRun("control alone", model, precision, ALONE)
+                yield from (GridRun("control", model, precision, layout) for layout in CONTROLS)
+                yield from (GridRun("resumed", model, precision, second, first) for first, second in MOVES)
+            yield from (GridRun("layout", model, precision, layout) for layout in layouts(case, run))
 
 
 #: the columns of the table, in order

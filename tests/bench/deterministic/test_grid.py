@@ -13,7 +13,7 @@ def combination(layout):
 
 
 def test_every_size_has_every_combination():
-    every = [layout for case in range(9) for layout in grid.layouts(case)]
+    every = [layout for case in range(9) for run in range(grid.RUNS) for layout in grid.layouts(case, run)]
     expected = {
         (micro, a, b, c) for micro in (1, 2, 4) for a in (False, True) for b in (False, True) for c in (False, True)
     }
@@ -27,7 +27,7 @@ def test_every_size_has_every_combination():
 
 @pytest.mark.parametrize("case", range(9))
 def test_every_model_and_precision_has_every_combination(case):
-    found = list(grid.layouts(case))
+    found = [layout for run in range(grid.RUNS) for layout in grid.layouts(case, run)]
     assert len({combination(one) for one in found}) == 24
     assert {(one.tensor, one.data) for one in found} == {(a, b) for a in (1, 2, 4) for b in (1, 2, 4)}
 
@@ -38,6 +38,8 @@ def test_cells():
     assert max(cell.ranks for cell in every) == 16
     of_one = list(grid.cells(["bert"], ["bf16"]))
     assert of_one == [cell for cell in every if (cell.model, cell.precision) == ("bert", "bf16")]
+    first = [cell for cell in of_one if cell.kind == "layout"][:9]
+    assert {(cell.layout.tensor, cell.layout.data) for cell in first} == {(a, b) for a in (1, 2, 4) for b in (1, 2, 4)}
     assert of_one[0].kind == "alone" and of_one[0].deterministic and of_one[0].layout == RunLayout(1, 1)
     moved = [cell for cell in of_one if cell.kind == "resumed"]
     assert all((cell.first.tensor, cell.first.data) != (cell.layout.tensor, cell.layout.data) for cell in moved)
