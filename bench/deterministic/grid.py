@@ -12,14 +12,15 @@ from .tiny_run import MODELS, PRECISIONS, RunLayout
 ALONE = RunLayout(1, 1)
 #: tensor-parallel and data-parallel sizes
 SIZES = (1, 2, 4)
-#: the runs of each cell of a layout, with other options each
+#: the most runs at each size, with other options each: with them each size has all options in every combination
 RUNS = 3
+#: elements of a bucket, where a run has several
+BUCKET = 4000
 
 #: where a run stops, and where it goes on: at another tensor-parallel or data-parallel size, or both
 MOVES = (
     (RunLayout(1, 4, {"use_distributed_optimizer": True}), RunLayout(4, 1, {"sequence_parallel": True})),
     (RunLayout(2, 2, {"overlap_grad_reduce": True}), RunLayout(1, 2, {"use_distributed_optimizer": True})),
-    (RunLayout(4, 4, {"sequence_parallel": True}), RunLayout(2, 4, {"micro_batch_size": 2})),
 )
 #: of ordinary runs, which must differ from the one on one rank
 CONTROLS = (RunLayout(2, 1), RunLayout(1, 2))
@@ -83,30 +84,31 @@ def combination(number: int) -> dict[str, Any]:
 
 
 def layouts(case: int, run: int) -> Iterator[RunLayout]:
-    """Run number ``run`` at all sizes, of the model and precision number ``case``.
+    """Run number ``run``, below `RUNS`, at all sizes, of the model and precision number ``case``.
 
-    Over all cases each size has all 24 combinations, and in each case the sizes together have. Recomputation and the
-    size of buckets change with them.
+    In all runs of all cases each size has all 24 combinations, and in all runs of one case the sizes together have. In
+    the first runs of all cases each size has each option on and off, and each size of micro-batches. Recomputation and
+    the size of buckets change with them.
     """
     for place, (tensor, data) in enumerate(itertools.product(SIZES, SIZES)):
-        number = RUNS * (case + place) + run
+        number = RUNS * (case + place) + (run + case + place) % RUNS
         more = RECOMPUTED[(number + place) % 3]
         if (case + place + run) % 2:
-            more = more | {"ddp_bucket_size": 700}
+            more = more | {"ddp_bucket_size": BUCKET}
         yield RunLayout(tensor, data, combination(number % 24) | more)
 
 
-def cells(models: Sequence[str], precisions: Sequence[str]) -> Iterator[GridRun]:
-    """All runs of these models and precisions; those on one rank with which others are compared come first.
+def cells(models: Sequence[str], precisions: Sequence[str], runs: int = RUNS) -> Iterator[GridRun]:
+    """The runs of these models and precisions; those on one rank with which others are compared come first.
 
-    The first runs have all models, precisions and sizes once, so that a part of the grid says something about each.
+    runs: at each size. The first ones have all models, precisions and sizes.
     """
     cases = [
         (number, model, precision)
         for number, (model, precision) in enumerate(itertools.product(MODELS, PRECISIONS))
         if model in models and precision in precisions
     ]
-    for run in range(RUNS):
+    for run in range(runs):
         for case, model, precision in cases:
             if run == 0:
                 yield GridRun("alone", model, precision, ALONE)

@@ -5,8 +5,8 @@
 
 A run trains a GPT, a BERT or a Llama of one layer, with dropout and clipping. Its digests are those of the loss, the
 gradient's norm and the weights of each step, and of every parameter, master and moment after the last one. The layouts
-are all with 1, 2 and 4 tensor-parallel and 1, 2 and 4 data-parallel ranks, each with four sets of options. Other runs
-stop in the middle of an epoch, and go on at another layout.
+are all with 1, 2 and 4 tensor-parallel and 1, 2 and 4 data-parallel ranks. The options change from run to run; with
+--runs 3 each size has them in every combination. Other runs stop in the middle of an epoch, and go on elsewhere.
 
 The results are kept in the file of --json after every run. A further call with the same file goes on with the runs that
 it lacks and for which the job has ranks. So the grid can be done in pieces, and small layouts by small jobs. The status
@@ -38,10 +38,10 @@ from commengine import Communicator, UsageError
 from commengine.host import polling
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
-from trainers.options import COUNT, SECONDS
+from trainers.options import COUNT, SECONDS, between
 from trainers.run.startup import fix_products
 
-from .grid import ALONE, COLUMNS, MOVES, GridRun, cells, wrong
+from .grid import ALONE, COLUMNS, MOVES, RUNS, GridRun, cells, wrong
 from .tiny_run import LLAMA, MODELS, PRECISIONS, SETTINGS, Digests, run, unlike
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ DEPENDS_ON = ("steps", "model", "hardware", "versions", "MKL_CBWR")
 def measure(world: Communicator, given: Namespace, result: dict[str, Any]) -> None:
     """Run the cells that ``result`` lacks, and add their rows on rank 0. Collective over ``world``."""
     torch.set_num_threads(1)
-    wanted = list(cells(given.models, given.precisions))
+    wanted = list(cells(given.models, given.precisions, given.runs))
     done = set(world.mpi.bcast([row["name"] for row in result["rows"]] if world.rank == 0 else None))
     missing = [cell for cell in wanted if cell.name not in done and cell.ranks <= world.size]
     began = time.monotonic()
@@ -209,6 +209,8 @@ def parser() -> CommandParser:
     add = options.add_argument
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
     add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), help="(default: all)")
+    add("--runs", type=int, valid=between(1, RUNS), default=1, help="with other options each, at each size; with "
+        f"{RUNS} each size has the options in every combination (default: %(default)s)")  # fmt: skip
     add("--steps", type=int, valid=COUNT, default=20, help="steps of a run (default: %(default)s)")
     add("--seconds", type=float, valid=SECONDS, help="begin no further run after so many seconds (default: no limit)")
     add_files(options, json="keep the results here, and go on where they end")
@@ -257,7 +259,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     given = Namespace(**on_rank_zero(world, lambda: read(argv)))
     result = on_rank_zero(world, lambda: begun(given, surroundings))
     measure(world, given, result)
-    wanted = list(cells(given.models, given.precisions))
+    wanted = list(cells(given.models, given.precisions, given.runs))
     files = {"output": given.output, "json_file": given.json}
     on_rank_zero(world, lambda: publish(markdown(result, wanted), result, **files))
     return int(world.mpi.bcast(_status(result, wanted)))

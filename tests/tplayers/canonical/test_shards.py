@@ -80,6 +80,8 @@ def test_models_have_the_same_losses_and_gradients(shards, alone, kind, dtype, s
     for group in (alone, shards):
         model = made(kind, group.comm, dtype=dtype, sequence_parallel=sequence_parallel, **options)
         use_canonical_shards(model, group.comm, 4)
+        by_columns = [one.weight for one in model.modules() if isinstance(one, RowParallelLinear)]
+        assert by_columns and all(weight.t().is_contiguous() for weight in by_columns)
         positional, named = arguments(kind)
         loss = total(model(*positional, **named))
         loss.backward()
