@@ -64,6 +64,7 @@ def measure(world: Communicator, given: Namespace, result: dict[str, Any]) -> No
     wanted = list(cells(given.models, given.precisions, given.runs))
     done = set(world.mpi.bcast([row["name"] for row in result["rows"]] if world.rank == 0 else None))
     missing = [cell for cell in wanted if cell.name not in done and cell.ranks <= world.size]
+    missing.sort(key=lambda cell: (not cell.kind.endswith("alone"), -cell.ranks))  # smaller jobs can do the others
     began = time.monotonic()
     with progress(world, len(missing)) as bar:
         for cell in missing:
