@@ -23,8 +23,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
 from commengine import Communicator, UsageError
-from commengine.host import polling
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
 from trainers.options import COUNT, SECONDS, between
@@ -102,26 +100,12 @@ def on_some(world: Communicator, ranks: int, work: Callable[[MPI.Intracomm], Dig
     found, mine = None, world.rank < ranks
     group: Any = world.mpi.Split(int(mine), world.rank)
     if mine:
-        with sleeping():
-            found = work(group)
+        found = work(group)
     done = world.mpi.Ibarrier()
     while not done.Test():
         time.sleep(POLL_SECONDS)
     group.Free()
     return dict(world.mpi.bcast(found))
-
-
-@contextmanager
-def sleeping() -> Iterator[None]:
-    """In the block a rank that waits for others sleeps at once, instead of yielding its core two thousand times first.
-
-    With more ranks than cores, Linux gives those that only yield as much time as those that work.
-    """
-    before, polling.YIELDS_BEFORE_SLEEP = polling.YIELDS_BEFORE_SLEEP, 0
-    try:
-        yield
-    finally:
-        polling.YIELDS_BEFORE_SLEEP = before
 
 
 def _row(cell: GridRun, found: Digests, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
