@@ -118,7 +118,8 @@ class RowParallelLinear(nn.Module):
     sequence_parallel: return this rank's sequence shard along dim 0, which ``comm.size`` must divide (else
         ValueError). The bias is added to the shard, so its gradient is partial (`Placement`).
     packed: as in `ColumnParallelLinear`.
-    canonical: as in `ColumnParallelLinear`; `of_shards` takes the shards of x as they are.
+    canonical: as in `ColumnParallelLinear`; `of_shards` takes the shards of x as they are. split_by_columns: the
+        weights that then lie transposed.
 
     forward: x [..., in_features / comm.size] (or [..., in_features]) -> [..., out_features], equal on all ranks.
     One all-reduce of the output forward (g).
@@ -130,6 +131,7 @@ class RowParallelLinear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     canonical: CanonicalShards | None = None
+    split_by_columns = ("weight",)
 
     def __init__(
         self,

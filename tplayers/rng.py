@@ -106,17 +106,25 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
     x: [s, b, h] with ``keys`` [b], or [b, heads, s, k] with ``keys`` [b, heads].
     first_row: the global position of row 0 of the s dimension, if the sequence is split.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability {p} is not within 0 to 1")
     if keys.shape != (x.shape[1:2] if keys.dim() == 1 else x.shape[:2]):
         raise ValueError(f"{list(keys.shape)} dropout keys do not fit an input of shape {list(x.shape)}")
-    rows, columns = (x.shape[0] if keys.dim() == 1 else x.shape[-2]), x.shape[-1]
-    counters = torch.arange(first_row * columns, (first_row + rows) * columns, device=x.device).to(torch.int32)
+    rows = x.shape[0] if keys.dim() == 1 else x.shape[-2]
+    return dropped(x, p, dropout_mask(p, keys.to(x.device), rows, x.shape[-1], first_row))
+
+
+def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
+    """The mask of `dropout` with ``keys``: bool [rows, b, columns] or [b, heads, rows, columns], True where x stays."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability {p} is not within 0 to 1")
+    counters = torch.arange(first_row * columns, (first_row + rows) * columns, device=keys.device).to(torch.int32)
     if keys.dim() == 1:
-        counters, keys = counters.view(rows, 1, columns), keys.view(1, -1, 1)
-    else:
-        counters, keys = counters.view(rows, columns), keys[:, :, None, None]
-    return _Dropout.apply(x, keep_mask(counters, keys.to(x.device), p), 1.0 / (1.0 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call, no-any-return]
+        return keep_mask(counters.view(rows, 1, columns), keys.view(1, -1, 1), p)
+    return keep_mask(counters.view(rows, columns), keys[:, :, None, None], p)
+
+
+def dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
+    """`dropout` of ``x`` with its mask (`dropout_mask`)."""
+    return _Dropout.apply(x, mask, 1.0 / (1.0 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:

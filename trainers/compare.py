@@ -1,7 +1,8 @@
 """Compare two runs bit by bit: ``python -m trainers.compare RUN RUN`` names the first step and tensor that differ.
 
 RUN is the folder of ``--save``. The runs must have trained with ``--deterministic`` or ``--log-digests``. The exit
-status is 0 if all that both runs have is equal, 1 if something differs, and 2 after an error.
+status is 0 if all that both runs have is equal, 1 if something differs, and 2 after an error, or if the runs have
+nothing in common. Steps that one run alone has are named, and not compared.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ from trainers.checkpoints.checkpoint import saved_state
 from trainers.options import OneLineParser, OptionError
 
 from .comparison.steps import compare_steps
-from .comparison.tensors import common_checkpoint, differences
+from .comparison.tensors import common_checkpoint, differences, last_checkpoints
 
 #: tensors that are named, of those that differ
 NAMED = 5
 
 
 def compare(one: Path, other: Path) -> bool:
-    """Print how two runs' folders differ. Returns whether they do. Raises UsageError where a file cannot be read."""
+    """Print how two runs' folders differ. Returns whether they do.
+
+    Raises UsageError where a file cannot be read, and where the runs have neither a step nor a checkpoint in common.
+    """
     steps = compare_steps(one, other)
-    print(*steps.lines(), sep="\n")
     pair = common_checkpoint(one, other, steps.different)
+    if pair is None and not steps.compared:
+        raise UsageError(f"{one} and {other}: {'; '.join(steps.lines())}; nor is a checkpoint of the same step")
+    print(*steps.lines(), sep="\n")
+    saved = pair or last_checkpoints(one, other)
+    for line in [] if saved is None else _settings(*saved):
+        print(line)
     if pair is None:
         print("no checkpoint is of the same step in both runs, so no tensors are compared")
         return steps.different is not None
-    for line in _settings(*pair):
-        print(line)
     found = list(differences(*pair))
     where = f"checkpoint {pair[0].name}"
     if not found:

@@ -10,7 +10,7 @@ from typing import Any
 from bench.command.values import flag
 from trainers.files.writing import PLOTS, check_picture, check_writable
 
-__all__ = ["PLOTS", "add_files", "check_picture", "check_writable", "publish"]
+__all__ = ["PLOTS", "add_files", "check_picture", "check_writable", "publish", "replace_json"]
 
 
 def add_files(
@@ -34,3 +34,10 @@ def publish(
         Path(output).write_text(text, encoding="utf-8")
     if json_file:
         Path(json_file).write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+def replace_json(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file, all of it or nothing, so that a command that is killed leaves the older one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    beside.replace(path)

@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from commengine import Communicator
 from commengine.host.switch_points import SwitchPoints
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
+from trainers.checks.digests import weights_digest
 from trainers.data.corpus import open_corpus
 from trainers.options import COUNT, LENGTH, WIDTH
 from trainers.run.startup import fix_products
@@ -37,7 +39,7 @@ from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
 
 COMMAND = "bench.deterministic"
-PLAIN, SAME = "plain", "--deterministic"
+PLAIN, SAME, DIGESTS = "plain", "--deterministic", "digests"
 #: bytes of a reduction
 SIZES = (8 << 10, 256 << 10, 4 << 20, 32 << 20)
 #: seconds between looks while a rank waits for another one
@@ -59,14 +61,17 @@ def steps(mpi: Any, tensor: int, hidden: int, precision: str, given: Namespace) 
         world = Communicator(mpi, order=config.order, device="cpu")
         config = replace(config, deterministic_shards=config.canonical_shards)
         trainers[name] = gpt_trainer(config, world, open_corpus(config))
-    found = in_turns(
-        {name: trainer.step for name, trainer in trainers.items()}, mpi.Barrier, given.rounds, random.Random(0)
-    )
+    ways: dict[str, Callable[[], object]] = {name: trainer.step for name, trainer in trainers.items()}
+    ways[DIGESTS] = partial(weights_digest, trainers[SAME])
+    found = in_turns(ways, mpi.Barrier, given.rounds, random.Random(0))
     for trainer in trainers.values():
         with closing(trainer):
             world = trainer.grid.world
         world.close()
-    return {"hidden": hidden, "tensor": tensor, "precision": precision, **_compared(found, PLAIN, SAME)}
+    digests = asdict(Spread.of(found[DIGESTS]))
+    return {"hidden": hidden, "tensor": tensor, "precision": precision, "digests": digests} | _compared(
+        found, PLAIN, SAME
+    )
 
 
 def in_turns(
@@ -168,13 +173,14 @@ def markdown(result: dict[str, Any], given: Namespace) -> str:
         f"step, one sample a backward, {result['threads']} threads a rank",
         f"- {given.rounds} rounds in turns: median [min to max]; ratios are of the same round",
         f"- Every step takes at most {LIMIT} times as long: {'yes' if within else 'no'}",
+        "- The digests of the weights, which metrics.jsonl has for every step, come on top",
         "",
-        f"| hidden | precision | tensor-parallel ranks | {PLAIN}: s | {SAME}: s | ratio |",
-        "|---:|---|---:|---|---|---|",
+        f"| hidden | precision | tensor-parallel ranks | {PLAIN}: s | {SAME}: s | ratio | digests: s |",
+        "|---:|---|---:|---|---|---|---|",
     ]
     for row in result["steps"]:
-        base, other, times = (Spread(**row[name]).text() for name in ("base", "other", "ratio"))
-        lines.append(f"| {row['hidden']} | {row['precision']} | {row['tensor']} | {base} | {other} | {times} |")
+        spreads = " | ".join(Spread(**row[name]).text() for name in ("base", "other", "ratio", "digests"))
+        lines.append(f"| {row['hidden']} | {row['precision']} | {row['tensor']} | {spreads} |")
     if result["reductions"]:
         lines += [
             "",

@@ -18,7 +18,8 @@ from tplayers import placements
 from trainers.checkpoints import run_state
 from trainers.checks.digests import weights_digest
 from trainers.data.corpus import open_corpus
-from trainers.data.masked_corpus import open_masked_corpus
+from trainers.data.samples import ZipfSamples
+from trainers.data.sentence_samples import ZipfSentences
 from trainers.tasks.bert import BERTTrainConfig, bert_trainer
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
@@ -26,12 +27,20 @@ from trainers.training.trainer import Trainer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: the settings of every tiny run: with dropout, clipping, warm-up and padding of the vocabulary
+#: seconds after which a collective that is not done ends the run. A rank of a group with a timeout yields its core
+#: while it waits, as in every training run: otherwise sixteen ranks on two cores mostly wait for each other's turns
+TIMEOUT = 600.0
+
+#: samples of an epoch, so that runs go through several, and stop within one
+EPOCH = 100
+
+#: the settings of every tiny run: with dropout, clipping, warm-up and padding of the vocabulary. In fp16 the loss scale
+#: begins so high, and grows so often, that some steps overflow and are skipped
 SETTINGS: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 61, "lr": 1e-2,
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 61, "lr": 1e-2,
     "make_vocab_size_divisible_by": 16, "mock_data": True, "global_batch_size": 16, "clip_grad": 0.5,
-    "lr_warmup_iters": 2, "initial_loss_scale": 1024.0, "device": "cpu", "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
+    "lr_warmup_iters": 2, "initial_loss_scale": 2.0**20, "loss_scale_window": 4, "hysteresis": 1, "device": "cpu",
+    "hidden_dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
 
 #: the Llama family, with four heads of keys and values for eight of queries
@@ -66,6 +75,9 @@ class RunLayout:
         return ", ".join(words)
 
 
+#: steps that a run that is resumed elsewhere does after its last checkpoint, as one that is killed does: they are lost
+LOST = 1
+
 #: of the whole run, and of each tensor of its end
 Digests = dict[str, Any]
 
@@ -78,31 +90,32 @@ def run(
 
     Returns this group's digests: "steps" has the exact loss and norm of each step and the weights' digest after it;
     each further one is of a parameter, a master or a moment after the last step, by its name. The same on all ranks
-    of the group. resumed: the steps up to a number are done at another layout of at most as many ranks as ``mpi``
-    has, and are saved into a folder. Collective over ``mpi``, of which the size is a multiple of both layouts' ranks.
+    of the group; "replicas" is there if a rank had other steps than rank 0. resumed: the steps up to a number are done
+    at another layout, and are saved into a folder; steps after that are lost. Collective over ``mpi``, of which the
+    size is a multiple of both layouts' ranks.
     """
     if resumed is None:
         return _at_layout(mpi, model, layout, steps, deterministic, settings | PRECISIONS[precision])
     first, begun, folder = resumed
     fixed = settings | PRECISIONS[precision] | {"train_iters": steps}
-    early = _at_layout(mpi, model, first, begun, deterministic, fixed, save=folder)
+    early = _at_layout(mpi, model, first, begun + LOST, deterministic, fixed, save=(folder, begun))
     late = _at_layout(mpi, model, layout, steps, deterministic, fixed, load=folder)
-    return late | {"steps": early["steps"] + late["steps"]}
+    return late | {"steps": early["steps"][:begun] + late["steps"]}
 
 
 def _at_layout(
     mpi: MPI.Intracomm, model: str, layout: RunLayout, steps: int, deterministic: bool, settings: Mapping[str, Any], *,
-    save: Path | None = None, load: Path | None = None,
+    save: tuple[Path, int] | None = None, load: Path | None = None,
 ) -> Digests:  # fmt: skip
     group: Any = mpi.Split(mpi.rank // layout.ranks, mpi.rank)
     kind = BERTTrainConfig if model == "bert" else GPTTrainConfig
     given = {"train_iters": steps, **SETTINGS, **MODELS[model], **settings, **layout.options}
     if save is not None:
-        given["save"] = str(save / f"group{mpi.rank // layout.ranks}")
+        given["save"] = str(save[0] / f"group{mpi.rank // layout.ranks}")
     if load is not None:
         given["load"] = str(load / "group0")
     config: Any = kind(**given, tensor_model_parallel_size=layout.tensor, deterministic=deterministic)
-    with Communicator(group, order=config.order, device="cpu") as world:
+    with Communicator(group, order=config.order, device="cpu", timeout=TIMEOUT) as world:
         config.validate(world.size)
         config = config if model == "bert" else config.completed(world.size)
         config = replace(config, deterministic_shards=config.canonical_shards)
@@ -113,10 +126,14 @@ def _at_layout(
                 step = trainer.step()
                 trainer.optimizer.wait_for_parameters()
                 digests["steps"].append([step.loss.hex(), step.norm.hex(), step.skipped, weights_digest(trainer)])
+                if save is not None and trainer.iteration == save[1]:
+                    run_state.save(trainer)
             digests |= _of_tensors(trainer)
-            if save is not None:
-                run_state.save(trainer)
             found: Digests = broadcast_json(world, digests)
+            alike = torch.tensor(found["steps"] == digests["steps"])
+            world.all_reduce(alike, "min")
+            if not alike:
+                found["replicas"] = "differ"
     mpi.Barrier()
     group.Free()
     return found
@@ -124,8 +141,14 @@ def _at_layout(
 
 def _trainer(config: Any, world: Communicator) -> Trainer:
     if isinstance(config, BERTTrainConfig):
-        return bert_trainer(config, world, open_masked_corpus(config, config.wordpieces(), config.rules()))
-    return gpt_trainer(config, world, open_corpus(config))
+        pieces, rules = config.wordpieces(), config.rules()
+        return bert_trainer(
+            config, world, open_corpus(config, mock=lambda _, part: ZipfSentences(pieces, rules, EPOCH, part))
+        )
+    size, length, seed = config.vocab_size, config.seq_length, config.seed
+    return gpt_trainer(
+        config, world, open_corpus(config, mock=lambda _, part: ZipfSamples(size, length, seed, EPOCH, split=part))
+    )
 
 
 def _of_tensors(trainer: Trainer) -> dict[str, str]:

@@ -32,7 +32,7 @@ from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import as_json
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import read as read_results
-from bench.command.files import add_files, check_writable
+from bench.command.files import add_files, check_writable, replace_json
 from bench.command.machine import environment, heading
 from bench.command.parser import TrainerCommandParser, new_trainer_parser
 from bench.command.start import run_on_ranks
@@ -174,7 +174,7 @@ def fit_rows(results: Path, model: Path, surroundings: dict[str, Any]) -> None:
     """Fit what was measured, as bench.fit does. On rank 0."""
     series, source = read_results(results)
     fitted, _ = fit.fit_all([one for one in series if one.ranks > 1], piecewise.MOST_SEGMENTS)
-    folder.replace(model, as_json(fitted, source, Path(results.name), surroundings))
+    replace_json(model, as_json(fitted, source, Path(results.name), surroundings))
 
 
 def trace_steps(world: Communicator, given: Namespace, halting: Halting) -> None:

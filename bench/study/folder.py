@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.command.files import replace_json
 from commengine import UsageError
 from trainers.files.reading import read_json
 from trainers.options import make_writable
@@ -72,11 +72,4 @@ def _older(folder: Path, found: Any, settings: dict[str, Any]) -> StudyRecord:
 
 def save(folder: Path, record: StudyRecord) -> None:
     """Write study.json, all of it or nothing."""
-    replace(folder / "study.json", {"format": FORMAT, "kind": "study"} | asdict(record))
-
-
-def replace(path: Path, data: dict[str, Any]) -> None:
-    """Write a JSON file, all of it or nothing, so that a killed study leaves the older one."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    beside.replace(path)
+    replace_json(folder / "study.json", {"format": FORMAT, "kind": "study"} | asdict(record))

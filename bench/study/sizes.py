@@ -12,6 +12,7 @@ from typing import Any
 
 from bench import collectives
 from bench.collective_study.measuring import GroupSetup
+from bench.command.files import replace_json
 from bench.timing.clocks import synchronise
 from bench.timing.sampling import Stopping
 from bench.timing.starting import spans_nodes
@@ -20,7 +21,6 @@ from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
 
-from .folder import replace as rewrite
 from .halting import Halting
 
 #: the operations of training steps
@@ -128,13 +128,13 @@ def measure(
 
             def write() -> None:
                 elapsed = load_mpi().Wtime() - began
-                rewrite(path, result | {"clock": collectives.clock_summary(first, first, max(elapsed, 1e-9))})
+                replace_json(path, result | {"clock": collectives.clock_summary(first, first, max(elapsed, 1e-9))})
                 save()
 
             on_rank_zero(world, write)
         last = synchronise(world.mpi)
         clock = collectives.clock_summary(first, last, max(load_mpi().Wtime() - began, 1e-9))
-        on_rank_zero(world, lambda: rewrite(path, result | {"clock": clock}))
+        on_rank_zero(world, lambda: replace_json(path, result | {"clock": clock}))
     if not stopped:
         bar.update(len(plan) - bar.n)  # for the others there was no time
     return stopped

@@ -23,7 +23,7 @@ from tplayers.linear import (
 from tplayers.placement import Normal
 from tplayers.recompute import recomputed
 from tplayers.regions import gather_from_sequence_parallel_region
-from tplayers.rng import Randomness, dropout, head_offsets, seeded
+from tplayers.rng import Randomness, dropout, dropout_mask, dropped, head_offsets, seeded
 
 from .head_split import split_heads
 from .key_value_cache import LayerCache
@@ -209,6 +209,8 @@ class SelfAttention(nn.Module):
             q, k, v = self.qkv.shards(x).chunk(3)
         own, s, b, _ = q.shape
         drawn = self._drawn(randomness)
+        if isinstance(drawn, Tensor) and not self.recompute_core:
+            drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
         keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
         bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
         parts = []
@@ -257,7 +259,7 @@ class SelfAttention(nn.Module):
         return source.rank_seed(self.site, self.rank)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None = None) -> Tensor:
-        """The values weighted by attention. drawn: see `_drawn`. bias: see `_bias`."""
+        """The values weighted by attention. drawn: see `_drawn`, or the bool mask of dropout. bias: see `_bias`."""
         causal = self.causal and bias is None  # else the bias says what comes later, too
         if drawn is None:
             return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=self.grouped)
@@ -277,7 +279,8 @@ class SelfAttention(nn.Module):
             scores.add_(scores.new_full(scores.shape[-2:], -torch.inf).triu(1))
         elif bias is not None:
             scores.add_(bias)
-        weights = dropout(scores.softmax(dim=-1), self.attention_dropout, drawn)
+        drop = dropped if drawn.dtype == torch.bool else dropout
+        weights = drop(scores.softmax(dim=-1), self.attention_dropout, drawn)
         if not self.grouped:
             return weights @ v
         return (weights.view(shape[0], k.shape[1], -1, shape[2]) @ v).view(shape)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from commengine.compiled_ops import all_reduce_
 
-from .pointwise import pointwise
+from .pointwise import pointwise, pointwise_
 from .shards import CanonicalShards, tree_sum
 
 
@@ -21,7 +21,7 @@ def cross_entropy(
 
     logits: [own, ..., padded vocabulary / C], this rank's shards; they are not to be used afterwards. target: int64
     [...], within the vocabulary or ``ignore_index``, equal on all ranks. vocab_size: columns from this one on are
-    padding. Two all-reduces forward, none backward.
+    padding. Two all-reduces forward, none backward. A second backward through the same graph raises an error.
     """
     return _CrossEntropy.apply(logits, target, shards, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -35,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         values = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         for number, shard in enumerate(values.unbind(), shards.first):
             shard[..., max(vocab_size - number * width, 0) :] = -torch.inf
-        peak = values.amax(dim=(0, -1))
+        peak = values.amax(dim=-1).amax(dim=0)
         if shards.comm.size > 1:
             all_reduce_(peak, shards.comm, "max")
         values -= peak.unsqueeze(-1)
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = values.view(own, -1, width)
         sums = peak.new_zeros((2, *target.shape))
         sums[1] = torch.where(mine, rows[places].view(target.shape), 0.0)
-        rows = pointwise(torch.exp, rows)
+        rows = pointwise_(torch.exp, rows)
         sums[0] = tree_sum(shard.sum(dim=-1) for shard in rows.unbind()).view(target.shape)
         if shards.comm.size > 1:
             all_reduce_(sums, shards.comm)
@@ -62,6 +62,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows, total, mine, counted, *places = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)
-        found = rows * (scale / total).reshape(-1, 1)
+        found = rows.mul_((scale / total).reshape(-1, 1))
         found[tuple(places)] -= torch.where(mine, scale, 0.0).reshape(-1)
         return found.to(ctx.dtype).view(ctx.shape), None, None, None, None

@@ -33,6 +33,13 @@ def pointwise(function: Pointwise, *tensors: Tensor) -> Tensor:
     return function(*filled)[: first.numel()].view(first.shape)
 
 
+def pointwise_(function: Pointwise, x: Tensor) -> Tensor:
+    """`pointwise` that writes its result into ``x``, which is contiguous, and returns it. It has the same bits."""
+    if x.numel() == whole_vectors(x.numel()):
+        return function(x, out=x)
+    return x.copy_(pointwise(function, x))
+
+
 def whole_vectors(elements: int) -> int:
     """``elements`` or more, of which torch gives every thread the same number of whole vectors."""
     threads = min(torch.get_num_threads(), max(-(-elements // GRAIN), 1))

@@ -54,9 +54,11 @@ def rows(
 ) -> Tensor:
     """The tree: the sum over all shards j of x_j A_j^T, and then the bias.
 
-    parts: x_j [s, b, in / C] of each of this rank's shards. weight: [out, own * in / C]. Returns [s, b, out], equal on
-    all ranks; with ``split`` this rank's rows of the sequence. One all-reduce forward, or with ``split`` one
-    reduce-scatter forward and one all-gather backward. The gradient of the bias is whole on every rank.
+    parts: x_j [s, b, in / C] of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed
+    (`tplayers.canonical.shards.columns_first`), because its shards are then contiguous. Its gradient lies so in any
+    case. Returns [s, b, out], equal on all ranks; with ``split`` this rank's rows of the sequence. One all-reduce
+    forward, or with ``split`` one reduce-scatter forward and one all-gather backward. The gradient of the bias is whole
+    on every rank.
     """
     return _Rows.apply(shards, split, weight, bias, *parts)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -78,7 +80,7 @@ class _Columns(torch.autograd.Function):
         weights, biases = layers[::2], layers[1::2]
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
-        ctx.shards, ctx.split, ctx.stream, ctx.blocks = shards, split, stream, blocks
+        ctx.shards, ctx.split, ctx.stream = shards, split, stream
         split = split and shards.comm.size > 1
         whole = x
         if split:
@@ -103,7 +105,7 @@ class _Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        shards, blocks, stream = ctx.shards, ctx.blocks, ctx.stream
+        shards, stream = ctx.shards, ctx.stream
         comm, own = shards.comm, shards.own
         split = ctx.split and comm.size > 1
         need_layers = ctx.needs_input_grad[5:]
@@ -113,12 +115,14 @@ class _Columns(torch.autograd.Function):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
 
+        shares = [torch.split(weight, mine.shape[-1]) for mine, weight in zip(pieces, weights, strict=True)]
+
         def of_shard(number: int) -> Tensor:
             """The gradient of x by one shard of all layers."""
             terms = [
-                (mine[block * own + number], torch.split(weight, mine.shape[-1])[block * own + number])
-                for mine, weight, count in zip(pieces, weights, blocks, strict=True)
-                for block in range(count)
+                (mine[place], share[place])
+                for mine, share in zip(pieces, shares, strict=True)
+                for place in range(number, len(share), own)
             ]
             total: Tensor = terms[0][0] @ terms[0][1]
             for grad, weight in terms[1:]:
@@ -160,7 +164,9 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(weight, *parts)
         ctx.shards, ctx.split = shards, split
         comm = shards.comm
-        y = tree_sum(F.linear(x, piece) for x, piece in zip(parts, _of_shards(weight, len(parts)), strict=True))
+        pieces = _of_shards(weight, len(parts))
+        y = tree_sum(x.view(-1, x.shape[-1]) @ piece for x, piece in zip(parts, pieces, strict=True))
+        y = y.view(*parts[0].shape[:-1], -1)
         if split and comm.size > 1:
             partial, y = y, y.new_empty(y.shape[0] // comm.size, *y.shape[1:])
             reduce_scatter_into_(y, partial, comm)
@@ -181,11 +187,13 @@ class _Rows(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(parts)
         if any(need_parts):
             pieces = _of_shards(weight, len(parts))
-            found = [(flat @ piece).view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+            found = [(flat @ piece.t()).view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
         grad_weight = None
         if need_weight:
-            products = [flat.t() @ part.view(-1, part.shape[-1]) for part in parts]
-            grad_weight = products[0] if len(parts) == 1 else torch.cat(products, dim=1)
+            turned = weight.new_empty(weight.shape[1], weight.shape[0])
+            for part, out in zip(parts, turned.tensor_split(len(parts)), strict=True):
+                torch.mm(part.view(-1, part.shape[-1]).t(), flat, out=out)
+            grad_weight = turned.t()
         return None, None, grad_weight, flat.sum(dim=0) if need_bias else None, *found
 
 
@@ -218,5 +226,5 @@ class _Replicated(torch.autograd.Function):
 
 
 def _of_shards(weight: Tensor, own: int) -> list[Tensor]:
-    """The columns of ``weight`` [out, own * n] of each shard, contiguous [out, n]."""
-    return [piece.contiguous() for piece in weight.tensor_split(own, dim=1)]
+    """The columns of ``weight`` [out, own * n] of each shard, transposed and contiguous: [n, out]."""
+    return [piece.contiguous() for piece in weight.t().tensor_split(own)]

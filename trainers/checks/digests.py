@@ -64,15 +64,14 @@ def tensor_sum(part: Tensor, placement: Placement) -> int:
         factors = functools.reduce(torch.mul, _along(placement.view))
         factors = placement.part(factors.reshape(placement.shape))
         return int((_bits(part).long() * factors).sum())
-    rows = _bits(part.cpu().contiguous().view(placement.part_view))
-    starts = placement.part_start
-    along = [
-        factors.narrow(dim, start, size)
-        for dim, (factors, start, size) in enumerate(zip(_along(placement.view), starts, rows.shape, strict=True))
-    ]
-    last = along[-1].reshape(-1)
-    of_rows = functools.reduce(torch.mul, along[:-1], torch.ones(1, dtype=torch.int64)).reshape(-1)
-    rows = rows.reshape(-1, rows.shape[-1])
+    part = part.cpu()
+    rows = _bits(part if part.dim() == 2 and part.t().is_contiguous() else part.contiguous()).view(placement.part_view)
+    # In the order in which the elements lie: a weight may lie transposed.
+    order = sorted(range(rows.dim()), key=rows.stride, reverse=True)
+    along = [_along(placement.view)[dim].narrow(dim, placement.part_start[dim], rows.shape[dim]) for dim in order]
+    *along, last = (factors.reshape(-1) for factors in along)
+    of_rows = functools.reduce(lambda one, other: torch.outer(one, other).view(-1), along, last.new_ones(1))
+    rows = rows.permute(order).reshape(-1, len(last))
     total = torch.zeros((), dtype=torch.int64)
     step = max(CHUNK // rows.shape[1], 1)
     for some, factors in zip(torch.split(rows, step), torch.split(of_rows, step), strict=True):

@@ -19,19 +19,33 @@ class Steps:
     """The steps of two runs that both have digests.
 
     compared: their numbers, in order. different: the first step at which a digest differs, or None. names: what differs
-    there: "loss", "norm", "weights". rows: both runs' rows of that step.
+    there: "loss", "norm", "weights". rows: both runs' rows of that step. unmatched: the numbers of the steps of the
+    first run alone, and of the second.
     """
 
     compared: list[int]
     different: int | None = None
     names: tuple[str, ...] = ()
     rows: tuple[Row, Row] | None = None
+    unmatched: tuple[list[int], list[int]] = ([], [])
 
     def lines(self) -> list[str]:
         """The result in words."""
+        return [*self._compared(), *self._unmatched()]
+
+    def _unmatched(self) -> list[str]:
+        found = []
+        for name, steps in zip(("first", "second"), self.unmatched, strict=True):
+            if len(steps) == 1:
+                found.append(f"step {steps[0]} is in the {name} run only, and is not compared")
+            elif steps:
+                found.append(f"{_span(steps)}, are in the {name} run only, and are not compared")
+        return found
+
+    def _compared(self) -> list[str]:
         if not self.compared:
             return ["no step has digests in both runs"]
-        span = f"steps {self.compared[0]} to {self.compared[-1]}, {len(self.compared)} of them"
+        span = _span(self.compared)
         if self.different is None or self.rows is None:
             return [f"{span}: the loss, the gradient's norm and the weights have the same bits"]
         found = [f"step {self.different} is the first that differs ({span} are compared): {', '.join(self.names)}"]
@@ -48,11 +62,16 @@ def compare_steps(one: Path, other: Path) -> Steps:
     """Compare the digests of two runs' folders. Raises UsageError where a run has none."""
     first, second = _digested(one), _digested(other)
     common = sorted(first.keys() & second.keys())
+    unmatched = (sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys()))
     for iteration in common:
         mine, theirs = of_row(first[iteration]), of_row(second[iteration])
         if names := tuple(name.removesuffix(SUFFIX) for name in mine if mine[name] != theirs.get(name)):
-            return Steps(common, iteration, names, (first[iteration], second[iteration]))
-    return Steps(common)
+            return Steps(common, iteration, names, (first[iteration], second[iteration]), unmatched)
+    return Steps(common, unmatched=unmatched)
+
+
+def _span(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them"
 
 
 def _digested(folder: Path) -> dict[int, Row]:

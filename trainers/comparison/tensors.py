@@ -45,6 +45,12 @@ def common_checkpoint(one: Path, other: Path, iteration: int | None) -> tuple[Pa
     return first[name], second[name]
 
 
+def last_checkpoints(one: Path, other: Path) -> tuple[Path, Path] | None:
+    """The last checkpoint of each of two runs' folders, of whatever steps; None if a run has none."""
+    first, second = pointer.complete(one), pointer.complete(other)
+    return (first[-1], second[-1]) if first and second else None
+
+
 def differences(one: Path, other: Path) -> Iterator[Difference]:
     """What differs between two checkpoints: parameters, then masters and moments, in the order of their files.
 

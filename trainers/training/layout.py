@@ -43,7 +43,7 @@ class BucketLayout:
     part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
     data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
     masters: False: half-precision parameters have no masters, and are treated as others. flat: see below; True makes
-        it so in any case.
+        it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.parameters.FlatParameters`): those in half
@@ -64,6 +64,9 @@ class BucketLayout:
         self.state_dtype = torch.float32 if self.mixed else first.dtype
         self.sharded = shard
         self.flat = flat or shard or self.mixed
+        self._turned = {
+            p for p in self.names if flat and p.dim() == 2 and not p.is_contiguous() and p.t().is_contiguous()
+        }
         unit = ALIGNMENT if self.flat else 1
         shares = data.size if shard else 1
         self.starts: dict[nn.Parameter, int] = {}
@@ -84,7 +87,16 @@ class BucketLayout:
         """
         start = self.starts[parameter]
         part = flat[start : start + parameter.numel()]
+        if parameter in self._turned:
+            return part.view(parameter.shape[::-1]).t()
         return part.view(parameter.shape) if self.flat else viewed_as(part, parameter)
+
+    def elements(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
+        """``values``, in the shape of ``parameter``, in the order of its part of a flat buffer: [elements].
+
+        A copy, unless they already lie so.
+        """
+        return (values.t() if parameter in self._turned else values).reshape(-1)
 
     def stretches(self) -> Iterator[tuple[Treatment, slice]]:
         """The stretches of ``mine`` that are treated alike; each slice counts from the start of ``mine``.

@@ -121,6 +121,6 @@ class FlatParameters:
         low, high = max(start, layout.mine.start), min(start + parameter.numel(), layout.mine.stop)
         if low < high:
             kept = self.state[kind][low - layout.mine.start : high - layout.mine.start]
-            kept.copy_(values.reshape(-1)[low - start : high - start])
+            kept.copy_(layout.elements(parameter, values)[low - start : high - start])
         if kind == "master":
             layout.view(self.parameters, parameter).copy_(values)

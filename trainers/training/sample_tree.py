@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from .layout import BucketLayout
 
+#: elements that are added up at once: several pieces of them fit a core's cache
+PIECE = 1 << 16
+
 
 def run_length(samples: int) -> int:
     """The samples of a leaf for a global batch of ``samples``: the largest odd factor."""
@@ -37,10 +40,10 @@ def tree_of_samples(values: Sequence[Tensor], run: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Node:
-    """The sums of the gradients of ``samples`` neighbouring samples."""
+    """The sums of the gradients of ``samples`` neighbouring samples; None: they are in the buffer of the result."""
 
     samples: int
-    sums: dict[nn.Parameter, Tensor]
+    sums: dict[nn.Parameter, Tensor] | None
 
 
 class SampleTree:
@@ -50,11 +53,12 @@ class SampleTree:
     samples of a leaf.
 
     A step is: `begin` and a `put` for every parameter for each sample, the last one with ``last=True``; `end` after
-    each sample. Besides ``result`` it keeps the gradients of one sample, and sums for each level of the tree.
+    each sample. The sum of the first samples is in ``result``. Besides that it keeps the gradients of one sample, and
+    sums for each further level of the tree.
     """
 
     def __init__(self, layout: BucketLayout, result: Tensor, run: int) -> None:
-        self._run, self._dtype = run, result.dtype
+        self._layout, self._run, self._dtype = layout, run, result.dtype
         self._views = {parameter: layout.view(result, parameter) for parameter in layout.names}
         self._waiting: list[_Node] = []
         self._sample: dict[nn.Parameter, Tensor] = {}
@@ -70,33 +74,57 @@ class SampleTree:
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Set the sample's gradient of ``parameter``, which nobody else may change or need."""
-        # In the first sample -0 becomes +0. So a sum of zeros is +0, whichever of the others are -0.
-        self._sample[parameter] = gradient if self._waiting else gradient.add_(0.0)
+        self._sample[parameter] = gradient
 
     def end(self) -> None:
         """Add the sample, of which every gradient has been put, to the tree."""
-        node = _Node(1, self._sample)
-        self._sample = {}
-        while self._waiting and self._fits(self._waiting[-1], node):
-            left = self._waiting.pop()
-            node = _Node(left.samples + node.samples, self._joined(left.sums, node.sums))
-        if not self._last:
-            self._waiting.append(node)
-            return
-        for parameter, view in self._views.items():
-            if node.sums[parameter] is not view:
-                view.copy_(node.sums[parameter])
+        sample, self._sample = self._sample, {}
+        count, neighbours = 1, []
+        while self._waiting and self._fits(self._waiting[-1].samples, count):
+            neighbours.append(self._waiting.pop())
+            count += neighbours[-1].samples
+        assert not (self._last and self._waiting), "the samples of a rank are a whole subtree"
+        sums = sample
+        if not self._waiting:
+            sums = self._views
+        elif neighbours and neighbours[-1].samples > 1:
+            sums = self._of(neighbours[-1])
+        elif neighbours:
+            sums = {p: one if one.dtype == self._dtype else one.float() for p, one in self._of(neighbours[-1]).items()}
+        if sums is not sample:
+            for parameter, right in sample.items():
+                every = (sums[parameter], right, *(self._of(one)[parameter] for one in neighbours))
+                total, *terms = (self._layout.elements(parameter, one) for one in every)
+                assert total.data_ptr() == every[0].data_ptr(), "autograd lays a gradient out as its parameter"
+                _add_up(total, *terms)
+        self._waiting.append(_Node(count, None if sums is self._views else sums))
 
-    def _fits(self, left: _Node, right: _Node) -> bool:
-        return left.samples < self._run or left.samples == right.samples
+    def _fits(self, left: int, right: int) -> bool:
+        return left < self._run or left == right
 
-    def _joined(
-        self, left: dict[nn.Parameter, Tensor], right: dict[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, Tensor]:
-        """The sums of both, in the memory of ``left``, or after the last sample in the buffer of the result."""
-        found = {}
-        for parameter, view in self._views.items():
-            # Half gradients of a sample are added in float32.
-            one, other = left[parameter].to(self._dtype), right[parameter]
-            found[parameter] = torch.add(one, other, out=view if self._last else one)
-        return found
+    def _of(self, node: _Node) -> dict[nn.Parameter, Tensor]:
+        return self._views if node.sums is None else node.sums
+
+
+def _add_up(total: Tensor, right: Tensor, *lefts: Tensor) -> None:
+    """Set ``total`` to ``lefts[-1] + (... + (lefts[0] + right))``; it may be ``lefts[-1]``. All of them are [elements].
+
+    A sum without ``lefts`` is that of 0 and ``right``: -0 becomes +0. The first sample is added to nothing, so that
+    a sum of zeros is +0, whichever of the others are -0.
+
+    It goes through memory once, in pieces that stay in a core's cache. torch would convert a whole half gradient into
+    new memory before it adds it.
+    """
+    at_once = len(lefts) <= 1 and all(one.dtype == total.dtype for one in (right, *lefts))
+    size = max(total.numel(), 1) if at_once else PIECE
+    for out, term, *others in zip(*(torch.split(one, size) for one in (total, right, *lefts)), strict=True):
+        if not others:
+            torch.add(_as(term, out), 0.0, out=out)
+            continue
+        for left in others[:-1]:
+            term = torch.add(_as(left, out), _as(term, out))
+        torch.add(_as(others[-1], out), _as(term, out), out=out)
+
+
+def _as(term: Tensor, like: Tensor) -> Tensor:
+    return term if term.dtype == like.dtype else term.to(like.dtype)

@@ -1,44 +1,89 @@
-"""bench.deterministic.layouts: the grid, and a result that says which runs differ."""
+"""bench.deterministic.layouts: the grid is done in pieces, and the result says which runs differ."""
+
+import json
+from argparse import Namespace
 
 import pytest
 
 from bench.deterministic import layouts
+from bench.deterministic.grid import ALONE, GridRun, cells
 from bench.deterministic.tiny_run import RunLayout
+from commengine import UsageError
+
+ABOUT = {"command": "c", "date": "d", "hardware": "h", "gpus": [], "load_average_before": 0.0, "versions": {}}
+FOUND = {"steps": [["1", "2", False, 3]], "parameter.a": "x"}
+WANTED = [
+    GridRun("alone", "gpt", "fp32", ALONE),
+    GridRun("layout", "gpt", "fp32", RunLayout(2, 1, {"sequence_parallel": True})),
+    GridRun("control alone", "gpt", "fp32", ALONE),
+    GridRun("control", "gpt", "fp32", RunLayout(2, 1)),
+]
 
 
-def test_the_grid_fits_the_ranks():
-    sizes = {(one.tensor, one.data) for one in layouts.grid(16)}
-    assert sizes == {(tensor, data) for tensor in (1, 2, 4) for data in (1, 2, 4)}
-    assert len(list(layouts.grid(16))) == 9 * len(layouts.OPTIONS)
-    assert {one.ranks for one in layouts.grid(2)} == {1, 2}
-    assert str(RunLayout(2, 4, {"sequence_parallel": True, "ddp_bucket_size": 7})) == (
-        "TP 2, DP 4, sequence-parallel, ddp-bucket-size 7"
-    )
+def result(*found):
+    rows = []
+    for cell, one in zip(WANTED, found, strict=False):
+        rows.append(layouts._row(cell, one, rows) | {"seconds": 1.0})
+    return ABOUT | {"settings": {"steps": 1}, "rows": rows}
 
 
-def row(differ, *, control):
-    return {"model": "gpt", "precision": "fp32", "layout": "TP 2, DP 1", "digests": 9, "differ": differ,
-            "weights": 255, "control": control}  # fmt: skip
+def test_runs_that_are_alike_and_a_control_that_is_not():
+    good = result(FOUND, FOUND, FOUND, FOUND | {"parameter.a": "y"})
+    assert layouts._status(good, WANTED) == 0
+    text = layouts.markdown(good, WANTED)
+    assert "- 4 of 4 runs of 1 steps are done, in 4 s" in text and "WRONG" not in text
+    assert "- 1 of 1 runs have all digests" in text
+    assert f"| gpt | fp32 | 2 | 0 | `{good['rows'][0]['digest']}` |  |  |  | 1 of 1 |" in text
+    assert "| 1 of 1 differ |" in text and "| `--sequence-parallel` | with: 1 |" in text
 
 
 def test_a_run_that_differs_is_named():
-    about = {"command": "c", "date": "d", "hardware": "h", "gpus": [], "load_average_before": 0.0, "versions": {}}
-    result = about | {"ranks": 2, "steps": 1, "seconds": 1.0, "rows": [row(0, control=False), row(5, control=True)]}
-    assert layouts.failed(result) == []
-    text = layouts.markdown(result)
-    assert "- 1 of 1 runs have all digests of the run on one rank" in text and "WRONG" not in text
-    assert "| gpt | fp32 | 9 | ff | 1 of 1 | 5 of 9 |" in text
-    wrong = result | {"rows": [row(2, control=False), row(0, control=True)]}
-    assert len(layouts.failed(wrong)) == 2
-    assert "- WRONG: gpt, fp32, TP 2, DP 1: 2 digests differ" in layouts.markdown(wrong)
+    wrong = result(FOUND, FOUND | {"steps": []}, FOUND, FOUND)
+    assert layouts._status(wrong, WANTED) == 1
+    text = layouts.markdown(wrong, WANTED)
+    assert "- WRONG: gpt, fp32, layout: TP 2, DP 1, sequence-parallel: 1 digests differ: steps" in text
+    assert "- WRONG: gpt, fp32, control: TP 2, DP 1: 0 digests differ: " in text
+    assert "0 of 1" in text
+
+
+def test_a_run_that_is_missing():
+    assert layouts._status(result(FOUND, FOUND), WANTED) == layouts.UNFINISHED
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path):
+    given = Namespace(steps=2, json=str(tmp_path / "r.json"))
+    assert layouts.begun(given, ABOUT)["rows"] == []
+    (tmp_path / "r.json").write_text(json.dumps(layouts.begun(given, ABOUT) | {"rows": [{"name": "n"}]}))
+    assert layouts.begun(given, ABOUT)["rows"] == [{"name": "n"}]
+    for words, changed, about in (
+        ("steps: 2, now 3", {"steps": 3}, {}),
+        ("hardware: h, now other", {}, {"hardware": "other"}),
+    ):
+        with pytest.raises(UsageError, match=f"has runs with other settings .{words}"):
+            layouts.begun(Namespace(**vars(given) | changed), ABOUT | about)
+    (tmp_path / "r.json").write_text("[]")
+    with pytest.raises(UsageError, match="is no result of this command"):
+        layouts.begun(given, ABOUT)
 
 
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
-def test_the_command(mpi_world, capsys):
+def test_the_command_goes_on_where_it_stopped(mpi_world, capsys, tmp_path, monkeypatch):
     from commengine import Communicator
 
+    file = mpi_world.bcast(tmp_path) / "r.json"
+    some = [cell for cell in cells(["gpt"], ["fp32"]) if cell.kind != "layout" or cell.layout.tensor == 2]
+    flags = ["--models", "gpt", "--precisions", "fp32", "--steps", "2", "--json", str(file)]
     with Communicator(mpi_world) as world:
-        assert layouts.main(world, ["--models", "gpt", "--precisions", "fp32", "--steps", "2"]) == 0
+        monkeypatch.setattr(layouts, "cells", lambda *_: iter(some[:2]))
+        assert layouts.main(world, flags) == 0
+        before = json.loads(file.read_text())["rows"]
+        monkeypatch.setattr(layouts, "cells", lambda *_: iter(some))
+        assert layouts.main(world, [*flags, "--seconds", "1e-9"]) == layouts.UNFINISHED
+        assert json.loads(file.read_text())["rows"] == before
+        assert layouts.main(world, flags) == layouts.UNFINISHED  # two ranks have no layouts of four
     if mpi_world.rank == 0:
+        after = json.loads(file.read_text())["rows"]
+        assert after[:2] == before and len(after) > 2
+        assert {row["kind"] for row in after} == {"alone", "layout", "control alone", "control"}
         assert "WRONG" not in capsys.readouterr().out

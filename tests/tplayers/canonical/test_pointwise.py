@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tplayers.canonical.pointwise import GRAIN, VECTOR, gated, gelu, pointwise, whole_vectors
+from tplayers.canonical.pointwise import GRAIN, VECTOR, gated, gelu, pointwise, pointwise_, whole_vectors
 
 FUNCTIONS = {
     "tanh": lambda x: gelu(x, "tanh"),
@@ -66,6 +66,13 @@ def test_every_thread_has_whole_vectors(elements, threads, monkeypatch):
     shares = min(threads, -(-filled // GRAIN))
     assert filled >= elements and filled % (shares * VECTOR) == 0
     assert filled < elements + 2 * VECTOR * threads
+
+
+@pytest.mark.parametrize("elements", [VECTOR, 1000, GRAIN])
+def test_in_place(elements):
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(3))
+    expected, address = pointwise(torch.exp, x), x.data_ptr()
+    assert pointwise_(torch.exp, x) is x and x.data_ptr() == address and torch.equal(x, expected)
 
 
 def test_threads_change_no_bit():

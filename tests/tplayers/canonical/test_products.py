@@ -5,6 +5,7 @@ import torch
 
 from tests.support.exact import in_pairs
 from tplayers.canonical.products import ColumnWeight, columns, replicated, rows
+from tplayers.canonical.shards import columns_first
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
@@ -51,9 +52,11 @@ def test_columns(shards, alone, dtype, split):
 
 
 def tree(shards, split, parts, weight, bias, gradient):
-    """Output and gradients of a row-parallel product."""
+    """Output and gradients of a row-parallel product. On several ranks the weight lies transposed."""
     here = [part.clone().requires_grad_() for part in parts[shards.first : shards.first + shards.own]]
     part, of_bias = mine(weight, shards, 1).requires_grad_(), bias.clone().requires_grad_()
+    if shards.comm.size > 1 or split:
+        columns_first(part)
     y = rows(here, part, of_bias, shards, split=split)
     y.backward(mine(gradient, shards) if split else gradient)
     return y.detach(), [one.grad for one in here], part.grad, of_bias.grad
@@ -70,6 +73,7 @@ def test_rows(shards, alone, dtype, split):
     right = of_parts[shards.first : shards.first + shards.own]
     assert all(torch.equal(one, other) for one, other in zip(found[1], right, strict=True))
     assert torch.equal(found[2], mine(of_weight, shards, 1)) and torch.equal(found[3], of_bias)
+    assert of_weight.is_contiguous() and found[2].t().is_contiguous() == (shards.comm.size > 1 or split)
     products = [part[:, 0] @ piece.t() for part, piece in zip(parts, weight.chunk(4, dim=1), strict=True)]
     if dtype == torch.float64:
         torch.testing.assert_close(y[:, 0], torch.cat(parts, dim=-1)[:, 0] @ weight.t() + bias)

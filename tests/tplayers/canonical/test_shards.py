@@ -1,5 +1,7 @@
 """Canonical shards: their numbers and refusals, sums in the tree, and whole models at every tensor-parallel size."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -17,17 +19,19 @@ SIZES = {"num_query_groups": 4, "kv_channels": 8}
 
 def test_the_sum_is_a_binary_tree_and_keeps_one_part_of_each_level():
     numbers = [torch.randn(50, generator=torch.Generator().manual_seed(n)) * 3**n for n in range(16)]
-    taken, most = [], 0
+    alive, most = [], 0
 
     def parts():
         nonlocal most
         for number in numbers:
-            taken.append(number)
-            yield number.clone()
+            part = number.clone()
+            alive.append(weakref.ref(part))
+            most = max(most, sum(one() is not None for one in alive))
+            yield part
 
     assert torch.equal(tree_sum(parts()), in_pairs(numbers))
     assert not torch.equal(in_pairs(numbers), sum(numbers[1:], numbers[0]))
-    assert len(taken) == 16
+    assert most <= 6  # one for each of the four levels, the new one, and the one before it, which the generator holds
 
 
 def test_counts_that_do_not_fit(mpi_world):
@@ -76,6 +80,8 @@ def test_models_have_the_same_losses_and_gradients(shards, alone, kind, dtype, s
     for group in (alone, shards):
         model = made(kind, group.comm, dtype=dtype, sequence_parallel=sequence_parallel, **options)
         use_canonical_shards(model, group.comm, 4)
+        by_columns = [one.weight for one in model.modules() if isinstance(one, RowParallelLinear)]
+        assert by_columns and all(weight.t().is_contiguous() for weight in by_columns)
         positional, named = arguments(kind)
         loss = total(model(*positional, **named))
         loss.backward()

@@ -6,7 +6,7 @@ import torch
 from tplayers import Placement
 from trainers.checks.digests import BITS, CHUNK, _of_text, tensor_sum
 
-SHAPES = [((7,), None), ((12, 5), 0), ((12, 8), 1), ((3 * CHUNK // 8, 8), 0)]
+SHAPES = [((8,), 0), ((12, 5), 0), ((12, 8), 1), ((3 * CHUNK // 8, 8), 0)]
 
 
 def whole_sum(tensor, view=()):
@@ -18,11 +18,20 @@ def whole_sum(tensor, view=()):
 @pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
 def test_the_parts_add_up_to_the_whole(shape, dim, dtype, count):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    if dim is None:
-        return
     placed = [Placement(shape, dim=dim, index=index, count=count) for index in range(count)]
     total = sum(tensor_sum(one.part(whole), one) for one in placed)
     assert (total - whole_sum(whole)) % 2**64 == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("shape", "view", "dim"), [((6, 8), (), 1), ((6, 8), (6, 2, 4), 1), ((8, 6), (2, 4, 6), 0)])
+def test_a_matrix_that_lies_transposed(shape, view, dim, count):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for index in range(count):
+        one = Placement(shape, view=view, dim=dim, index=index, count=count)
+        part = one.part(whole).contiguous()
+        turned = part.t().contiguous().t()
+        assert not turned.is_contiguous() and tensor_sum(turned, one) == tensor_sum(part, one)
 
 
 @pytest.mark.parametrize("padded", [(), (3, 10, 5)])

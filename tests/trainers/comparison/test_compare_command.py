@@ -1,7 +1,14 @@
-"""trainers.compare on the runs of pretrain_gpt: equal bits at two layouts, and the first step that differs without."""
+"""trainers.compare on the runs of pretrain_gpt: equal bits at two layouts, and the first step that differs without.
+
+The run on two ranks is killed after a checkpoint, and goes on at another layout.
+"""
+
+import json
+import shutil
 
 import pytest
 
+from tests.support import mpirun
 from trainers.compare import main
 
 pytestmark = pytest.mark.slow
@@ -14,18 +21,25 @@ SPLIT = "--tensor-model-parallel-size=2"
 def runs(tmp_path_factory, pretrain, mock):
     """The folders of a run on one rank, of the same run on two, and of an ordinary one."""
     home = tmp_path_factory.mktemp("runs")
+    folders = {name: str(home / name) for name in ("one rank", "two ranks", "plain")}
+    first = [*mock, *STEPS, "--deterministic", "--use-distributed-optimizer", "--save", folders["two ranks"]]
+    kill = ["step", 4, 1, "KILL"]  # rank 1, in the fourth step
+    (home / "runs.json").write_text(json.dumps([[2, first, "pretrain_gpt", [kill], ""]]))
+    program = str(mpirun.JOBS / "commands.py")
+    killed = mpirun.run(2, program, str(home / "runs.json"), str(home / "outcomes.json"))
+    assert killed.returncode != 0 and not (home / "outcomes.json").exists()
     flags = {
         "one rank": (1, ["--deterministic"]),
-        "two ranks": (2, ["--deterministic", SPLIT, "--sequence-parallel"]),
+        "two ranks": (2, ["--deterministic", SPLIT, "--sequence-parallel", "--load", folders["two ranks"]]),
         "plain": (2, ["--log-digests", "--log-interval=2", SPLIT]),
     }
-    folders = {name: str(home / name) for name in flags}
     ended = pretrain(*((n, [*mock, *STEPS, *words, "--save", folders[name]]) for name, (n, words) in flags.items()))
     assert all(code == 0 for one in ended for code in one.codes), [one.err for one in ended]
     return folders
 
 
 def test_runs_of_two_layouts(runs, capsys):
+    """The first two steps are those of the killed run, and its third step was done again."""
     assert main([runs["one rank"], runs["two ranks"]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "steps 1 to 4, 4 of them: the loss, the gradient's norm and the weights have the same bits"
@@ -40,6 +54,23 @@ def test_an_ordinary_run_differs(runs, capsys):
     assert any(line.startswith("  grad_norm: ") for line in lines)
     assert any(line.startswith("checkpoint iter_0000002: ") and "tensors differ" in line for line in lines)
     assert any(line.startswith("  embedding.weight: ") for line in lines)
+
+
+def test_runs_with_nothing_in_common(runs, tmp_path, capsys):
+    """A longer run is compared as far as the shorter one goes; runs without a common step cannot be compared."""
+    for name, kept in (("short", (1, 2)), ("later", (3, 4))):
+        shutil.copytree(runs["one rank"], tmp_path / name)
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(row for row in rows if json.loads(row)["iteration"] in kept)
+        )
+        shutil.rmtree(tmp_path / name / f"iter_000000{6 - kept[1]}")
+    assert main([runs["one rank"], str(tmp_path / "short")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "steps 3 to 4, 2 of them, are in the first run only, and are not compared"
+    assert lines[2] == "checkpoint iter_0000002: all parameters, masters and moments have the same bits"
+    assert main([str(tmp_path / "short"), str(tmp_path / "later")]) == 2
+    assert "no step has digests in both runs" in capsys.readouterr().err
 
 
 def test_errors(runs, tmp_path, capsys):

@@ -21,12 +21,14 @@ def row(iteration, loss=1.0, **changed):
 
 
 def test_equal_runs(tmp_path):
-    """Rows without digests and steps of one run only do not count."""
+    """Rows without digests do not count. Steps of one run only are named, and not compared."""
     one = run(tmp_path / "one", [row(1), row(2), {"iteration": 2, "validation_loss": 3.0}, row(3)])
     found = compare_steps(one, run(tmp_path / "other", [row(2), row(3), row(4)]))
     assert found.compared == [2, 3] and found.different is None
     assert found.lines() == [
-        "steps 2 to 3, 2 of them: the loss, the gradient's norm and the weights have the same bits"
+        "steps 2 to 3, 2 of them: the loss, the gradient's norm and the weights have the same bits",
+        "step 1 is in the first run only, and is not compared",
+        "step 4 is in the second run only, and is not compared",
     ]
 
 
@@ -46,4 +48,8 @@ def test_runs_without_digests(tmp_path):
         compare_steps(one, none)
     with pytest.raises(UsageError, match=r"nowhere/metrics.jsonl: cannot be read: No such file"):
         compare_steps(one, tmp_path / "nowhere")
-    assert compare_steps(one, run(tmp_path / "later", [row(7)])).lines() == ["no step has digests in both runs"]
+    assert compare_steps(one, run(tmp_path / "later", [row(7), row(9)])).lines() == [
+        "no step has digests in both runs",
+        "step 1 is in the first run only, and is not compared",
+        "steps 7 to 9, 2 of them, are in the second run only, and are not compared",
+    ]

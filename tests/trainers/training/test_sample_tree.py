@@ -6,6 +6,8 @@ from torch import nn
 
 from tests.support.exact import in_pairs
 from tplayers import placements
+from tplayers.canonical.shards import columns_first
+from trainers.training import sample_tree
 from trainers.training.layout import BucketLayout
 from trainers.training.sample_tree import SampleTree, run_length, tree_of_samples
 
@@ -49,9 +51,13 @@ def test_ranks_have_subtrees(samples, ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("samples", [1, 2, 3, 8, 12, 16, 20])
-def test_gradients_of_a_bucket(samples, dtype):
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_of_a_bucket(samples, dtype, turned, monkeypatch):
     """Three steps. The sum is in the bucket's buffer, and no more sums are kept than the tree has levels."""
+    monkeypatch.setattr(sample_tree, "PIECE", 3)
     module = nn.Linear(2, 2, dtype=dtype)
+    if turned:
+        columns_first(module.weight)
     named = list(module.named_parameters())
     layout = BucketLayout(named, placements(module), Group(), shard=False, flat=True)
     result = torch.zeros(layout.size)
@@ -63,11 +69,12 @@ def test_gradients_of_a_bucket(samples, dtype):
         for number, value in enumerate(values):
             tree.begin(last=number + 1 == samples)
             for (_, parameter), part in zip(named, (value[:4].view(2, 2), value[4:]), strict=True):
-                tree.put(parameter, part.clone())
+                tree.put(parameter, torch.empty_like(parameter).detach().copy_(part))
             tree.end()
             most = max(most, len(tree._waiting))
         right = expected([value.float() for value in values], run)
-        assert torch.equal(layout.view(result, named[0][1]).flatten(), right[:4])
+        of_weight = layout.view(result, named[0][1])
+        assert of_weight.stride() == module.weight.stride() and torch.equal(of_weight.flatten(), right[:4])
         assert torch.equal(layout.view(result, named[1][1]), right[4:])
     assert most <= (samples // run).bit_length()
 
