@@ -42,7 +42,8 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
         assert 0 < row["seconds"]["min"] <= low <= middle <= high <= row["seconds"]["max"]
         assert row["iterations"] >= 1 and row["busbw"] == row["algbw"]  # 2 (p - 1) / p with two ranks
         if name == "shared":
-            assert row["speedup"] == [1, 1, 1] and row["state"] in (None, "state 1", "state 2")
+            assert row["speedup"] == [1, 1, 1]
+        assert row["state"] is None or row["state"].startswith("state ")
     for key in at:  # a machine with several states has a row for each
         assert sum(row["iterations"] for row in result["rows"] if key_of(row) == key) >= 3
     text = files["output"].read_text()
