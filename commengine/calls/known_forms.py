@@ -148,7 +148,7 @@ class KnownForms:
         elif op is not None:
             once = op != "avg" and (nbytes <= LONG_BYTES or name != "all_reduce")
             datatype, mpi_op = host.types.reduce[dtype, op]
-        alone, beside = (nbytes < least[name] for least in (host.least_alone, host.least_beside_windows))
+        alone, beside = (nbytes < least for least in host.leasts(name, dtype))
         if len(self._forms) >= MOST_FORMS:
             self._forms.clear()
         self._forms[key] = Form(sent, received, own, once and alone, once and beside, datatype, mpi_op, small)

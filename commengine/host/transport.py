@@ -31,7 +31,7 @@ from commengine.shared_memory.windows import SharedTensors
 from .polling import PollingCalls, WrappedCalls
 from .routes import MemoryRoutes
 from .small_buffers import GatheredSmall, SmallBuffers
-from .switch_points import NEVER, SwitchPoints
+from .switch_points import NEVER, SwitchPoints, kind_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -81,11 +81,12 @@ class HostTransport:
         self.routes: Any = None
         self.windows: list[Any] = []  # of the group; they come and go
         #: the sizes in bytes from which on the routes are asked, by operation: for private tensors, and with windows
-        self.least_alone, self.least_beside_windows = dict.fromkeys(IN_MEMORY, NEVER), dict.fromkeys(IN_MEMORY, NEVER)
+        self._private, self._any = dict.fromkeys(IN_MEMORY, NEVER), dict.fromkeys(IN_MEMORY, NEVER)
+        self._points: SwitchPoints | None = None
         if shared is not None and comm.size > 1:
             points = SwitchPoints.load() if points is None else points
-            self.windows = shared.segments
-            self.least_alone, self.least_beside_windows = points.leasts(windows=False), points.leasts(windows=True)
+            self.windows, self._points = shared.segments, points
+            self._private, self._any = points.leasts(windows=False), points.leasts(windows=True)
             self.routes = MemoryRoutes(
                 comm,
                 shared,
@@ -112,6 +113,14 @@ class HostTransport:
         made.calls, made._waitall = wrap(self.calls), self._waitall
         return made
 
+    def leasts(self, operation: str, dtype: torch.dtype) -> tuple[float, float]:
+        """The sizes in bytes from which on the routes are asked: for private tensors, and in a group with windows."""
+        if self._points is None:
+            return NEVER, NEVER
+        kind = kind_of(operation, dtype)
+        private, beside_windows = (self._points.least_of(operation, kind, windows=given) for given in (False, True))
+        return private, beside_windows
+
     def _moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:
         """Return the tensor as a buffer of opaque elements of its width."""
         return self.address(tensor.data_ptr(), tensor.nbytes), self.types.move[tensor.dtype]
@@ -130,7 +139,7 @@ class HostTransport:
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         nbytes = tensor.nbytes
-        least = self.least_beside_windows if self.windows else self.least_alone
+        least = self._any if self.windows else self._private
         if nbytes >= least["all_reduce"] and self.routes.all_reduce(tensor, op):
             return
         dtype = tensor.dtype
@@ -172,7 +181,7 @@ class HostTransport:
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
         nbytes, dtype = input.nbytes, input.dtype
-        least = self.least_beside_windows if self.windows else self.least_alone
+        least = self._any if self.windows else self._private
         if nbytes >= least["reduce_scatter"] and self.routes.reduce_scatter(output, input, op):
             return
         if dtype in self.in_order and 0 < nbytes <= SMALL_BYTES:
@@ -238,7 +247,7 @@ class HostTransport:
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         nbytes = output.nbytes
-        least = self.least_beside_windows if self.windows else self.least_alone
+        least = self._any if self.windows else self._private
         if nbytes >= least["all_gather"] and self.routes.all_gather(output, input):
             return
         datatype, source, target = self.types.move[output.dtype], input.data_ptr(), output.data_ptr()
@@ -248,7 +257,7 @@ class HostTransport:
         self.calls.Allgather(sent, (self.address(target, nbytes), datatype))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        least = self.least_beside_windows if self.windows else self.least_alone
+        least = self._any if self.windows else self._private
         if tensor.nbytes >= least["broadcast"] and self.routes.broadcast(tensor, root):
             return
         self.calls.Bcast(self._moved(tensor), root)

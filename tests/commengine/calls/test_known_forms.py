@@ -168,11 +168,11 @@ def test_windows_that_come_later_are_used(mpi_world):
     if mpi_world.size == 1:
         pytest.skip("one rank has no windows")
     with Communicator(mpi_world, device="cpu") as group:
-        private, whole = torch.ones(1 << 18), torch.empty((1 << 18) * group.size)
+        private, whole = torch.ones(1 << 20), torch.empty((1 << 20) * group.size)
         group.all_gather(whole, private)
         if group.node_size is None:
             pytest.skip("the group shares no memory")
-        window = group.empty((1 << 18,))
+        window = group.empty((1 << 20,))
         window.fill_(2.0)
         group.all_gather(whole, window)
         assert torch.equal(whole, torch.full_like(whole, 2.0))
