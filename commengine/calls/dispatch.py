@@ -2,7 +2,8 @@
 
 A call takes one of three paths:
 
-- direct: nobody compares, traces or watches the call, and it has no stream. This is the fast path.
+- direct: nobody compares, traces or watches the call, and it has no stream. This is the fast path. A collective like an
+  earlier one does not even come here (`commengine.calls.known_forms`).
 - observed: a call that runs on the host, perhaps on a stream's worker thread. It is compared on all ranks
   (``checked=True``), traced and watched.
 - device: a call that NCCL runs. It is observed, too, but enqueued on a CUDA stream; several calls may be one launch.
@@ -23,6 +24,7 @@ from commengine.device.backends import Backend, NcclBackend
 from commengine.device.staged import Hosted
 from commengine.device.stream import DeviceStream
 from commengine.errors import TransferError
+from commengine.host.transport import HostTransport
 from commengine.mpi import load_mpi
 from commengine.shared_memory.windows import SharedTensors
 from commengine.stream import GroupedWork, Stream, Work, finished_work
@@ -30,6 +32,7 @@ from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace, begin
 
 from .checks import call_error, check_independent
+from .known_forms import KnownForms
 from .transport_call import TransportCall, exchanges_first
 
 #: the result of every call without a stream that ran on the host
@@ -61,7 +64,6 @@ class Dispatcher:
         least: float,
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
-        self.host = host
         self.closed = False
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
         self._hosted: Hosted | None = None  # the same, if MPI carries them
@@ -72,6 +74,19 @@ class Dispatcher:
         self._logs: tuple[Trace, ...] = ()
         self._block: list[tuple[TransportCall, GroupedWork]] | None = None  # the calls of an open coalesce() block
         self._direct = True
+        #: the calls that skip the checks; None while calls without a stream are observed
+        self.known: KnownForms | None = None
+        self.host = host
+
+    @property
+    def host(self) -> Any:
+        """The transport for host tensors."""
+        return self._host
+
+    @host.setter
+    def host(self, host: Any) -> None:
+        self._host = host
+        self._forms = KnownForms(self, host, self._failures) if isinstance(host, HostTransport) else None
         self._choose_path()
 
     def use(self, backend: Backend) -> None:
@@ -91,6 +106,7 @@ class Dispatcher:
         """Note whether calls without a stream take the direct path, so that a call tests one attribute only."""
         observed = self._checked or self._logs or self._watched is not None
         self._direct = not (self.closed or observed or self._block is not None)
+        self.known = self._forms if self._direct else None
 
     # Calls ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +119,7 @@ class Dispatcher:
         if stream is None and self._direct:
             try:
                 if tensor is None or tensor.is_cpu:
-                    getattr(self.host, name)(*args)
+                    getattr(self._host, name)(*args)
                 elif self._hosted is None:
                     getattr(self._nccl, name)(*args)
                 else:

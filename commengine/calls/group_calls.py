@@ -20,7 +20,7 @@ from .checks import (
     checked_tensor,
     root_tensor,
 )
-from .dispatch import Dispatcher
+from .dispatch import DONE, Dispatcher
 
 
 class GroupCalls:
@@ -40,9 +40,14 @@ class GroupCalls:
 
     def all_reduce(self, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
         """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg"."""
+        known = self._calls.known if stream is None else None
+        if known is not None and known.single("all_reduce", op, tensor):
+            return DONE
         tensor = checked_tensor(self, "all_reduce", tensor)
         if op != "sum" or not tensor.is_cpu:  # the host sums every dtype
             check_reduction(self, "all_reduce", tensor, op)
+        if known is not None:
+            known.learn_single("all_reduce", op, tensor)
         return self._calls.run("all_reduce", (tensor, op), tensor, stream)
 
     def reduce(self, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None) -> Work:
@@ -60,9 +65,14 @@ class GroupCalls:
         Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...]. It works in place if ``output`` is this rank's
         rows of ``input``; on the host, the other rows then stay as they are.
         """
+        known = self._calls.known if stream is None else None
+        if known is not None and known.pair("reduce_scatter", op, output, input):
+            return DONE
         output, input = checked_pair(self, "reduce_scatter", output, input)
         if op != "sum" or not input.is_cpu:
             check_reduction(self, "reduce_scatter", input, op)
+        if known is not None:
+            known.learn_pair("reduce_scatter", op, output, input)
         return self._calls.run("reduce_scatter", (output, input, op), input, stream)
 
     # Movement -------------------------------------------------------------------------------------------------
@@ -72,13 +82,23 @@ class GroupCalls:
 
         It works in place if ``input`` is this rank's rows of ``output``.
         """
+        known = self._calls.known if stream is None else None
+        if known is not None and known.pair("all_gather", None, output, input):
+            return DONE
         output, input = checked_pair(self, "all_gather", output, input)
+        if known is not None:
+            known.learn_pair("all_gather", None, output, input)
         return self._calls.run("all_gather", (output, input), output, stream)
 
     def broadcast(self, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
         """Copy the tensor of rank ``root`` into every rank's ``tensor``, of the same shape and dtype."""
+        known = self._calls.known if stream is None else None
+        if known is not None and type(root) is int and known.single("broadcast", root, tensor):
+            return DONE
         tensor = checked_tensor(self, "broadcast", tensor)
         root = check_rank(self, "broadcast", "root", root)
+        if known is not None:
+            known.learn_single("broadcast", root, tensor)
         return self._calls.run("broadcast", (tensor, root), tensor, stream)
 
     def gather(

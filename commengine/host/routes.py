@@ -165,6 +165,22 @@ class MemoryRoutes:
         self._bounce.broadcast(_flat(tensor), root, begun=begun)
         return True
 
+    def compare_private(self, operation: str, nbytes: int, how: object, tensor: Tensor, other: Tensor) -> bool:
+        """Compare a collective of private tensors that goes by MPI because it is too small for slots.
+
+        Returns whether that is so; otherwise nothing was compared, and the operation's own method finds the way.
+        Reductions in an order of ours never go by MPI. how: as in `_choose`. other: the second tensor, or the first.
+        """
+        dtype = tensor.dtype
+        found, find = self._point.get((operation, dtype)), self._shared.find
+        if found is None or self._flags is None or nbytes >= found[1].bounce or not self._node.alone:
+            return False
+        if find(tensor) is not None or (other is not tensor and find(other) is not None):
+            return False
+        if nbytes >= found[0]:
+            self._flags.begin(operation, PRIVATE, nbytes, (dtype, how))
+        return True
+
     def _row(self, numel: int) -> tuple[int, int]:
         """Return the bounds of this rank's row when a flat tensor is cut into as many as the node has ranks."""
         return numel * self._rank // self._size, numel * (self._rank + 1) // self._size
@@ -187,7 +203,8 @@ class MemoryRoutes:
         least, point = self._look_up(operation, dtype) if found is None else found
         if nbytes < least:  # tested first: collectives that go by MPI must not become slower
             return None
-        place: Any = self._find(tensors) if self._shared.segments else None
+        windows = self._shared.segments
+        place: Any = self._find(tensors) if windows else None
         if place is not None and place.block and nbytes < point.window:
             place = None  # another rank's tensor may be private, and goes through slots from another size on
         private = place is None
@@ -195,7 +212,7 @@ class MemoryRoutes:
         chosen = not self._node.alone or nbytes >= (point.bounce if private else point.window)
         if chosen and (self._bounce if private else self._window) is not None:
             return _PRIVATE if private else place  # the calls are compared when they begin
-        if self._shared.segments:
+        if windows:
             places = self._compare(operation, nbytes, (dtype, how), place)
             if places is not None and PRIVATE in places and not private:
                 private, chosen = True, nbytes >= point.bounce
@@ -248,8 +265,9 @@ class MemoryRoutes:
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
         MPI. Routes that are ready compare the calls themselves when they begin.
         """
-        self._open_flags()
-        assert self._flags is not None
+        if self._flags is None:
+            self._open_flags()
+            assert self._flags is not None
         return self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
 
     def _as_private(self, operation: str, tensor: Tensor) -> tuple[Any, bool]:

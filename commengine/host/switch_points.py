@@ -59,6 +59,11 @@ class Key(NamedTuple):
 MEASURED = Path(__file__).with_suffix(".json")
 
 
+def kind_of(operation: str, dtype: torch.dtype) -> str:
+    """Return which of `KINDS` a tensor of an operation is."""
+    return "half" if operation in REDUCING and dtype in HALF_TYPES else "full"
+
+
 @dataclass(frozen=True)
 class SwitchPoints:
     """A table of switch points. Every rank needs the same table."""
@@ -67,7 +72,7 @@ class SwitchPoints:
 
     def point(self, operation: str, dtype: torch.dtype, ranks: int) -> Point:
         """Return the row for ``ranks`` ranks on a node: the row with the most ranks that are not more than these."""
-        kind = "half" if operation in REDUCING and dtype in HALF_TYPES else "full"
+        kind = kind_of(operation, dtype)
         fitting = [key for key in self.rows if key[:2] == (operation, kind) and key.ranks <= ranks]
         return self.rows[max(fitting)] if fitting else Point()
 
@@ -89,17 +94,12 @@ class SwitchPoints:
 
         windows: tensors in windows count, too.
         """
-        return {
-            operation: min(
-                (
-                    min(point if windows else point[1:])
-                    for key, point in self.rows.items()
-                    if key.operation == operation
-                ),
-                default=NEVER,
-            )
-            for operation in OPERATIONS
-        }
+        return {name: min(self.least_of(name, kind, windows=windows) for kind in KINDS) for name in OPERATIONS}
+
+    def least_of(self, operation: str, kind: str, *, windows: bool) -> float:
+        """The same for one operation and kind of dtype."""
+        rows = (point for key, point in self.rows.items() if key[:2] == (operation, kind))
+        return min((min(point if windows else point[1:]) for point in rows), default=NEVER)
 
     @property
     def digest(self) -> int:

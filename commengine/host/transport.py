@@ -30,14 +30,14 @@ from commengine.shared_memory.windows import SharedTensors
 
 from .polling import PollingCalls, WrappedCalls
 from .routes import MemoryRoutes
-from .small_buffers import SmallBuffers
-from .switch_points import NEVER, SwitchPoints
+from .small_buffers import GatheredSmall, SmallBuffers
+from .switch_points import NEVER, SwitchPoints, kind_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: up to this many bytes, a dtype that is reduced in rank order is all-gathered and reduced on every rank: one round
-#: trip instead of two
+#: up to this many bytes of the whole tensor, a dtype that is reduced in rank order is gathered into memory that is
+#: kept. An all-reduce gathers everything there and reduces it on every rank: one round trip instead of two
 SMALL_BYTES = 16 * 1024
 
 #: a reduction of more than LONG_BYTES is cut into pieces. MPI's temporary copy of a longer tensor does not fit the
@@ -72,21 +72,22 @@ class HostTransport:
         self.size = comm.size
         self.order = order
         self._comm = comm
-        self._calls: Any = comm
+        self.calls: Any = comm
         self._waitall: Callable[..., Any] = mpi.Request.Waitall
         wait = spin
         if polling or look is not None:
             polled = PollingCalls(comm, look)
-            self._calls, self._waitall, wait = polled, polled.waitall, polled.wait
-        self._routes: Any = None
-        self._windows: list[Any] = []  # of the group; they come and go
+            self.calls, self._waitall, wait = polled, polled.waitall, polled.wait
+        self.routes: Any = None
+        self.windows: list[Any] = []  # of the group; they come and go
         #: the sizes in bytes from which on the routes are asked, by operation: for private tensors, and with windows
         self._private, self._any = dict.fromkeys(IN_MEMORY, NEVER), dict.fromkeys(IN_MEMORY, NEVER)
+        self._points: SwitchPoints | None = None
         if shared is not None and comm.size > 1:
             points = SwitchPoints.load() if points is None else points
-            self._windows = shared.segments
+            self.windows, self._points = shared.segments, points
             self._private, self._any = points.leasts(windows=False), points.leasts(windows=True)
-            self._routes = MemoryRoutes(
+            self.routes = MemoryRoutes(
                 comm,
                 shared,
                 points,
@@ -94,13 +95,14 @@ class HostTransport:
                 transport=lambda across: HostTransport(across, polling=polling, look=look, order=order),
                 order=order,
             )
-        self._in_order = OUR_TYPES if order is None else DTYPES
+        self.in_order = OUR_TYPES if order is None else DTYPES
         self._prefix = TREE if order == "tree" else ""
-        self._types = MpiTypes(mpi)
-        self._address = mpi.memory.fromaddress
+        self.types = MpiTypes(mpi)
+        #: makes the memory that begins at an address into a buffer for MPI
+        self.address = mpi.memory.fromaddress
         self._status = mpi.Status
-        self._in_place = mpi.IN_PLACE
-        self._small = SmallBuffers(self.size, self._types)
+        self.in_place = mpi.IN_PLACE
+        self.small = SmallBuffers(self.size, self.types)
 
     def by_mpi(self, wrap: Callable[[Any], WrappedCalls]) -> HostTransport:
         """Return a transport over the same MPI communicator whose calls are wrapped and whose route is always MPI.
@@ -108,40 +110,48 @@ class HostTransport:
         wrap: gets the calls of this transport and returns the wrapped ones. The result owns nothing.
         """
         made = HostTransport(self._comm, order=self.order)
-        made._calls, made._waitall = wrap(self._calls), self._waitall
+        made.calls, made._waitall = wrap(self.calls), self._waitall
         return made
+
+    def leasts(self, operation: str, dtype: torch.dtype) -> tuple[float, float]:
+        """The sizes in bytes from which on the routes are asked: for private tensors, and in a group with windows."""
+        if self._points is None:
+            return NEVER, NEVER
+        kind = kind_of(operation, dtype)
+        private, beside_windows = (self._points.least_of(operation, kind, windows=given) for given in (False, True))
+        return private, beside_windows
 
     def _moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:
         """Return the tensor as a buffer of opaque elements of its width."""
-        return self._address(tensor.data_ptr(), tensor.nbytes), self._types.move[tensor.dtype]
+        return self.address(tensor.data_ptr(), tensor.nbytes), self.types.move[tensor.dtype]
 
     def open_routes(self) -> None:
         """Make the windows for large collectives now, because a worker thread must not make one. Collective."""
-        if self._routes is not None:
-            self._routes.open()
+        if self.routes is not None:
+            self.routes.open()
 
     def close(self) -> None:
         """Free what the transport made; the communicator is the caller's. Collective."""
-        if self._routes is not None:
-            self._routes.close()
+        if self.routes is not None:
+            self.routes.close()
 
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         nbytes = tensor.nbytes
-        least = self._any if self._windows else self._private
-        if nbytes >= least["all_reduce"] and self._routes.all_reduce(tensor, op):
+        least = self._any if self.windows else self._private
+        if nbytes >= least["all_reduce"] and self.routes.all_reduce(tensor, op):
             return
         dtype = tensor.dtype
-        if dtype in self._in_order:
+        if dtype in self.in_order:
             self._all_reduce_in_order(tensor, op)
             return
-        datatype, mpi_op = self._types.reduce[dtype, op]
+        datatype, mpi_op = self.types.reduce[dtype, op]
         if nbytes <= LONG_BYTES:
-            self._calls.Allreduce(self._in_place, (self._address(tensor.data_ptr(), nbytes), datatype), mpi_op)
+            self.calls.Allreduce(self.in_place, (self.address(tensor.data_ptr(), nbytes), datatype), mpi_op)
         else:
             for piece in self._pieces(tensor):
-                self._calls.Allreduce(self._in_place, (piece, datatype), mpi_op)
+                self.calls.Allreduce(self.in_place, (piece, datatype), mpi_op)
         if op == "avg":
             _divide(tensor, self.size)
 
@@ -150,42 +160,45 @@ class HostTransport:
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         step = PIECE_BYTES if nbytes > LONG_BYTES else nbytes or 1
         for start in range(0, nbytes or 1, step):
-            yield self._address(address + start, min(step, nbytes - start))
+            yield self.address(address + start, min(step, nbytes - start))
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
-        if tensor.dtype in self._in_order:
+        if tensor.dtype in self.in_order:
             chunk, counts, starts = self._reduce_chunks(tensor, op)
             buffer = self._moved(tensor)
             received = (buffer[0], counts, starts, buffer[1]) if self.rank == root else None
-            self._calls.Gatherv(self._moved(chunk), received, root)
+            self.calls.Gatherv(self._moved(chunk), received, root)
             return
-        datatype, mpi_op = self._types.reduce[tensor.dtype, op]
+        datatype, mpi_op = self.types.reduce[tensor.dtype, op]
         for piece in self._pieces(tensor):
             data = (piece, datatype)
             if self.rank == root:
-                self._calls.Reduce(self._in_place, data, mpi_op, root)
+                self.calls.Reduce(self.in_place, data, mpi_op, root)
             else:
-                self._calls.Reduce(data, None, mpi_op, root)
+                self.calls.Reduce(data, None, mpi_op, root)
         if op == "avg" and self.rank == root:
             _divide(tensor, self.size)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
         nbytes, dtype = input.nbytes, input.dtype
-        least = self._any if self._windows else self._private
-        if nbytes >= least["reduce_scatter"] and self._routes.reduce_scatter(output, input, op):
+        least = self._any if self.windows else self._private
+        if nbytes >= least["reduce_scatter"] and self.routes.reduce_scatter(output, input, op):
             return
-        if dtype in self._in_order:
+        if dtype in self.in_order and 0 < nbytes <= SMALL_BYTES:
+            self.reduce_small(input, self.small[dtype, output.shape], op, output)
+            return
+        if dtype in self.in_order:
             parts = torch.empty_like(input)
-            self._calls.Alltoall(self._moved(input), self._moved(parts))
+            self.calls.Alltoall(self._moved(input), self._moved(parts))
             reduce_in_order(parts.view(self.size, *output.shape), self._prefix + op, output)
             return
-        datatype, mpi_op = self._types.reduce[dtype, op]
+        datatype, mpi_op = self.types.reduce[dtype, op]
         start, found, part, result = input.data_ptr(), output.data_ptr(), nbytes // self.size, output
         if part and found == start + self.rank * part:  # MPI's own form in place changes the other rows
             result = torch.empty_like(output)
             found = result.data_ptr()
-        source, target = self._address(start, nbytes), self._address(found, part)
-        self._calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
+        source, target = self.address(start, nbytes), self.address(found, part)
+        self.calls.Reduce_scatter_block((source, datatype), (target, datatype), mpi_op)
         if op == "avg":
             _divide(result, self.size)
         if result is not output:
@@ -195,20 +208,28 @@ class HostTransport:
     def _all_reduce_in_order(self, tensor: Tensor, op: str) -> None:
         if self.size == 1:
             return
-        nbytes = tensor.nbytes
-        if nbytes <= SMALL_BYTES:
-            datatype, received, parts, pair = self._small[tensor.dtype, tensor.shape]
-            self._calls.Allgather((self._address(tensor.data_ptr(), nbytes), datatype), received)
-            written = tensor.data
-            if pair and op == "sum" and not written.is_inference():
-                torch.add(parts[0], parts[1], out=written)  # a short cut: the code below would end in this line
-                return
-            with unseen(written):
-                reduce_unseen(parts, self._prefix + op, written)
+        if tensor.nbytes <= SMALL_BYTES:
+            self.reduce_small(tensor, self.small[tensor.dtype, tensor.shape], op, tensor)
             return
         chunk, counts, starts = self._reduce_chunks(tensor, op)
         buffer = self._moved(tensor)
-        self._calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
+        self.calls.Allgatherv(self._moved(chunk), (buffer[0], counts, starts, buffer[1]))
+
+    def reduce_small(self, input: Tensor, buffers: GatheredSmall, op: str, output: Tensor) -> None:
+        """Get from every rank what this rank reduces, and reduce it into ``output``.
+
+        In an all-reduce ``output`` is ``input``; otherwise this is a reduce-scatter. buffers: for the dtype and shape
+        of ``output``.
+        """
+        datatype, received, parts, pair = buffers
+        collect = self.calls.Allgather if output is input else self.calls.Alltoall
+        collect((self.address(input.data_ptr(), input.nbytes), datatype), received)
+        written = output.data
+        if pair and op == "sum" and not written.is_inference():
+            torch.add(parts[0], parts[1], out=written)  # a short cut: the code below would end in this line
+            return
+        with unseen(written):
+            reduce_unseen(parts, self._prefix + op, written)
 
     def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
         """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, all counts and all starts."""
@@ -219,46 +240,44 @@ class HostTransport:
         parts = tensor.new_empty((self.size, mine))
         sent, received = self._moved(tensor), self._moved(parts)
         places = [mine * rank for rank in range(self.size)]
-        self._calls.Alltoallv(
-            (sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1])
-        )
+        self.calls.Alltoallv((sent[0], counts, starts, sent[1]), (received[0], [mine] * self.size, places, received[1]))
         return reduce_in_order(parts, self._prefix + op, parts.new_empty(mine)), counts, starts
 
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         nbytes = output.nbytes
-        least = self._any if self._windows else self._private
-        if nbytes >= least["all_gather"] and self._routes.all_gather(output, input):
+        least = self._any if self.windows else self._private
+        if nbytes >= least["all_gather"] and self.routes.all_gather(output, input):
             return
-        datatype, source, target = self._types.move[output.dtype], input.data_ptr(), output.data_ptr()
+        datatype, source, target = self.types.move[output.dtype], input.data_ptr(), output.data_ptr()
         part = nbytes // self.size
         in_place = source == target + self.rank * part and part > 0
-        sent = self._in_place if in_place else (self._address(source, part), datatype)
-        self._calls.Allgather(sent, (self._address(target, nbytes), datatype))
+        sent = self.in_place if in_place else (self.address(source, part), datatype)
+        self.calls.Allgather(sent, (self.address(target, nbytes), datatype))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        least = self._any if self._windows else self._private
-        if tensor.nbytes >= least["broadcast"] and self._routes.broadcast(tensor, root):
+        least = self._any if self.windows else self._private
+        if tensor.nbytes >= least["broadcast"] and self.routes.broadcast(tensor, root):
             return
-        self._calls.Bcast(self._moved(tensor), root)
+        self.calls.Bcast(self._moved(tensor), root)
 
     def gather(self, output: Tensor | None, input: Tensor, root: int) -> None:
-        self._calls.Gather(self._moved(input), None if output is None else self._moved(output), root)
+        self.calls.Gather(self._moved(input), None if output is None else self._moved(output), root)
 
     def scatter(self, output: Tensor, input: Tensor | None, root: int) -> None:
-        self._calls.Scatter(None if input is None else self._moved(input), self._moved(output), root)
+        self.calls.Scatter(None if input is None else self._moved(input), self._moved(output), root)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        self._calls.Alltoall(self._moved(input), self._moved(output))
+        self.calls.Alltoall(self._moved(input), self._moved(output))
 
     def barrier(self) -> None:
-        self._calls.Barrier()
+        self.calls.Barrier()
 
     # Point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        self._calls.Send(self._moved(tensor), dst)
+        self.calls.Send(self._moved(tensor), dst)
 
     def recv(self, tensor: Tensor, src: int) -> None:
         self.exchange([("recv", tensor, src)])
@@ -273,13 +292,13 @@ class HostTransport:
         """
         requests, statuses = [], []
         for verb, tensor, peer in sorted(transfers, key=lambda transfer: transfer[0]):  # receives first
-            start = self._calls.Irecv if verb == "recv" else self._calls.Isend
+            start = self.calls.Irecv if verb == "recv" else self.calls.Isend
             requests.append(start(self._moved(tensor), peer))
             statuses.append(self._status())
         self._waitall(requests, statuses)
         received = [transfer for transfer in transfers if transfer[0] == "recv"]
         for (_, tensor, peer), status in zip(received, statuses, strict=False):
-            count = status.Get_count(self._types.move[tensor.dtype])
+            count = status.Get_count(self.types.move[tensor.dtype])
             if count != tensor.numel():
                 raise TransferError(
                     f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"

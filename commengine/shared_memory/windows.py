@@ -8,7 +8,6 @@ The `Pool` of a communicator is one more window, in which each rank has blocks f
 from __future__ import annotations
 
 import bisect
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,8 @@ class SharedTensors:
         self.segments: list[SharedSegment] = []
         #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
         self.pool: Pool | None = None
-        self._starts: list[tuple[int, int]] = []  # address and number of each segment, ascending
+        self._bounds: list[int] = []  # where each segment begins and ends, ascending
+        self._numbers: list[int] = []  # of the segments, in that order
         self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
 
     @property
@@ -87,7 +87,9 @@ class SharedTensors:
             self._add(self.pool)
 
     def _add(self, segment: SharedSegment) -> None:
-        bisect.insort(self._starts, (segment.address, len(self.segments)))
+        at = bisect.bisect(self._bounds, segment.address)
+        self._bounds[at:at] = segment.address, segment.address + segment.nbytes
+        self._numbers.insert(at // 2, len(self.segments))
         self.segments.append(segment)
 
     def reaches(self, tensor: Tensor) -> bool:
@@ -96,15 +98,17 @@ class SharedTensors:
 
     def find(self, tensor: Tensor) -> WindowTensor | None:
         """Return where in a window ``tensor`` lies, or None if it lies in no window."""
-        address, nbytes, dtype = tensor.data_ptr(), tensor.nbytes, tensor.dtype
+        address = tensor.data_ptr()
+        before = bisect.bisect(self._bounds, address)
+        if before % 2 == 0:  # tested first: private tensors must not become slower
+            return None
+        nbytes, dtype = tensor.nbytes, tensor.dtype
         found = self._found.get((address, nbytes, dtype))
         if found is not None:
             return found
-        before = bisect.bisect_right(self._starts, (address, sys.maxsize)) - 1
-        if before < 0:
-            return None
-        start, index = self._starts[before]
-        segment, offset = self.segments[index], address - start
+        index = self._numbers[before // 2]
+        segment = self.segments[index]
+        offset = address - segment.address
         if offset + nbytes > segment.nbytes:
             return None
         if len(self._found) >= MOST_PLACES:
@@ -119,7 +123,8 @@ class SharedTensors:
         left = False
         self.pool = None  # nobody takes a block from memory that is unmapped
         self._found.clear()
-        self._starts.clear()
+        self._bounds.clear()
+        self._numbers.clear()
         for segment in self.segments:
             if self._comm.allreduce(segment.unused(), mpi.LAND):
                 segment.free()

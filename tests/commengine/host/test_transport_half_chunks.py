@@ -42,7 +42,7 @@ def test_chunks_cover_the_tensor_once_and_reduce_alike(numel, size, dtype, op, s
         transport = HostTransport.__new__(HostTransport)
         transport.rank, transport.size, transport._prefix = rank, size, ""
         transport._moved = lambda tensor: (tensor, None)
-        transport._calls = Exchange(inputs, rank)
+        transport.calls = Exchange(inputs, rank)
         chunk, counts, starts = transport._reduce_chunks(inputs[rank], op)
         assert chunk.numel() == counts[rank]
         whole[starts[rank] : starts[rank] + counts[rank]] = chunk
