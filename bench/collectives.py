@@ -31,7 +31,8 @@ from typing import Any
 from bench.collective_study.measuring import GroupSetup, measure_call
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
-from bench.collective_study.tables import table, write_csv, write_plot
+from bench.collective_study.shown_states import disturbed_lines, final_tables, of_shown_states
+from bench.collective_study.tables import UNCONVERGED, table, write_csv, write_plot
 from bench.command.files import add_files, check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
@@ -260,7 +261,10 @@ def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> di
 def measure(
     place: GroupSetup, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure everything. Returns all rows (on rank 0), and what was skipped and why. Collective over the world."""
+    """Measure everything. Returns all rows (on rank 0), and what was skipped and why. Collective over the world.
+
+    A row's "state" is a number of ``place.states``, or None; `of_shown_states` makes the rows that results have.
+    """
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for number, calls in enumerate(chosen.series(place.group.size)):
@@ -273,10 +277,8 @@ def measure(
             skipped += came.skipped
             bar.update()
         found.sort(key=lambda row: (row["bytes"], row["transport"], row["in_place"]))
-        for row in found:
-            row["state"] = None if row["state"] is None else state_name(row["state"])
         if found:
-            show(table(found))
+            show(table(of_shown_states(found, place.states)))  # by the states that have been seen so far
         rows += found
     return rows, skipped
 
@@ -308,46 +310,18 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             bar.write(f"{text}\n", file=sys.stdout)
 
         rows, skipped = measure(place, chosen, transports, show, bar)
-        rows = rows if states is None else of_shown_states(rows, states)
+        rows = of_shown_states(rows, states)
+        tables = final_tables(rows, tables, show_again=lambda text: bar.write(f"{text}\n", file=sys.stdout))
         last = synchronise(world.mpi)
         clock = clock_summary(first, last, load_mpi().Wtime() - began)
     result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
     result["skipped"] = [*unopened, *skipped]
-    result["states"] = (
-        [] if states is None else states.lines({number: f"state {number + 1}" for number in states.shown()})
-    )
+    result["states"] = [] if states is None else states.lines()
     result["start"] = "clock" if by_clock else "barrier"
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
         conclude(result, chosen, tables)
     return 1 if wrong else 0
-
-
-def of_shown_states(rows: list[dict[str, Any]], states: States) -> list[dict[str, Any]]:
-    """The rows of states that are no mere disturbance; their state is None if there is only one."""
-    several = len(states.shown()) > 1
-    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("operation", "transport", "dtype", "redop", "in_place", "bytes"))
-        calls.setdefault(key, []).append(row)
-    kept: list[dict[str, Any]] = []
-    for mine in calls.values():
-        best: dict[int, dict[str, Any]] = {}  # of several parts of one state, the one with most calls
-        for row, number in zip(mine, states.assigned([state_number(row) for row in mine]), strict=True):
-            if number is not None and row["iterations"] > best.get(number, {"iterations": 0})["iterations"]:
-                best[number] = row | {"state": state_name(number) if several else None}
-        kept += best.values()
-    return kept
-
-
-def state_name(number: int) -> str:
-    """The name of a state, in the order in which they were seen, because tables are printed while more may come."""
-    return f"state {number + 1}"
-
-
-def state_number(row: dict[str, Any]) -> int:
-    """The number of a row's state."""
-    return int(row["state"].removeprefix("state ")) - 1
 
 
 def _close(transport: Transport, failed: type[BaseException] | None, *_: object) -> None:
@@ -370,13 +344,11 @@ def conclude(result: dict[str, Any], chosen: Settings, tables: Sequence[str]) ->
         f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
         f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
     )
-    remarks += [f"# {line.removeprefix('- ')}" for line in result["states"]]
+    remarks += [f"# {line.removeprefix('- ')}" for line in [*result["states"], *disturbed_lines(rows)]]
     if late := sum(row["late"] for row in rows):
         remarks.append(f"# {late} calls are not counted, because a rank began late")
     if slow := sum(not row["converged"] for row in rows):
-        remarks.append(
-            f"# *: {slow} of {len(rows)} rows ran into --time-limit before their median was known well enough"
-        )
+        remarks.append(f"# *: {slow} of {len(rows)} rows ran into --time-limit before {UNCONVERGED}")
     remarks.append(f"# {sum(row['wrong'] for row in rows)} wrong elements")
     print("\n".join(remarks))
     if chosen.output:

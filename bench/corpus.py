@@ -28,7 +28,7 @@ from typing import Any
 from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from bench.contests.driver import Contestant, ContestError, Spread, ratio
 from trainers.data.stdlib_text import documents
 from trainers.data.text_files import read_paragraphs
@@ -254,4 +254,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

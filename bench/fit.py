@@ -25,7 +25,7 @@ from bench.collective_study.results import STATISTICS, Series, read
 from bench.command.files import check_writable
 from bench.command.machine import environment
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from commengine import UsageError
 from trainers.options import between
 
@@ -120,4 +120,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

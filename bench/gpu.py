@@ -22,7 +22,7 @@ import torch
 
 from bench.command.files import check_writable
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import answer_help, run_on_ranks, user_errors
+from bench.command.start import answer_help, run_alone, run_on_ranks, user_errors
 from bench.contests.driver import ContestError
 from bench.gpu_study import flops, losses, machine_report, overhead, overlap, profile
 from commengine import UsageError
@@ -83,4 +83,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

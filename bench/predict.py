@@ -25,7 +25,7 @@ from bench.clusters.cluster import Cluster, load, names
 from bench.command.files import check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from bench.command.values import flag
 from bench.prediction import paper, plan
 from bench.prediction.kernels import Parts
@@ -270,4 +270,4 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

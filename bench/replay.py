@@ -131,9 +131,9 @@ def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
         total = [total[0] + in_step / len(ranks), total[1] + alone / len(ranks)]
         yield (
             f"| {group} ({size}) | {operation} | {dtype} | {nbytes} | {stream} | {memory} | {count / many:g} "
-            f"| {1e3 * in_step / many:.3f} | {1e3 * alone / many:.3f} | {_ratio(in_step, alone)} |"
+            f"| {_step_ms(in_step / many)} | {1e3 * alone / many:.3f} | {_ratio(in_step, alone)} |"
         )
-    yield f"| all, a rank | | | | | | | {1e3 * total[0]:.3f} | {1e3 * total[1]:.3f} | {_ratio(total[0], total[1])} |"
+    yield f"| all, a rank | | | | | | | {_step_ms(total[0])} | {1e3 * total[1]:.3f} | {_ratio(total[0], total[1])} |"
     yield from ("", "| group | ranks | bytes recorded | bytes replayed |", "|---|---|---:|---:|")
     moved: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for calls in ranks:
@@ -143,6 +143,10 @@ def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
             both[1] += call["replayed_bytes"]
     for (group, members), (recorded, replayed) in moved.items():
         yield f"| {group} | {', '.join(map(str, members))} | {recorded} | {replayed} |"
+
+
+def _step_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}" if seconds else ""  # a trace without times has none
 
 
 def _ratio(one: float, other: float) -> str:
@@ -193,7 +197,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
         lines = [
             f"- recorded on {recorded} ranks, replayed on {world.size}",
             *(f"- {note}" for note in options["data"].get("notes", ())),
-            f"- medians of {options['rounds']} replays; per rank, the mean over the ranks that have the group",
+            f"- in step: in the recorded step; isolated: medians of {options['rounds']} replays; sums over a rank's "
+            "calls, and of these the mean over the ranks that have the group",
             "",
             *tables(ranks),
         ]

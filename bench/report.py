@@ -6,7 +6,7 @@ Files with one stem (all_reduce.md, .json, .png) make a section. Markdown become
 once. Results of bench.collectives, models of bench.fit and steps of bench.step are drawn and tabled. For any other JSON
 file without markdown beside it, its lists of objects are tabled, with their units. A click on a heading sorts a table;
 long tables and JSON files are folded. The answers of a study (bench.study) stand first. The page loads nothing from
-elsewhere. This command measures nothing, so it has no --json.
+elsewhere. A damaged file gets a note, and the exit status is then 1. The command measures nothing and has no --json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.command.files import check_writable
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from bench.report_page.page import page
 
 COMMAND = "bench.report"
@@ -37,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser().parse_args(argv)
         output = arguments.output or arguments.folder / "report.html"
         check_writable(output=output if arguments.output else None)
-        output.write_text(page(arguments.folder), encoding="utf-8")
+        problems: list[str] = []
+        output.write_text(page(arguments.folder, problems), encoding="utf-8")
     print(output)
-    return 0
+    for problem in problems:
+        print(f"not shown: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

@@ -9,7 +9,6 @@ engine's time at 8 bytes, beta the slope at the largest size.
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from bench.command.files import check_writable
 from bench.command.machine import processor
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 
 COMMAND = "bench.this_machine"
 
@@ -87,4 +86,4 @@ def section() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

@@ -21,7 +21,7 @@ COLUMNS = (
     ("type", "", 8, lambda row: row["dtype"]),
     ("redop", "", 6, lambda row: row["redop"]),
     ("root", "", 4, lambda row: f"{row['root']}"),
-    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"])),
+    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"]) + ("~" if row.get("disturbed") else "")),
     ("algbw", "(GB/s)", 7, lambda row: f"{row['algbw'] / 1e9:.2f}"),
     ("busbw", "(GB/s)", 7, lambda row: f"{row['busbw'] / 1e9:.2f}"),
     ("#wrong", "", 6, lambda row: f"{row['wrong']}"),
@@ -41,7 +41,11 @@ OVERLAP = (
     ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
 )
 #: the state of the machine, as `bench.timing.states` numbers it; shown if a table has several
-STATE = (("state", "", 7, lambda row: f"{row['state']}"),)
+STATE = (("state", "", 7, lambda row: row.get("state") or ""),)
+
+
+#: the condition that a row with a star did not reach in its time (`bench.timing.sampling.Stopping`)
+UNCONVERGED = "they had 20 calls whose median was known well enough"
 
 
 def interval_percent(row: Row) -> float:
@@ -66,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
         "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
         "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
     ]
-    for row in sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"])):
+    for row in sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"], row.get("state") or "")):
         shown = [
             f"{cell(row) if 'overlap' in row or index < always else '-':>{width}}"
             for index, (_, _, width, cell) in enumerate(columns)
@@ -146,7 +150,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
     The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
-    reduction; lines in place are dashed.
+    reduction; lines in place are dashed, and each state of the machine has lines of its own. A cross marks a call that
+    was measured in a state which is not shown.
     """
     shown = [row for row in rows if row["bytes"] > 0]
     operations = list(dict.fromkeys(row["operation"] for row in shown))
@@ -164,6 +169,9 @@ def draw(rows: Sequence[Row]) -> Figure:
             time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
             ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
             low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
+            if other := [row for row in line if row.get("disturbed")]:
+                points = [row["bytes"] for row in other], [row["seconds"]["p50"] * 1e6 for row in other]
+                time_axes.plot(*points, "kx", markersize=8, label="_measured in another state")
             time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
             # A group of one rank moves nothing, and a logarithmic axis has no 0.
             bandwidth_axes.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)

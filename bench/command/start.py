@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -35,13 +36,40 @@ def run_on_ranks(
 
     def reported(world: Communicator) -> int | None:
         try:
-            return main(world)
+            status = main(world)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            if world.size > 1:  # the launcher reads what ranks print; other ranks may wait for this one
+                raise
+            leave_broken_pipe()
+            return 1
         except UsageError as error:
             if world.rank == 0:
                 print_error(command, error)
             return STATUS
 
     launch.run(reported, device=device)
+
+
+def run_alone(main: Callable[[], int | None]) -> NoReturn:
+    """Run ``main()`` of a command outside MPI, and exit the process with its status.
+
+    The status is 1, without a traceback, if the reader of standard output went away (``| head``), as the documentation
+    of Python's signal module advises.
+    """
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_broken_pipe()
+        status = 1
+    sys.exit(status)
+
+
+def leave_broken_pipe() -> None:
+    """Send the rest of standard output nowhere, so that the interpreter's last flush does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answer_help(command: str, parser: Callable[[], ArgumentParser]) -> None:
@@ -61,6 +89,8 @@ def user_errors(command: str) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # see `run_alone`
     except (UsageError, ValueError, OSError) as error:
         if is_first_process():
             print_error(command, error)

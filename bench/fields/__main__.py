@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from bench.contests.comparison import ALLOCATOR, COMPARED_STEPS, measured, settings_line
 from bench.contests.driver import Contestant, ContestError, Running, Spread, rounds, started
 from bench.contests.field_task import LAYOUTS, FieldTask
@@ -150,4 +150,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

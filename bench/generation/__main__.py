@@ -23,7 +23,7 @@ from typing import Any
 from bench.command.files import add_files, check_writable, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
-from bench.command.start import user_errors
+from bench.command.start import run_alone, user_errors
 from bench.contests.comparison import ALLOCATOR, COMPARED_STEPS, idle_share, measured, settings_line
 from bench.contests.driver import Contestant, ContestError, Spread, ratio, rounds, started
 from bench.contests.generation_task import GenerationTask
@@ -231,4 +231,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

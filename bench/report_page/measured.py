@@ -10,7 +10,8 @@ from typing import Any
 
 from bench.collective_study.fitted_series import bandwidth, draw, fits_of, tables
 from bench.collective_study.results import read
-from bench.collective_study.tables import COLUMNS, OVERLAP, flat, size_label
+from bench.collective_study.shown_states import disturbed_lines
+from bench.collective_study.tables import COLUMNS, OVERLAP, STATE, UNCONVERGED, flat, size_label
 from bench.collective_study.tables import draw as draw_collectives
 from bench.step_study import step_tables
 from commengine import UsageError
@@ -28,7 +29,7 @@ ABOUT = ("command", "date", "hardware", "versions")
 RATES = ("algbw", "busbw")
 OWN_UNITS = ("size", *RATES)
 #: columns that hold words
-WORDS = ("type", "redop", "place", "transport")
+WORDS = ("state", "type", "redop", "place", "transport")
 
 
 def measured(path: Path, *, tabled: bool, drawn: bool) -> Iterator[str]:
@@ -72,7 +73,7 @@ def _collectives(path: Path, rows: Sequence[dict[str, Any]], *, drawn: bool) -> 
         kinds.setdefault((row["operation"], row["ranks"], row.get("group")), []).append(row)
     for (operation, ranks, group), mine in kinds.items():
         yield f"<h3>{html.escape(f'{operation}, {ranks} ranks' + (f' of group {group}' if group else ''))}</h3>"
-        columns = [one for one in (*COLUMNS, *OVERLAP) if any(_cell(one, row).shown for row in mine)]
+        columns = [one for one in (*STATE, *COLUMNS, *OVERLAP) if any(_cell(one, row).shown for row in mine)]
         heads = [
             html.escape(", ".join(filter(None, (name, "" if name in OWN_UNITS else unit.strip("()")))))
             for name, unit, _, _ in columns
@@ -81,7 +82,9 @@ def _collectives(path: Path, rows: Sequence[dict[str, Any]], *, drawn: bool) -> 
             heads, [[_cell(one, row) for one in columns] for row in mine], [one[0] not in WORDS for one in columns]
         )
     if slow := sum(row.get("converged") is False for row in rows):
-        yield f"<p>*: {slow} of {len(rows)} rows ran out of time before their median was known well enough.</p>"
+        yield f"<p>*: {slow} of {len(rows)} rows ran out of time before {UNCONVERGED}.</p>"
+    for line in disturbed_lines(rows):
+        yield f"<p>{html.escape(line.removeprefix('- '))}.</p>"
     if late := sum(row.get("late") or 0 for row in rows):
         yield f"<p>{late} calls are not counted, because a rank began late.</p>"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
-from trainers.files.reading import read_json, read_text
+from trainers.files.reading import InputFileError, read_json, read_text
 
 from .markdown import inline, markdown
 from .measured import measured
@@ -32,7 +32,9 @@ code, pre { background: #f5f5f5; font-size: 13px; } pre { padding: 1em; overflow
 img { max-width: 100%; } section { border-top: 2px solid #ccc; margin-top: 2em; }
 summary { cursor: pointer; color: #0050a0; }
 nav ul { padding: 0; } nav li { display: inline; margin-right: 1.5em; }
-.answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(540px, 1fr)); gap: 10px; }
+.answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(540px, 100%), 1fr)); gap: 10px; }
+code { overflow-wrap: anywhere; } p, li, h1, h2, summary { overflow-wrap: anywhere; }
+.answers article { min-width: 0; }
 .answers article { border: 1px solid #bbb; border-radius: 6px; padding: .3em .8em; font-size: 13px; line-height: 1.35; }
 .answers h2 { font-size: 15px; margin: .2em 0; color: #0050a0; } .answers p, .answers ul { margin: .3em 0; }
 .answers .table { margin: .3em 0; } .answers table { font-size: 12px; } .answers td.right { white-space: nowrap; }
@@ -62,10 +64,14 @@ document.addEventListener("click", event => {
 """
 
 
-def page(folder: Path) -> str:
-    """The page of a folder. Raises UsageError for a folder without results, or with a broken one."""
+def page(folder: Path, problems: list[str] | None = None) -> str:
+    """The page of a folder. Raises UsageError for a folder without results, or if none of them can be shown.
+
+    A file that is damaged gets a note in its section, and one in ``problems``.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: not a folder")
+    problems = [] if problems is None else problems
     study = _study(folder / STUDY)
     own = (STUDY, "study.md") if study else ()  # shown first, and once
     paths = sorted(path for path in folder.iterdir() if path.suffix in KINDS and path.name not in own)
@@ -80,17 +86,22 @@ def page(folder: Path) -> str:
     lines.append("</ul></nav>")
     pictures = {path.name for path in paths if path.suffix in PICTURES}
     shown: set[bytes] = set()
+    whole = 0
     for stem in stems:
         mine = {path.suffix: path for path in paths if path.stem == stem}
         lines.append(f'<section id="{html.escape(stem)}">')
-        if ".md" in mine:
-            lines += markdown(read_text(mine[".md"]))
-        else:
+        if ".md" not in mine:
             lines.append(f"<h2>{html.escape(stem)}</h2>")
-        lines += of_stem(mine, shown)
-        if ".json" in mine:
-            lines += measured(mine[".json"], tabled=".md" in mine, drawn=is_drawn(mine[".json"], pictures))
+        for part in _parts(mine, shown, pictures):
+            try:
+                lines += [*part()]
+                whole += 1
+            except (UsageError, InputFileError) as error:
+                problems.append(str(error))
+                lines.append(f"<p><b>Not shown:</b> {html.escape(str(error))}</p>")
         lines.append("</section>")
+    if problems and not whole and not study:
+        raise UsageError(problems[0])
     script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     # The browser itself then refuses other scripts, and all that is not in the page.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
@@ -102,11 +113,25 @@ def page(folder: Path) -> str:
     return "\n".join([f"{head}<style>{STYLE}</style></head>", "<body>", *lines, *end])
 
 
+def _parts(files: dict[str, Path], shown: set[bytes], pictures: set[str]) -> Iterator[Callable[[], Iterable[str]]]:
+    """Yield what makes the HTML of a section: of its markdown, its picture, its JSON."""
+    if ".md" in files:
+        yield lambda: markdown(read_text(files[".md"]))
+    if any(kind in files for kind in PICTURES):
+        yield lambda: of_stem(files, shown)
+    if ".json" in files:
+        path = files[".json"]
+        yield lambda: measured(path, tabled=".md" in files, drawn=is_drawn(path, pictures))
+
+
 def _study(path: Path) -> dict[str, Any] | None:
     """The study of the folder, if there is one with answers."""
     if not path.exists():
         return None
-    data = read_json(path)
+    try:
+        data = read_json(path)
+    except InputFileError:  # its section says so
+        return None
     known = isinstance(data, dict) and data.get("kind") == "study" and isinstance(data.get("answers"), list)
     return data if known and {"title", "about"} <= data.keys() else None
 

@@ -45,7 +45,7 @@ def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
     heights = [0.62 if stream is None else 0.3 for _, stream in rows]
     gaps = [0.22 if stream is None else 0.06 for _, stream in rows]
     waited, seconds = sum(event.exposed for event in steps[0].events), steps[0].seconds
-    about = f"median step, {1e3 * seconds:.0f} ms; rank 0 waits for collectives {waited / seconds:.0%} of it"
+    about = f"the median step, {1e3 * seconds:.0f} ms; in this step rank 0 waits {waited / seconds:.0%} for collectives"
     words = [*textwrap.wrap(title, TITLE), about]
     extra = LINE * (len(words) - 1)
     height = sum(heights) + sum(gaps) + 1.5 + extra

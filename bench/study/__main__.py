@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -116,26 +117,36 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         on_rank_zero(world, save)
         several = spans_nodes(world.mpi)
         rows = place / "collectives.json"
-        stopped = sizes.measure(world, rows, surroundings, given.dtype, given.largest, memory, halting, save, bar)
-        if stopped is not None:
+        about = (world, rows, surroundings, given.dtype, given.largest, memory, halting, save, bar)
+
+        def ended_by(stopped: signal.Signals) -> int:
             on_rank_zero(world, lambda: conclude(given, record, surroundings, several=several))
             if world.rank == 0:
                 print(f"stopped by {stopped.name}: the same command goes on (exit status {AGAIN})", flush=True)
             return AGAIN
-        parts: tuple[Callable[[], None], ...] = (
-            lambda: on_rank_zero(world, lambda: fit_rows(rows, place / "model.json", surroundings)),
-            lambda: trace_steps(world, given, halting),
-            lambda: replay_step(world, place),
-        )
-        count = on_rank_zero(world, lambda: len(read_json(rows)["units"]))
-        for name, run in zip(STAGES, parts, strict=True):
-            key = f"fit of {count}" if name == "fit" else name  # more sizes than at the last call: a new fit
+
+        if (stopped := sizes.measure(*about)) is not None:
+            return ended_by(stopped)
+        parts: dict[str, Callable[[], None]] = {
+            "fit": lambda: on_rank_zero(world, lambda: fit_rows(rows, place / "model.json", surroundings)),
+            "step": lambda: trace_steps(world, given, halting),
+            "replay": lambda: replay_step(world, place),
+        }
+
+        def finish(name: str) -> None:
+            key = on_rank_zero(world, lambda: fit_key(rows)) if name == "fit" else name
             bar.set_description(name)
             if key not in record.finished:
-                run()
+                parts[name]()
                 record.finished.append(key)
                 on_rank_zero(world, save)
+
+        for name in STAGES:
+            finish(name)
             bar.update()
+        if (stopped := sizes.measure_again(*about)) is not None:
+            return ended_by(stopped)
+        finish("fit")
         on_rank_zero(world, save)
         text = on_rank_zero(world, lambda: conclude(given, record, surroundings, several=several))
     if world.rank == 0:
@@ -168,6 +179,13 @@ def ranks_of_a_node(world: Communicator) -> int:
 
 
 # ---- the parts after the collectives
+
+
+def fit_key(results: Path) -> str:
+    """The name of the fit of these results: another one if more was measured than at the last call. On rank 0."""
+    found = read_json(results)
+    again = sum(count for *_, count in found.get("again", []))
+    return f"fit of {len(found['units'])}" + (f" and {again} again" if again else "")
 
 
 def fit_rows(results: Path, model: Path, surroundings: dict[str, Any]) -> None:
@@ -219,7 +237,7 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
 
     results, stepped, model = there("collectives.json"), there("step.json"), there("model.json")
     rows = [row for row in (results or {"rows": []})["rows"] if row["ranks"] > 1]
-    record.answers = [answers.cost(rows), answers.ways(rows)] if rows else []
+    record.answers = [answers.cost(rows, " ".join(results.get("states", []))), answers.ways(rows)] if rows else []
     if stepped:
         about = step.describe(recorder.from_json(stepped), stepped["ranks"])
         record.answers.append(answers.share(stepped, there("replay.json"), about))

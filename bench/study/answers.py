@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.collective_study.tables import interval_percent, size_label
@@ -59,8 +60,8 @@ def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
     return found
 
 
-def cost(rows: Sequence[Row]) -> dict[str, str]:
-    """What a collective costs: the fastest way at a few sizes."""
+def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
+    """What a collective costs: the fastest way at a few sizes. states: of the machine, in a sentence."""
     table = by_operation(rows)
     all_sizes = sorted({size for sizes in table.values() for size in sizes})
     shown = list(dict.fromkeys(min(all_sizes, key=lambda size: abs(_log(size) - _log(near))) for near in SHOWN))
@@ -68,23 +69,26 @@ def cost(rows: Sequence[Row]) -> dict[str, str]:
         f"| operation | {' | '.join(map(size_label, shown))} | busbw at {size_label(shown[-1])} |",
         "|---|" + "---:|" * (len(shown) + 1),
     ]
-    starred = False
+    marks: set[str] = set()
     for operation, sizes in table.items():
         cells = []
         for size in shown:
             near = min(sizes, key=lambda one: abs(_log(one) - _log(size)))  # sizes are rounded to whole elements
             best = fastest(sizes[near])
-            starred |= not best["converged"]
-            star = "" if best["converged"] else "*"
-            cells.append(f"{time_label(best['seconds']['p50'])} +-{interval_percent(best):.1f}%{star}")
+            mine = ("~" if best.get("disturbed") else "") + ("" if best["converged"] else "*")
+            marks.update(mine)
+            cells.append(f"{time_label(best['seconds']['p50'])} +-{interval_percent(best):.1f}%{mine}")
         lines.append(f"| {operation} | {' | '.join(cells)} | {fastest(sizes[near])['busbw'] / 1e9:.3g} GB/s |")
     first = rows[0]
     text = (
         f"Medians of the slowest of {first['ranks']} ranks, {first['dtype']}, by the fastest way at each size; +- is "
         "half of the 95% interval."
     )
-    if starred:
-        text += " *: the time was up before the median was known to 5%."
+    text += f" {states}" if states else ""
+    if "~" in marks:
+        text += " ~: measured in another state only."
+    if "*" in marks:
+        text += " *: the time was up before there were 20 calls whose median was known to 5%."
     return {"question": COST, "answer": "\n".join([*lines, "", text])}
 
 
@@ -104,8 +108,10 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     text = (
         "Engine: its operation on any tensor. Window: the same on a tensor of `Communicator.empty`, which the ranks "
         "of a node share. Plain MPI: mpi4py without the engine. A way counts as faster if it is so by more than 5% "
-        "and its interval does not overlap. Gain: plain MPI's time over that of the fastest way."
+        "and its interval does not overlap. Gain: plain MPI's time over that of the fastest way"
     )
+    missing = [operation for operation, sizes in table.items() if not any("mpi4py" in one for one in sizes.values())]
+    text += f"; -: MPI has no {', '.join(missing)} of {rows[0]['dtype']}." if missing else "."
     return {"question": WAYS, "answer": "\n".join([*lines, "", text])}
 
 
@@ -125,31 +131,48 @@ def _gain(found: dict[str, Row]) -> str:
 
 def share(step: dict[str, Any], replay: dict[str, Any] | None, about: str) -> dict[str, str]:
     """What share of a step is communication, and what the same collectives take alone."""
-    seconds, waiting, _ = step_here(step)
-    skew = _middle(step["seconds"]["skew"])
+    per_step = {name: _over_ranks(step["seconds"][name]) for name in ("step", "exposed", "skew")}
+    seconds = per_step["step"]
+    part = _Middle.of([one / all_ for one, all_ in zip(per_step["exposed"], seconds, strict=True)])
+    whole, waiting = _Middle.of(seconds), _Middle.of(per_step["exposed"])
+    skew = statistics.median(per_step["skew"])
     lines = [
-        f"**{waiting / seconds:.0%} of a step**: it takes {time_label(seconds)}, and the ranks wait for collectives "
-        f"for {time_label(waiting)} of it; in {time_label(skew)} they wait for their last rank. {about}.",
+        f"**{part.median:.0%} of a step** ({part.low:.0%} to {part.high:.0%}): it takes {whole.times()}, "
+        f"and the ranks wait for collectives for {waiting.times()} of "
+        f"it; in {time_label(skew)} they wait for their last rank. {about}.",
         "",
-        "| group | operation | count | time on rank 0 | alone | of the step |",
-        "|---|---|---:|---:|---:|---:|",
+        "| group | operation | count | running | waiting | alone | waiting, of the step |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    alone: dict[tuple[str, str], float] = {}
-    for call in replay["ranks"][0] if replay else ():
-        key = (call["group"], call["operation"])
-        alone[key] = alone.get(key, 0.0) + call["isolated_s"]
-    sums: dict[tuple[str, str, int], list[float]] = {}
+    alone: dict[tuple[str, str], dict[int, float]] = {}
+    for rank, calls in enumerate(replay["ranks"] if replay else ()):
+        for call in calls:
+            mine = alone.setdefault((call["group"], call["operation"]), {})
+            mine[rank] = mine.get(rank, 0.0) + call["isolated_s"]
+    sums: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in step["parts"]:
-        if mine := row["of_ranks"].get("0"):
-            total = sums.setdefault((row["group"], row["operation"], row["ranks"]), [0.0, 0.0])
-            total[0] += row["count"]
-            total[1] += statistics.median(mine["seconds"])
-    for (group, operation, ranks), (count, spent) in sums.items():
-        isolated = time_label(alone[group, operation]) if (group, operation) in alone else "-"
+        for rank, values in row["of_ranks"].items():
+            none = {"count": 0, "seconds": [0.0] * len(seconds), "exposed": [0.0] * len(seconds)}
+            total = sums.setdefault((row["group"], row["operation"], row["ranks"]), {}).setdefault(rank, none)
+            total["count"] += row["count"]
+            for name in ("seconds", "exposed"):
+                total[name] = [one + other for one, other in zip(total[name], values[name], strict=True)]
+    for (group, operation, ranks), of_ranks in sums.items():
+        running = _over_ranks([total["seconds"] for total in of_ranks.values()])
+        waits = _over_ranks([total["exposed"] for total in of_ranks.values()])
+        shares = _Middle.of([one / all_ for one, all_ in zip(waits, seconds, strict=True)])
+        isolated = alone.get((group, operation))
         lines.append(
-            f"| {group} ({ranks}) | {operation} | {count:.0f} | {time_label(spent)} | {isolated} "
-            f"| {spent / seconds:.1%} |"
+            f"| {group} ({ranks}) | {operation} | {max(total['count'] for total in of_ranks.values())} "
+            f"| {time_label(statistics.median(running))} | {_Middle.of(waits).times()} "
+            f"| {time_label(statistics.fmean(isolated.values())) if isolated else '-'} | {shares.shown('.1%')} |"
         )
+    lines += [
+        "",
+        f"Each number is a mean over the ranks, and of these means the median over the {len(seconds)} traced steps, "
+        "with the quartiles in brackets. The tables of the section step are medians over the steps on rank 0; its "
+        "picture, and in step in the section replay, are of one step, the median one.",
+    ]
     if not step["formulas_hold"]:
         lines += ["", "**The trace differs from the formulas**: see the section step."]
     return {"question": SHARE, "answer": "\n".join(lines)}
@@ -199,8 +222,35 @@ def step_here(step: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def _middle(ranks: Sequence[Sequence[float]]) -> float:
-    """The mean over the ranks of the median over the steps."""
-    return statistics.fmean(statistics.median(steps) for steps in ranks)
+    """The median over the steps of the mean over the ranks."""
+    return statistics.median(_over_ranks(ranks))
+
+
+def _over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """For each step, the mean over the ranks."""
+    return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Middle:
+    """The median of values, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> _Middle:
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+        return cls(middle, low, high)
+
+    def shown(self, form: str) -> str:
+        """Such as "25% (22% to 29%)"."""
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+    def times(self) -> str:
+        """Such as "20 ms (15 ms to 25 ms)"."""
+        return f"{time_label(self.median)} ({time_label(self.low)} to {time_label(self.high)})"
 
 
 def time_label(seconds: float) -> str:

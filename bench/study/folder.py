@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.command.files import replace_json
 from commengine import UsageError
-from trainers.files.reading import read_json
+from trainers.files.reading import InputFileError, read_json
 from trainers.options import make_writable
 
 FORMAT = 1
@@ -47,7 +47,11 @@ def open_record(folder: Path, settings: dict[str, Any], *, overwrite: bool) -> S
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / RECORDING, ignore_errors=True)
     elif older.exists():
-        return _older(folder, read_json(older), settings)
+        try:
+            found = read_json(older)
+        except InputFileError as error:
+            raise UsageError(f"DIR: {error}; give --overwrite to begin anew") from error
+        return _older(folder, found, settings)
     if strange := sorted(path.name for path in folder.iterdir()):
         raise UsageError(f"DIR {folder}: holds {strange[0]}, and no study; give a new folder, or an empty one")
     return StudyRecord(settings)
@@ -55,7 +59,9 @@ def open_record(folder: Path, settings: dict[str, Any], *, overwrite: bool) -> S
 
 def _older(folder: Path, found: Any, settings: dict[str, Any]) -> StudyRecord:
     if not isinstance(found, dict) or found.get("kind") != "study" or found.get("format") != FORMAT:
-        raise UsageError(f"DIR {folder}: study.json is not a study of this version; give another folder")
+        raise UsageError(
+            f"DIR {folder}: study.json is not of this version; give another folder, or --overwrite to begin anew"
+        )
     try:
         record = StudyRecord(**{name: found[name] for name in StudyRecord.__dataclass_fields__})
     except KeyError as error:

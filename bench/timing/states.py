@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -94,6 +94,34 @@ class States:
         least = min(LEAST_SHARE * sum(turns.values()), max(turns.values()))
         kept = [number for number, count in turns.items() if count >= least]
         return sorted(kept, key=lambda number: self.all[number].centre)
+
+    def main(self) -> int:
+        """The number of the state with most turns."""
+        return max(set(map(self.whole, range(len(self.all)))), key=lambda one: len(self.all[one].probes), default=0)
+
+    def whole(self, number: int) -> int:
+        """The number of the state of which state ``number`` has turned out to be a part; its own, if of none."""
+        return self._one(number) if self.all else 0
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The states as JSON types; `restore` reads them."""
+        return [
+            {"seconds_8_bytes": state.centre, "seconds_1_kb": statistics.median(state.longer),
+             "probes": len(state.probes), "part_of": self._part_of.get(number)}
+            for number, state in enumerate(self.all)
+        ]  # fmt: skip
+
+    def restore(self, seen: Sequence[dict[str, Any]]) -> None:
+        """Go on with the states of an earlier run, under their numbers. Raises KeyError or TypeError for other JSON."""
+        for number, one in enumerate(seen):
+            count = int(one["probes"])
+            self.all.append(State([float(one["seconds_8_bytes"])] * count, [float(one["seconds_1_kb"])] * count))
+            if one["part_of"] is not None:
+                self._part_of[number] = int(one["part_of"])
+
+    def is_shown(self, number: int) -> bool:
+        """Whether a turn of this state counts for a state that is shown, and is no disturbance."""
+        return not self.all or self._one(number) in self.shown()
 
     def assigned(self, numbers: Sequence[int]) -> list[int | None]:
         """For turns of these states: the state that is shown for each, and None for a disturbance.

@@ -297,7 +297,9 @@ def test_all_operations_and_transports_on_two_ranks(tmp_path):
     written = files["md"].read_text().splitlines()
     assert "- command: `python -m bench.collectives --min-bytes 40K" in files["md"].read_text()
     tables = written[written.index("```") + 1 : -1]
-    assert list(filter(None, tables)) == list(filter(None, done.stdout.splitlines()))
+    assert all(block in done.stdout for block in "\n".join(tables).split("\n\n"))
+    if "# again, because the states" not in done.stdout:  # then tables are printed twice, and written once
+        assert list(filter(None, tables)) == list(filter(None, done.stdout.splitlines()))
     head = next(line.lstrip("#").split() for line in done.stdout.splitlines() if line.split()[1:2] == ["size"])
     assert head[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
 

@@ -349,3 +349,14 @@ def test_a_recording_is_replaced_only_when_asked(mpi_world, folder):
         assert recording.parse(recording.read(folder)).size == world.size == len(list(folder.iterdir()))
         with pytest.raises(UsageError, match=r"^--overwrite goes with --record"):
             replay.main(world, [str(folder), "--overwrite"])
+
+
+def test_a_trace_without_times_has_no_time_in_the_step():
+    call = {
+        "group": "tensor", "ranks": [0, 1], "operation": "all_reduce", "dtype": "float32", "bytes": 8, "stream": None,
+        "window": False, "replayed_in_window": False, "isolated_s": 0.002, "replayed_bytes": 8,
+    }  # fmt: skip
+    without, all_, *_ = [*replay.tables([[call | {"in_step_s": 0.0}]] * 2)][2:]
+    assert without.endswith("| 1 |  | 2.000 | - |") and all_.endswith("|  | 2.000 | - |")
+    timed = [*replay.tables([[call | {"in_step_s": 0.003}]] * 2)][2]
+    assert timed.endswith("| 1 | 3.000 | 2.000 | 1.50 |")

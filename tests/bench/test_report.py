@@ -3,6 +3,9 @@
 import base64
 import json
 import math
+import os
+import subprocess
+import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
@@ -233,3 +236,35 @@ def test_bad_folder_is_one_clear_error(name, text, message, tmp_path, capsys):
             report.main([str(folder)])
         assert ended.value.code == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_damaged_file_gets_a_note_and_the_rest_is_shown(tmp_path, capsys):
+    (tmp_path / "broken.json").write_text('{"format": 1, "rows": [{')
+    (tmp_path / "study.json").write_text("{")
+    (tmp_path / "lacking.md").write_text("# Lacking\n\nits text\n")
+    (tmp_path / "lacking.json").write_text('{"format": 1, "rows": [{}]}')
+    (tmp_path / "whole.md").write_text("# Whole\n\n| a |\n|---|\n| 1 |\n")
+    assert report.main([str(tmp_path)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [name in line for name, line in zip(("broken", "lacking", "study"), told, strict=True)] == [True] * 3
+    found = Page((tmp_path / "report.html").read_text())
+    text = "".join(found.texts)
+    assert found.tables == [[["a"], ["1"]]] and "its text" in text
+    assert "broken.json: not JSON" in text and "lacking.json: rows[0]: 'operation' is missing" in text
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+    """As `| head` does: standard output is a pipe that nobody reads."""
+    rows = [row(8 << (k % 18), f"operation_{k // 18}") | {"ci": None} for k in range(18 * 20)]
+    (tmp_path / "cost.json").write_text(json.dumps({"format": 1, "rows": rows}))
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        words = [sys.executable, "-m", "bench.fit", str(tmp_path / "cost.json")]
+        done = subprocess.run(
+            words, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100, cwd=mpirun.ROOT, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 1 and done.stderr == ""

@@ -44,14 +44,22 @@ def test_a_way_is_the_answer_until_another_is_faster_for_certain():
     (found,) = answers.by_operation(rows).values()
     assert answers.stretches(found) == [(4, "mpi4py"), (1 << 20, "shared"), (1 << 24, "engine")]
     said = answers.ways(rows)["answer"]
+    assert "MPI has no" not in said
+    half = [one | {"dtype": "bfloat16"} for one in rows if one["transport"] != "mpi4py"]
+    assert "-: MPI has no all_reduce of bfloat16." in answers.ways(half)["answer"]
     line = (
         "| all_reduce | plain MPI, window from 1 MB, engine from 16 MB | plain MPI, engine from 1 MB | 3.00x | 1.12x |"
     )
     assert line in said
+    priced = answers.cost([*rows[:-1], rows[-1] | {"disturbed": True}], "One state.")["answer"]
+    assert "+-1.0%~* | 2.1 GB/s" in priced and " One state. ~: measured in another state only. *:" in priced
     priced = answers.cost(rows)["answer"]
     assert "| operation | 4 B | 4 KB | 1 MB | 16 MB | busbw at 16 MB |" in priced  # the nearest to 64 KB is 4 KB
     assert "| 1 us +-1.0% | 3 us +-50.0% | 30 us +-1.0% | 8 ms +-1.0%* | 2.1 GB/s |" in priced
-    assert "*: the time was up" in priced and "*: the" not in answers.cost(rows[:5])["answer"]
+    assert (
+        "*: the time was up before there were 20 calls whose median was known to 5%." in priced
+        and "*: the" not in answers.cost(rows[:5])["answer"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,12 +137,15 @@ def test_a_step_on_more_ranks_by_hand():
 
 def test_the_share_of_a_step():
     calls = [{"group": "tensor", "operation": "all_reduce", "isolated_s": 0.002}] * 3
-    said = answers.share(traced(), {"ranks": [calls, []]}, "a GPT")["answer"]
+    said = answers.share(traced(), {"ranks": [calls, calls]}, "a GPT")["answer"]
+    # Of the steps, means over the ranks: 150, 250 and 200 ms, with 50 ms of waiting in each: 33%, 20% and 25%.
     assert said.startswith(
-        "**25% of a step**: it takes 200 ms, and the ranks wait for collectives for 50 ms of it; in "
+        "**25% of a step** (22% to 29%): it takes 200 ms (175 ms to 225 ms), and the ranks wait for collectives for 50 "
+        "ms (50 ms to 50 ms) of it; in 10 ms"
     )
-    assert "| tensor (2) | all_reduce | 3 | 20 ms | 6 ms | 10.0% |" in said and "differs" not in said
-    assert "| 20 ms | - |" in answers.share(traced(), None, "")["answer"]
+    assert "| tensor (2) | all_reduce | 3 | 20 ms | 20 ms (15 ms to 25 ms) | 6 ms | 10.0% (8.3% to 11.0%) |" in said
+    assert "| - | 10.0%" in answers.share(traced(), None, "")["answer"] and "differs" not in said
+    assert "over the 3 traced steps" in said and "a GPT." in said
     assert "**The trace differs" in answers.share(traced() | {"formulas_hold": False}, None, "")["answer"]
 
 
@@ -149,6 +160,9 @@ def test_a_folder_goes_on_or_says_why_not(tmp_path):
     (place / "mine.txt").write_text("kept")
     (place / "study.json").write_text(json.dumps({"kind": "study", "format": 1}))
     with pytest.raises(UsageError, match=r"study\.json lacks 'settings'"):
+        folder.open_record(place, {}, overwrite=False)
+    (place / "study.json").write_text('{"kind": "stu')
+    with pytest.raises(UsageError, match=r"study\.json: not JSON: .*; give --overwrite to begin anew"):
         folder.open_record(place, {}, overwrite=False)
     with pytest.raises(UsageError, match=r"holds mine\.txt, and no study"):
         folder.open_record(place, {}, overwrite=True)

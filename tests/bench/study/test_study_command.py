@@ -109,6 +109,48 @@ def test_a_study_is_stopped_goes_on_and_answers_four_questions(world, folder, mo
         assert (folder / "step.json").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("signals_again")
+def test_rows_that_are_not_known_well_are_measured_again_while_there_is_time(world, folder):
+    """The first call leaves rows with few calls; the second one, with more time, measures these and no others."""
+    if world.rank == 0:
+        folder.mkdir()
+    world.mpi.Barrier()
+    path, memory = folder / "collectives.json", {"available": 1 << 30, "shared": 1 << 30}
+    about = {"command": "a test", "date": "", "hardware": "", "versions": {}}
+
+    def run(which, seconds, bar):
+        saved = []
+        with study.Halting(world, 0.0, seconds) as halting:
+            assert which(world, path, about, "float32", 64, memory, halting, lambda: saved.append(1), bar) is None
+            left = halting.left
+        return len(saved), contents(path), left
+
+    with study.progress_of(world, 100) as bar:
+        run(study.sizes.measure, 0.001, bar)
+        world.mpi.Barrier()
+        if world.rank == 0:
+            found = contents(path)
+            for row in found["rows"]:  # as if one operation had run out of time, and no other
+                row["converged"] = row["operation"] != "broadcast"
+            path.write_text(json.dumps(found))
+        world.mpi.Barrier()
+        assert run(study.sizes.measure_again, 0.001, bar)[0] == 0  # there is no time
+        before = contents(path)
+        world.mpi.Barrier()
+        count, after, left = run(study.sizes.measure_again, 3.0, bar)
+    assert before["units"] == after["units"] and "broadcast" in {unit[0] for unit in after["again"]}
+    assert count == (sum(tries for *_, tries in after["again"]) if world.rank == 0 else 0)
+    if not any(row.get("disturbed") for data in (before, after) for row in data["rows"]):
+        assert {unit[0] for unit in after["again"]} == {"broadcast"}
+        others = [[row for row in data["rows"] if row["operation"] != "broadcast"] for data in (before, after)]
+        assert others[0] == others[1]
+    assert len(after["rows"]) == len(before["rows"]) and len(after["other_rows"]) >= 3
+    again = [row for row in after["rows"] if row["operation"] == "broadcast"]
+    assert all(row["converged"] and row["iterations"] >= 20 for row in again) or left < 1
+    assert all(row["state"] is None for row in after["rows"]) and "machine" in after["states"][0]
+
+
 @pytest.mark.mpi
 @pytest.mark.usefixtures("signals_again")
 @pytest.mark.parametrize(
