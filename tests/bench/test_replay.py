@@ -352,6 +352,8 @@ def test_a_recording_is_replaced_only_when_asked(mpi_world, folder):
 
 
 def test_a_trace_without_times_has_no_time_in_the_step():
+    from bench import replay
+
     call = {
         "group": "tensor", "ranks": [0, 1], "operation": "all_reduce", "dtype": "float32", "bytes": 8, "stream": None,
         "window": False, "replayed_in_window": False, "isolated_s": 0.002, "replayed_bytes": 8,
