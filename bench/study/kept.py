@@ -45,7 +45,7 @@ def described(states: States | None) -> str:
     ]
     if len(words) < 2:
         return f"One state of the machine was seen (MPI's 8 bytes: {''.join(words) or 'no turn yet'})."
-    most = f"{words[0]}; {', '.join(words[1:4])}{', ...' if len(words) > 4 else ''}"
+    most = f"{words[0]}; {'; '.join(words[1:4])}{'; ...' if len(words) > 4 else ''}"
     return f"{len(words)} states of the machine were seen (MPI's 8 bytes: {most}); the rows are of the first."
 
 
