@@ -190,8 +190,8 @@ def more(
     if reduced > largest:
         needed = 1 << math.ceil(math.log2(max(1, reduced / (1 << 20))))
         text += (
-            f" **Extrapolated**: the replicas' largest collective has {reduced / (1 << 20):.3g} MB, and the sweep ends at "
-            f"{size_label(largest)}; --max-bytes {needed}M measures it."
+            f" **Extrapolated**: the replicas' largest collective has {reduced / (1 << 20):.3g} MB, and the sweep ends "
+            f"at {size_label(largest)}; --max-bytes {needed}M measures it."
         )
     return {"question": MORE, "answer": "\n".join([*lines, "", text])}, numbers
 
