@@ -3,11 +3,13 @@
     python -m bench.fit results.json --output model.json --plot fit.png
 
 Every operation, number of ranks and transport has its own fit: piecewise alpha + n beta, with 95% confidence intervals
-and the residual at every size (bench/collective_study/piecewise.py has the method). `commengine.cost.FittedModel`
-loads the model. For each operation and number of ranks the model has the first transport in the file that the options
-select, in place where that was measured. All series stand under "series" in the model file, with their residuals and
-with the link that each algorithm's formula derives. null: the data give no bound at this end of the interval.
-Sizes are defined as in nccl-tests.
+and the residual at every size (bench/collective_study/piecewise.py has the method). Where that misses a well measured
+time by more than 15%, a sentence says so, and lines between measured sizes take its place.
+
+`commengine.cost.FittedModel` loads the model. For each operation and number of ranks the model has the first transport
+in the file that the options select, in place where that was measured. All series stand under "series" in the model
+file, with their residuals and with the link that each algorithm's formula derives. null: the data give no bound at this
+end of the interval. Sizes are defined as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def parser() -> CommandParser:
         valid=between(1, 100),
         default=piecewise.MOST_SEGMENTS,
         metavar="N",
-        help="the largest number of segments (default: %(default)s)",
+        help="the largest number of segments of alpha + n beta (default: %(default)s)",
     )
     return options
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
+from bench.collective_study.piecewise import MISS, FittedSegment, PiecewiseFit, deviations
 from bench.collective_study.results import KEY, Series
 from bench.collective_study.tables import beside, by_size, line_style, panels, readable
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
@@ -56,8 +56,13 @@ def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSe
 
 
 def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
-    """For each algorithm the alpha and beta of a link on which its formula gives this segment, with free arithmetic."""
-    found = {}
+    """For each algorithm the alpha and beta of a link on which its formula gives this segment, with free arithmetic.
+
+    None gives a segment with a negative alpha, as lines between measured points have.
+    """
+    found: dict[str, dict[str, float]] = {}
+    if segment.alpha < 0:
+        return found
     for name in ALGORITHMS.get(operation, {}):
         try:
             cost = collective(operation, name, 1.0, ranks)
@@ -82,6 +87,7 @@ def as_json(
             **one.series.key,
             "in_model": any(one is other for other in used),
             "bic": one.fit.bic,
+            "missed": one.fit.missed,
             "segments": [
                 asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
             ],
@@ -122,10 +128,33 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
                 f"| {interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
                 f"| {bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
             )
+    if said := [line for one in fitted for line in in_words(one)]:
+        yield from ("", *said)
     for one in fitted:
         yield from ("", f"{one.title}:", "", "| bytes | measured, us | fit, us | residual |", "|---:|---:|---:|---:|")
         for size, spent, error in zip(one.series.sizes, one.series.seconds, one.fit.residuals, strict=True):
             yield f"| {size:.0f} | {1e6 * spent:.4g} | {1e6 * spent * (1 - error):.4g} | {error:+.1%} |"
+
+
+def in_words(one: FittedSeries) -> Iterator[str]:
+    """Yield a list item where the series does not follow alpha + n beta, or has a residual above MISS."""
+    words = []
+    if one.fit.missed:
+        words.append(
+            f"alpha + n beta misses measured times by up to {abs(one.fit.missed):.0%}, and the model is lines between "
+            "measured sizes in its place, whose alphas and betas describe no algorithm"
+        )
+    left = np.array(one.fit.residuals)
+    worst = int(np.argmax(deviations(left)))
+    size, spent, error = one.series.sizes[worst], 1e6 * one.series.seconds[worst], one.series.errors[worst]
+    if abs(left[worst]) > MISS:
+        modelled = spent * (1 - left[worst])
+        words.append(
+            f"at {size:,.0f} bytes the residual is {left[worst]:+.0%} (measured {spent:.4g} us +-{1.96 * error:.0%}, "
+            f"model {modelled:.4g} us)"
+        )
+    if words:
+        yield f"- {one.title}: {'; '.join(words)}."
 
 
 def interval(value: float, ends: Sequence[float], form: str = ".4g") -> str:
@@ -160,7 +189,9 @@ def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
             for name in ("bytes", "seconds", "residual", "error")
         )
         series = Series({name: one.get(name) for name in KEY}, sizes, spent, errors)
-        found.append(FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"])))
+        found.append(
+            FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"], one.get("missed", 0.0)))
+        )
     return found
 
 
@@ -183,10 +214,10 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
                 sizes, seconds, 1.96 * one.series.errors[shown] * seconds, fmt=style["marker"], color=style["color"],
                 markersize=4,
             )  # fmt: skip
-            starts = [part.from_bytes for part in one.fit.segments]
+            starts = [0.0] if one.fit.missed else [part.from_bytes for part in one.fit.segments]
             for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
                 inside = sizes[(sizes >= start) & (sizes < end)]
-                line = [inside[0] * (inside[-1] / inside[0]) ** (k / 50) for k in range(51)]  # a line curves here
+                line = [inside[0] * (inside[-1] / inside[0]) ** (k / 100) for k in range(101)]  # a line curves here
                 curve = [1e6 * one.fit.seconds(size) for size in line]
                 left.plot(line, curve, color=style["color"], linestyle=style["linestyle"])
                 if start:

@@ -9,25 +9,35 @@ the line is. Alpha and beta are not negative. The best split into s segments is 
 splits (Bai & Perron 2003, section 3). The number s has the least BIC (Schwarz 1978), with the unbiased variance,
 because there are few sizes. Intervals come from a parametric bootstrap (Efron & Tibshirani 1993, section 6.5) that
 searches the switch points anew and also draws the variance, so that few sizes give wide intervals.
+
+Where the best split still misses a well measured size by more than MISS, lines between measured sizes take its place
+(broken_line.py): a prediction needs the measured time more than it needs an algorithm's alpha and beta.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from . import broken_line
+
 Array: TypeAlias = npt.NDArray[np.float64]
 
-MOST_SEGMENTS = 4
+MOST_SEGMENTS = 6
 LEAST_SIZES = 3  # of a segment, because two sizes always lie on a line
 FLOOR = 0.01
 EXACT = 1e-5  # a smaller relative error is rounding, which must not give noiseless data more segments
 CONFIDENCE = 0.95
+QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 REPLICATES = 300
+#: a larger relative error is told in words; a size with a larger standard error than half of it says nothing about it
+MISS = 0.15
+#: of fewer sizes it is not clear whether one was disturbed
+LEAST_OF_BROKEN_LINE = 2 * LEAST_SIZES
 
 Interval: TypeAlias = tuple[float, float]
 
@@ -46,11 +56,16 @@ class FittedSegment:
 
 @dataclass(frozen=True)
 class PiecewiseFit:
-    """The segments, by size, and (measured - model) / measured for each measured size."""
+    """The segments, by size, and (measured - model) / measured for each measured size.
+
+    bic: of the best split. missed: the largest residual of the best split if lines between measured sizes took its
+    place; 0 if it stands.
+    """
 
     segments: tuple[FittedSegment, ...]
     residuals: tuple[float, ...]
     bic: float
+    missed: float = 0.0
 
     def seconds(self, size: float) -> float:
         """The model's seconds for ``size`` bytes."""
@@ -85,6 +100,13 @@ def fit(
     scored = [(_bic(split, count, floor), split) for split in splits]
     bic, best = min(scored, key=lambda pair: pair[0])
     model = _model(best, sizes)
+    residuals = (seconds - model) / seconds
+    if different >= LEAST_OF_BROKEN_LINE and misses(residuals, errors).any():
+        worst = float(max(residuals[misses(residuals, errors)], key=abs))
+        lines = _through_points(sizes, seconds, variances, replicates, seed)
+        found = PiecewiseFit(lines, (), bic, worst)
+        left = tuple(float(1 - found.seconds(size) / spent) for size, spent in zip(sizes, seconds, strict=True))
+        return replace(found, residuals=left)
     low, high = _intervals(best, sizes, model, variances, replicates, seed)
     starts = _starts(best, sizes)
     segments = []
@@ -101,7 +123,45 @@ def fit(
                 (min(best.betas[s], float(low[2, s])), max(best.betas[s], float(high[2, s]))),
             )
         )
-    return PiecewiseFit(tuple(segments), tuple(((seconds - model) / seconds).tolist()), bic)
+    return PiecewiseFit(tuple(segments), tuple(residuals.tolist()), bic)
+
+
+def misses(residuals: Array, errors: Array) -> npt.NDArray[np.bool_]:
+    """Whether each well measured size lies further than MISS from the model, on the logarithm's scale."""
+    found: npt.NDArray[np.bool_] = (deviations(residuals) > math.log1p(MISS)) & (errors <= MISS / 2)
+    return found
+
+
+def deviations(residuals: Array) -> Array:
+    """The absolute logarithms of model / measured: twice as long and half as long deviate by as much."""
+    found: Array = np.abs(np.log1p(-np.minimum(residuals, 1 - EXACT)))
+    return found
+
+
+def _through_points(
+    sizes: Array, seconds: Array, variances: Array, replicates: int, seed: int
+) -> tuple[FittedSegment, ...]:
+    """Lines between measured sizes. Their intervals come from the standard errors of the times at the corners."""
+    different, index = np.unique(sizes, return_inverse=True)
+    weights = np.bincount(index, 1 / variances).astype(np.float64)
+    means = np.bincount(index, np.log(seconds) / variances) / weights
+    times = broken_line.rising(np.exp(means), weights)
+    corners = broken_line.corners(different, times, 1 / weights)
+    places, heights = different[corners], times[corners]
+    ends = broken_line.bent(places, heights)
+    random = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(replicates):
+        noise = np.sqrt(1 / weights[corners]) * random.standard_normal(len(corners))
+        again = np.maximum.accumulate(heights * np.exp(np.clip(noise, -CLIPPED, CLIPPED)))
+        drawn.append(broken_line.pieces(places, again, ends))
+    least, most = np.quantile(np.array(drawn), QUANTILES, axis=0)
+    rows = broken_line.pieces(places, heights, ends)
+    return tuple(
+        FittedSegment(start, (start, start), alpha, (min(alpha, low[1]), max(alpha, high[1])),
+                      beta, (min(beta, low[2]), max(beta, high[2])))
+        for (start, alpha, beta), low, high in zip(rows, least.tolist(), most.tolist(), strict=True)
+    )  # fmt: skip
 
 
 def _free(split: _Split) -> int:
@@ -213,6 +273,5 @@ def _intervals(
     if len(drawn) < replicates / 2:  # the data are too noisy for an interval
         nothing = np.zeros((3, len(split.firsts)))
         return nothing, nothing + np.inf
-    ends = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.array(drawn), [ends, 1 - ends], axis=0)
+    low, high = np.quantile(np.array(drawn), QUANTILES, axis=0)
     return low, high

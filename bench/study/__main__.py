@@ -185,7 +185,7 @@ def trace_steps(world: Communicator, given: Namespace, halting: Halting) -> None
     files += ["--save", str(place / folder.RECORDING), "--overwrite", *kind, *given.words]
 
     def again() -> int:
-        seconds, _, _ = answers.step_here(read_json(place / "step.json"))
+        seconds, _ = answers.step_here(read_json(place / "step.json"))
         room = min(halting.left / 2, STEP_SHARE * (halting.spent + halting.left))
         return min(MOST, int(room / seconds))
 

@@ -92,9 +92,10 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     """Which way is fastest from which size on."""
     table = by_operation(rows)
     every = [size for sizes in table.values() for size in sizes]
-    shown = (min(every, key=lambda size: abs(_log(size) - 20)), max(every))  # about 1 MB, and the largest
+    near = min(every, key=lambda size: abs(_log(size) - 20))
+    shown = list(dict.fromkeys((near, max(every))))  # about 1 MB, and the largest
     gain = " | ".join(f"gain at {size_label(size)}" for size in shown)
-    lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|---:|---:|"]
+    lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|" + "---:|" * len(shown)]
     for operation, sizes in table.items():
         private = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
         private = {size: found for size, found in private.items() if found}
@@ -125,7 +126,7 @@ def _gain(found: dict[str, Row]) -> str:
 
 def share(step: dict[str, Any], replay: dict[str, Any] | None, about: str) -> dict[str, str]:
     """What share of a step is communication, and what the same collectives take alone."""
-    seconds, waiting, _ = step_here(step)
+    seconds, waiting = step_here(step)
     skew = _middle(step["seconds"]["skew"])
     lines = [
         f"**{waiting / seconds:.0%} of a step**: it takes {time_label(seconds)}, and the ranks wait for collectives "
@@ -165,7 +166,7 @@ def more(
         f"| ranks | all-reduce of {size_label(largest)} | a step | waiting | speed of a rank | tokens/s |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    numbers = []
+    numbers, reduced = [], 0.0
     for ranks in RANKS:
         collective = machine.seconds("all_reduce", largest, ranks)
         try:
@@ -177,25 +178,28 @@ def more(
             f"| {ranks} | {time_label(collective)} | {time_label(found.seconds)} | {found.waiting / found.seconds:.0%} "
             f"| {seconds / found.seconds:.0%} of here | {found.tokens_per_second:,.0f} |"
         )
+        reduced = max(reduced, found.largest)
         numbers.append(
             {"ranks": ranks, "all_reduce_s": collective, "step_s": found.seconds, "waiting_s": found.waiting}
         )
     text = (
-        f"Computed, not measured: replicas of tensor groups of {tensor}, each with the work of one here; {network}; "
-        "nothing hidden behind the backward; rings between nodes."
+        f"Computed: the step measured here, with its skew, and the time by which the collectives of more replicas of "
+        f"tensor groups of {tensor} are longer; each replica has the work of one here; {network}; nothing more hidden "
+        "behind the backward; rings between nodes."
     )
+    if reduced > largest:
+        needed = 1 << math.ceil(math.log2(max(1, reduced / (1 << 20))))
+        text += (
+            f" **Extrapolated**: the replicas' largest collective has {reduced / (1 << 20):.3g} MB, and the sweep ends "
+            f"at {size_label(largest)}; --max-bytes {needed}M measures it."
+        )
     return {"question": MORE, "answer": "\n".join([*lines, "", text])}, numbers
 
 
-def step_here(step: dict[str, Any]) -> tuple[float, float, float]:
-    """Of the step here, the seconds, those that wait for collectives, and of these the tensor groups'."""
-    of_tensor = sum(
-        statistics.median(row["of_ranks"]["0"]["exposed"])
-        for row in step["parts"]
-        if row["group"].startswith("tensor") and "0" in row["of_ranks"]
-    )
+def step_here(step: dict[str, Any]) -> tuple[float, float]:
+    """The seconds of the step here, and of them those that wait for collectives."""
     seconds, waiting = (_middle(step["seconds"][name]) for name in ("step", "exposed"))
-    return seconds, waiting, min(of_tensor, waiting)
+    return seconds, waiting
 
 
 def _middle(ranks: Sequence[Sequence[float]]) -> float:

@@ -1,9 +1,10 @@
 """A training step on ranks that are not there: weak scaling by more replicas, with the costs that were measured here.
 
-Each replica computes what one computes here. The tensor group keeps its size and its node, and so its waiting. The
-collectives of the data group are those of `commengine.cost`'s formulas. Inside a node they cost what the fitted model
-says. Between nodes they are rings of slices over the network; if the job itself spans nodes, the fitted model is scaled
-instead, as a ring is. Nothing is hidden behind the backward.
+Each replica computes what one computes here. The step that was measured is the base, with its skew and all else that no
+model tells; the tensor group keeps its size and its node. Added is what the collectives of the data group take longer
+there than here, both by the same model. They are those of `commengine.cost`'s formulas. Inside a node they cost what
+was measured. Between nodes they are rings of slices over the network; if the job itself spans nodes, the fitted model
+is scaled instead, as a ring is. Nothing more is hidden behind the backward than here.
 """
 
 from __future__ import annotations
@@ -81,20 +82,22 @@ def through_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
 
 @dataclass(frozen=True)
 class ProjectedStep:
-    """A step on ``ranks`` ranks: its seconds, those of them that wait for collectives, and the tokens of a second."""
+    """A step on ``ranks`` ranks: its seconds, those of them that wait for collectives, and the tokens of a second.
+
+    largest: bytes of the data group's largest collective; 0 without one.
+    """
 
     ranks: int
     seconds: float
     waiting: float
     tokens_per_second: float
+    largest: float
 
 
-def step_on(
-    ranks: int, step: dict[str, Any], here: tuple[float, float, float], machine: MeasuredMachine
-) -> ProjectedStep:
+def step_on(ranks: int, step: dict[str, Any], here: tuple[float, float], machine: MeasuredMachine) -> ProjectedStep:
     """The step of step.json on ``ranks`` ranks. Raises ValueError if tensor groups do not fill them.
 
-    here: the seconds of the step here, of them those that wait for collectives, and of these the tensor group's.
+    here: the seconds of the step here, and of them those that wait for collectives, with their skew.
     """
     config = recorder.from_json(step)
     tensor, before = config.tensor_model_parallel_size, step["ranks"] // config.tensor_model_parallel_size
@@ -102,13 +105,17 @@ def step_on(
         raise ValueError(f"{ranks} ranks hold no whole number of tensor groups of {tensor}")
     data = ranks // tensor
     batch = config.batch_size(before) * data // before
-    more = replace(config, global_batch_size=batch)
-    found = volumes.expected(more, ranks, 0) if data > 1 else []
-    reduced = sum(
-        one.what.count * machine.seconds(one.what.operation, one.what.size, data, tensor)
-        for one in found
-        if one.group == "data"
-    )
-    seconds, waiting, of_tensor = here
-    total = seconds - waiting + of_tensor + reduced
-    return ProjectedStep(ranks, total, of_tensor + reduced, batch * config.seq_length / total)
+
+    def reduced(replicas: int, batch: int) -> tuple[float, float]:
+        """The seconds of the data group's collectives, and the bytes of the largest."""
+        more = replace(config, global_batch_size=batch)
+        found = volumes.expected(more, replicas * tensor, 0) if replicas > 1 else []
+        mine = [one.what for one in found if one.group == "data"]
+        spent = sum(one.count * machine.seconds(one.operation, one.size, replicas, tensor) for one in mine)
+        return spent, max((one.size for one in mine), default=0.0)
+
+    there, largest = reduced(data, batch)
+    seconds, waiting = here
+    longer = max(-waiting, there - reduced(before, config.batch_size(before))[0])
+    total = seconds + longer
+    return ProjectedStep(ranks, total, waiting + longer, batch * config.seq_length / total, largest)

@@ -8,8 +8,9 @@ The file is JSON:
 
 Each operation has a list of segments. A segment holds for ``ranks`` ranks, from ``from_bytes`` bytes on (nccl-tests'
 size) up to the next segment with as many ranks: there the collective takes alpha + size * beta seconds. For every
-number of ranks the first segment starts at 0 bytes. Other keys, in the file and in a segment, are ignored. Writers may
-add keys, e.g. for confidence intervals.
+number of ranks the first segment starts at 0 bytes. An alpha may be negative where the time rises faster than the size
+(lines between measured points), as long as no time is. Other keys, in the file and in a segment, are ignored. Writers
+may add keys, e.g. for confidence intervals.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class FittedModel:
         """Return the time in seconds of a collective of ``size`` bytes among ``ranks``; 0 for one rank.
 
         If this number of ranks was not measured, the segments of the nearest measured number are scaled: alpha by the
-        steps of a ring, beta by the bus factor, so that the bus bandwidth stays the same. Raises ValueError for an
-        operation that was not measured.
+        steps of a ring, beta by the bus factor, so that the bus bandwidth stays the same. The whole time is scaled as
+        beta is if alpha is negative. Raises ValueError for an operation that was not measured.
         """
         if size < 0:
             raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")
@@ -60,8 +61,9 @@ class FittedModel:
         used = [one for one in segments if one.ranks == nearest and one.from_bytes <= size][-1]
         if operation == "p2p" or nearest == ranks:
             return used.alpha + size * used.beta
-        steps = (ranks - 1) / (nearest - 1)
-        return used.alpha * steps + size * used.beta * bus_factor(operation, ranks) / bus_factor(operation, nearest)
+        bus = bus_factor(operation, ranks) / bus_factor(operation, nearest)
+        steps = (ranks - 1) / (nearest - 1) if used.alpha >= 0 else bus
+        return used.alpha * steps + size * used.beta * bus
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``load`` reads."""
@@ -107,8 +109,10 @@ def _segment(operation: str, row: Any) -> Segment:
     except (KeyError, TypeError):
         raise ValueError(f"{operation}: a segment has ranks, from_bytes, alpha and beta, not {row}") from None
     numbers = [number for number in (ranks, start, alpha, beta) if isinstance(number, int | float)]
-    if len(numbers) < 4 or not all(math.isfinite(number) and number >= 0 for number in numbers) or ranks != int(ranks):
+    if len(numbers) < 4 or not all(map(math.isfinite, numbers)) or ranks != int(ranks):
         raise ValueError(f"{operation}: ranks, from_bytes, alpha and beta are numbers, 0 or more, not {row}")
+    if min(ranks, start, beta, alpha + start * beta) < 0:
+        raise ValueError(f"{operation}: ranks, from_bytes, beta and all times are 0 or more, not {row}")
     if ranks < 2:
         raise ValueError(f"{operation}: a segment is of 2 ranks or more, not {ranks}")
     return Segment(int(ranks), float(start), float(alpha), float(beta))

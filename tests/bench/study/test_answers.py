@@ -109,15 +109,17 @@ def test_a_collective_on_more_ranks_by_hand():
 
 
 def test_a_step_on_more_ranks_by_hand():
-    """4 ranks with tensor 2 become 16: compute and the tensor groups' waiting stay, the data groups' is computed."""
+    """4 ranks with tensor 2 become 16: the step here stays, with its skew, and what is longer there is added."""
     here = answers.step_here(traced())
-    assert here == pytest.approx((0.2, 0.05, 0.02))
+    assert here == pytest.approx((0.2, 0.05))
     found = step_on(16, traced(), here, machine())
     parameters = 4 * (2 * (12 * 32**2 / 2 + (7 / 2 + 6) * 32) + 2 * 32 + 128 * 32 / 2 + 16 * 32)  # bytes of a rank
     reduced = [parameters, 16, 8]  # gradients; two counts; the loss
-    expected = sum(machine().seconds("all_reduce", size, 8, 2) for size in reduced)
-    assert found.waiting == pytest.approx(0.02 + expected, rel=1e-6)
+    there, before = (sum(machine().seconds("all_reduce", size, data, 2) for size in reduced) for data in (8, 2))
+    assert there > before
+    assert found.waiting == pytest.approx(0.05 + there - before, rel=1e-6)
     assert found.seconds == pytest.approx(0.2 - 0.05 + found.waiting)
+    assert found.largest == pytest.approx(parameters)
     assert found.tokens_per_second == pytest.approx(8 * 3 * 16 / found.seconds)
     twice = step_on(16, traced(global_batch_size=12), here, machine())  # two micro-batches a replica here and there
     assert twice.tokens_per_second == pytest.approx(8 * 6 * 16 / twice.seconds)
@@ -125,6 +127,28 @@ def test_a_step_on_more_ranks_by_hand():
         step_on(9, traced(), here, machine())
     answer, numbers = answers.more(traced(), machine(), 1 << 20, "over there")
     assert [one["ranks"] for one in numbers] == [8, 64, 512] and "over there" in answer["answer"]
+
+
+def test_more_ranks_are_never_faster_than_the_step_here():
+    """The ranks here wait far longer than a model without skew tells, and the collectives there still come on top."""
+    here = answers.step_here(traced())
+    times = [step_on(ranks, traced(), here, machine()).seconds for ranks in (4, 8, 64, 512)]
+    assert times[0] == pytest.approx(here[0]) and times == sorted(times) and len(set(times)) == 4
+    alone = traced() | {"ranks": 2}  # one replica here reduces nothing
+    assert step_on(2, alone, here, machine()).seconds == here[0] < step_on(4, alone, here, machine()).seconds
+
+
+def test_a_collective_beyond_the_sweep_is_told():
+    parameters = round(step_on(16, traced(), answers.step_here(traced()), machine()).largest)
+    for largest in (1 << 10, parameters - 1, parameters):
+        said = answers.more(traced(), machine(), largest, "")[0]["answer"]
+        assert ("**Extrapolated**" in said) == (largest < parameters)
+
+
+def test_a_size_that_is_the_largest_too_has_one_column():
+    rows = [row(1 << k, way, 1e-5) for k in (4, 20) for way in ("mpi4py", "shared")]
+    lines = answers.ways(rows)["answer"].splitlines()
+    assert lines[0].count("gain at") == 1 and len({line.count("|") for line in lines[:3]}) == 1
 
 
 def test_the_share_of_a_step():

@@ -28,6 +28,12 @@ def test_fitted_model_is_piecewise(tmp_path):
     assert cost.FittedModel.from_json(model.to_json()) == model
 
 
+def test_a_line_that_rises_faster_than_the_size_scales_as_bytes_do():
+    model = cost.FittedModel.from_json(segments((2, 0, 0, 1e-9), (2, 1000, -1e-6, 2e-9)))
+    assert model.seconds("all_reduce", 1e4, 2) == pytest.approx(19e-6)
+    assert model.seconds("all_reduce", 1e4, 512) == pytest.approx(19e-6 * 2 * 511 / 512)  # never below 0
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -38,6 +44,8 @@ def test_fitted_model_is_piecewise(tmp_path):
         ({"collectives": {"reduce": [{"ranks": 2}]}}, "has ranks, from_bytes, alpha and beta"),
         (segments((2, 0, -1, 0)), "0 or more"),
         (segments((2, 0, float("nan"), 0)), "0 or more"),
+        (segments((2, 0, 1e-6, -1e-9)), "0 or more"),
+        (segments((2, 0, 0, 1e-9), (2, 1000, -2e-6, 1e-9)), "all times are 0 or more"),
         (segments((1, 0, 0, 0)), "2 ranks or more"),
         (segments((2, 8, 0, 0)), "start at 0 bytes"),
         (segments((2, 0, 0, 0), (2, 0, 1, 0)), "different sizes"),
