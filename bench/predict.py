@@ -2,7 +2,7 @@
 
     python -m bench.predict --paper --ablation                 # the paper's 13 scaling figures, published and predicted
     python -m bench.predict --preset bert-3.9b --cluster dgx-a100 --gpus 64
-    python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --global-batch-size 512
+    python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --recompute-granularity full
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
 
 The command only computes; it needs no GPU and no MPI. bench/prediction/model_cost.py and bench/prediction/kernels.py
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.clusters.cluster import Cluster, load, names
+from bench.clusters.cluster import OWN, OWN_FILE, Cluster, load, names
 from bench.command.files import check_writable
 from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
@@ -54,7 +54,8 @@ def parser() -> CommandParser:
         "--cluster",
         default="dgx-2h",
         metavar="NAME|FILE",
-        help=f"one of {', '.join(names())}, or a YAML file (default: dgx-2h)",
+        help=f"one of {', '.join(names())}; {OWN}, which is the {OWN_FILE} that bench.this_machine wrote into this "
+        "folder; or any YAML file (default: dgx-2h)",
     )
     add(
         "--preset",
@@ -95,7 +96,11 @@ def parser() -> CommandParser:
         metavar="N",
         help="sequences a replica runs at once (default: 8; --plan: searched unless given)",
     )
-    add("--recompute-granularity", choices=RECOMPUTE, help="default: full; --plan: searched unless given")
+    add(
+        "--recompute-granularity",
+        choices=RECOMPUTE,
+        help="as in training (default: the preset's, or none; --plan: searched unless given)",
+    )
     add("--sequence-parallel", action=BooleanOptionalAction, help="default: no; --plan: searched unless given")
     add(
         "--use-distributed-optimizer",

@@ -1,8 +1,9 @@
 """Compare two runs bit by bit: ``python -m trainers.compare RUN RUN`` names the first step and tensor that differ.
 
-RUN is the folder of ``--save``. The runs must have trained with ``--deterministic`` or ``--log-digests``. The exit
-status is 0 if all that both runs have is equal, 1 if something differs, and 2 after an error, or if the runs have
-nothing in common. Steps that one run alone has are named, and not compared.
+RUN is the folder of ``--save``. Runs that have trained with ``--deterministic`` or ``--log-digests`` are compared step
+by step, and all runs by their checkpoints. The exit status is 0 if all that both runs have is equal, 1 if something
+differs, also the models, and 2 after an error, or if the runs have nothing in common. Steps that one run alone has are
+named, and not compared.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from pathlib import Path
 
 from commengine import UsageError
 from commengine.errors import one_line
-from trainers.checkpoints.checkpoint import saved_state
+from trainers.checkpoints.checkpoint import damage
 from trainers.options import OneLineParser, OptionError
 
-from .comparison.steps import compare_steps
+from .comparison.settings import unlike_models, unlike_settings
+from .comparison.steps import Steps, compare_steps
 from .comparison.tensors import common_checkpoint, differences, last_checkpoints
 
 #: tensors that are named, of those that differ
@@ -28,34 +30,55 @@ def compare(one: Path, other: Path) -> bool:
 
     Raises UsageError where a file cannot be read, and where the runs have neither a step nor a checkpoint in common.
     """
-    steps = compare_steps(one, other)
-    pair = common_checkpoint(one, other, steps.different)
-    if pair is None and not steps.compared:
-        raise UsageError(f"{one} and {other}: {'; '.join(steps.lines())}; nor is a checkpoint of the same step")
-    print(*steps.lines(), sep="\n")
-    saved = pair or last_checkpoints(one, other)
-    for line in [] if saved is None else _settings(*saved):
-        print(line)
+    last = last_checkpoints(one, other)
+    if last is not None and (models := unlike_models(*last)):
+        print(f"the models differ: {models}; nothing else is compared")
+        _print_settings(one, other)
+        return True
+    steps, lacking = _steps(one, other)
+    pair = common_checkpoint(one, other, None if steps is None else steps.different)
+    if pair is None and (steps is None or not steps.compared):
+        why = lacking if steps is None else f"{one} and {other}: {'; '.join(steps.lines())}"
+        raise UsageError(f"{why}; nor is a checkpoint of the same step in both runs: nothing is compared")
+    different = steps is not None and steps.different is not None
+    print(*([f"no steps are compared: {lacking}"] if steps is None else steps.lines()), sep="\n")
+    _print_settings(one, other)
     if pair is None:
         print("no checkpoint is of the same step in both runs, so no tensors are compared")
-        return steps.different is not None
+        return different
     found = list(differences(*pair))
     where = f"checkpoint {pair[0].name}"
     if not found:
         print(f"{where}: all parameters, masters and moments have the same bits")
-        return steps.different is not None
-    print(f"{where}: {len(found)} tensors differ; the first {min(NAMED, len(found))}, in the order of the model:")
+        return different
+    some = f"; the first {NAMED}" if len(found) > NAMED else ""
+    print(
+        f"{where}: {len(found)} tensor{'s differ' if len(found) > 1 else ' differs'}{some}, in the order of the model:"
+    )
     for difference in found[:NAMED]:
         print(f"  {difference.name}: {difference.text()}")
+    for line in () if different else _changed(*pair):
+        print(line)
     return True
 
 
-def _settings(one: Path, other: Path) -> list[str]:
-    """The settings in which two checkpoints' runs differ, but for names of folders."""
-    first, second = (saved_state(path, verify=False).settings for path in (one, other))
-    names = [name for name in first if name in second and first[name] != second[name]]
-    told = [f"{name} {first[name]} and {second[name]}" for name in names if name not in ("save", "load")]
-    return ["settings that differ: " + ", ".join(told)] if told else []
+def _steps(one: Path, other: Path) -> tuple[Steps | None, str]:
+    """The comparison of the steps; or None, and the reason why a run's digests cannot be read."""
+    try:
+        return compare_steps(one, other), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def _print_settings(one: Path, other: Path) -> None:
+    """Name the settings in which two runs differ."""
+    if told := unlike_settings(one, other):
+        print("settings that differ: " + ", ".join(told))
+
+
+def _changed(*checkpoints: Path) -> list[str]:
+    """Which of the checkpoints are not the bytes that were saved: one reason for tensors that the steps do not show."""
+    return [f"{path} changed after it was saved: {said}" for path in checkpoints if (said := damage(path))]
 
 
 def parser() -> OneLineParser:

@@ -27,6 +27,7 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 
 from .checkpoints import checkpoint, pointer
+from .checkpoints.model_kind import OF_GPT, OF_SOME_GPTS, OF_TASKS, kind_of, tops_of
 from .config import JobConfig, of_other_program
 from .data.tokenizer import Tokenizer
 from .options import AT_LEAST_ONE, NOT_EMPTY, option, require, require_ranges
@@ -43,14 +44,6 @@ from .weights.opening import fill_model, open_other
 Settings = TypeVar("Settings", bound=JobConfig)
 
 _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
-#: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
-#: BERT has besides
-_OF_GPT = {"embedding", "layers", "final_norm"}
-_OF_SOME_GPTS = {"position_embedding", "output"}
-_OF_BERT = "mlm_head"
-#: those of the heads that `trainers.finetune` puts on a BERT
-_OF_TASKS = {"classifier", "span_head"}
-
 
 #: the dtypes in which a trained model can compute, by their names
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
@@ -253,11 +246,11 @@ def _find(folder: Path, iteration: int | None) -> Path:
 
 def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
     """The kind of model with these parameters. Raises UsageError if it is none that is known, or not ``wanted``."""
-    tops = {name.partition(".")[0] for name in parameters}
-    kind = "bert" if _OF_BERT in tops else "gpt" if tops - _OF_SOME_GPTS == _OF_GPT else None
+    tops = tops_of(parameters)
+    kind = kind_of(tops)
     if kind is None:
-        others = ", ".join(sorted(tops - _OF_GPT - _OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
-        what = "a model of trainers.finetune" if tops & _OF_TASKS else "neither a GPT nor a BERT"
+        others = ", ".join(sorted(tops - OF_GPT - OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(OF_GPT - tops))}"
+        what = "a model of trainers.finetune" if tops & OF_TASKS else "neither a GPT nor a BERT"
         raise UsageError(
             f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "
             f"trainers.pretrain_{wanted or 'gpt or trainers.pretrain_bert'}"

@@ -18,6 +18,10 @@ from trainers.files.reading import InputFileError, read_yaml, require_regular
 FOLDER = Path(__file__).parent
 KERNELS = ("unfused", "fused")
 
+#: the name of the user's own machine, and its file, which the command writes into the user's folder
+OWN, OWN_FILE = "this-machine", "this-machine.yaml"
+OWN_COMMAND = f"python -m bench.this_machine --output {OWN_FILE}"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -82,15 +86,17 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Cluster:
-    """A cluster of this folder, by its name, or one of any file.
+    """A cluster of this folder, by its name, or one of any file; OWN is OWN_FILE in the working directory.
 
-    Raises UsageError that names the file and the key at fault.
+    Raises UsageError that names the file and the key at fault, or the command that writes OWN_FILE.
     """
-    path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
+    if name == OWN and not Path(OWN_FILE).exists():
+        raise UsageError(f"--cluster {OWN}: there is no {OWN_FILE} in this folder; make it with: {OWN_COMMAND}")
+    path = FOLDER / f"{name}.yaml" if name in names() else Path(OWN_FILE if name == OWN else name)
     try:
         data = read_yaml(path)
     except InputFileError as error:
-        other = "" if path.is_file() else f"; neither a file nor one of {', '.join(names())}"
+        other = "" if path.is_file() else f"; neither a file nor one of {', '.join([*names(), OWN])}"
         raise UsageError(f"--cluster {error}{other}") from error
     try:
         return _cluster(_Section(data, ""), path)

@@ -32,6 +32,12 @@ def dropout_of(arguments: Any) -> Layout:
     )  # fmt: skip
 
 
+def _recompute_of(arguments: Any) -> str:
+    """The recomputation of training without the option: the preset's, or none."""
+    recipe = presets.find(arguments.preset).recipe if arguments.preset else {}
+    return recipe.get("recompute_granularity") or "none"
+
+
 def layout_of(arguments: Any) -> Layout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     tensor = presets.find(arguments.preset).tensor if arguments.preset else 1
@@ -53,7 +59,7 @@ def layout_of(arguments: Any) -> Layout:
         data=data,
         micro_batch=micro,
         micro_batches=batch // (data * micro),
-        recompute=arguments.recompute_granularity or "full",
+        recompute=arguments.recompute_granularity or _recompute_of(arguments),
         sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
         zero1=bool(arguments.use_distributed_optimizer),
     )

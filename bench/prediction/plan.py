@@ -9,6 +9,7 @@ from typing import Any
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import PredictedStep, kept_tensors, predict
+from bench.prediction.step_report import tflops
 from commengine.cost import TransformerShape
 
 # The fields of Layout that the search varies and a caller may fix, with their options.
@@ -184,7 +185,7 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
         split = f"{layout.tensor} | {layout.data} | {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
         yield (
-            f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {step.flops_per_device / 1e12:.1f} "
+            f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.flops_per_device)} "
             f"| {100 * step.communication:.0f}% | {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
         )
     yield ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         f"recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
         f"{', distributed optimizer' if layout.zero1 else ''}",
         "",
-        f"- step: {step.total:.3f} s; {step.flops_per_device / 1e12:.1f} TFLOP/s a device, "
+        f"- step: {step.total:.3f} s; {tflops(step.flops_per_device)} TFLOP/s a device, "
         f"{100 * step.flops_per_device / cluster.device.peak_flops:.0f}% of peak (recomputed FLOPs included)",
         f"- scaling efficiency: {100 * efficiency:.0f}% of the same model and micro-batches on one device, did it fit",
         f"- communication that is waited for: {100 * step.communication:.1f}% of the step"
@@ -42,6 +43,13 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         f"- {calibration(cluster)}",
     ]  # fmt: skip
     return lines, numbers_of(step) | {"scaling_efficiency": efficiency}
+
+
+def tflops(flops: float) -> str:
+    """FLOP/s as TFLOP/s, in three significant digits or more: "0.0891", "39.0", "138"."""
+    rate = flops / 1e12
+    digits = 2 - math.floor(math.log10(rate)) if rate > 0 else 0
+    return f"{rate:.{max(digits, 0)}f}"
 
 
 def calibration(cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ import yaml
 
 from bench import predict
 from bench.clusters import cluster
-from bench.prediction import group_cost, kernels, model_cost, paper, plan
+from bench.prediction import group_cost, kernels, model_cost, paper, plan, step_report
 from bench.prediction.layout import MODELS, Layout
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
@@ -351,10 +351,31 @@ def test_a_bert_attends_both_ways_and_has_more_heads():
     assert bert.memory["activations"] - gpt.memory["activations"] == 3 * 2 * 512 * 8 * 1024
 
 
+def test_recomputation_is_the_trainers_unless_it_is_given(tmp_path):
+    """Training recomputes nothing by default, and with a preset what the paper did."""
+    for argv, recompute in (
+        (["--model", "1.2b"], "none"),
+        (["--model", "1.2b", "--recompute-granularity", "full"], "full"),
+        (["--preset", "gpt-1.2b"], "full"),
+        (["--preset", "gpt-1.2b", "--recompute-granularity", "none"], "none"),
+    ):
+        assert call(*argv, "--json", tmp_path / "step.json") == 0
+        assert json.loads((tmp_path / "step.json").read_text())["layout"]["recompute"] == recompute
+    assert GPTTrainConfig().recompute_granularity in (None, "none")
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0.089123e12, "0.0891"), (1.0e12, "1.00"), (39.04e12, "39.0"), (138.6e12, "139"), (1234e12, "1234"), (0, "0")],
+)
+def test_rates_have_three_significant_digits(rate, text):
+    assert step_report.tflops(rate) == text
+
+
 # ---- machines
 
 
-@pytest.mark.parametrize("name", ["dgx-2h", "dgx-a100", "dgx-h100", "this-machine"])
+@pytest.mark.parametrize("name", ["dgx-2h", "dgx-a100", "dgx-h100", "amd-epyc"])
 def test_machines_that_ship_load_and_predict(name, capsys):
     assert name in cluster.names()
     argv = ("--cluster", name, "--model", "355m", "--gpus", 4, "--tensor-model-parallel-size", 2)
@@ -418,7 +439,7 @@ def test_machine_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of dgx-2h, dgx-a100"),
+        (["--model", "1.2b", "--cluster", "dgx-9"], "neither a file nor one of amd-epyc, dgx-2h, dgx-a100"),
         (["--model", "9b"], "invalid choice: '9b'"),
         ([], "give --preset or --model, or also --num-layers"),
         (["--model", "355m", "--num-query-groups", "4"], "--num-query-groups 4: needs --group-query-attention"),

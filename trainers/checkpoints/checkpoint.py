@@ -244,6 +244,15 @@ def compare(found: Path, part: int = 0, parts: int = 1, *, file: str | None = No
         raise cannot_load(found, error) from error
 
 
+def damage(found: Path) -> str:
+    """How a checkpoint's files differ from their checksums; "" if they do not, or if an older version wrote none."""
+    try:
+        compare(found)
+    except UsageError as error:
+        return str(error.__cause__ or error)
+    return ""
+
+
 def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     placed = placements(model)
     trained = {name for name in placed if f"{MOMENTS[0]}.{name}" in optimizer.described()}

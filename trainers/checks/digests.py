@@ -21,6 +21,9 @@ from trainers.training.trainer import Step, Trainer
 #: the end of the names of digests in metrics.jsonl
 SUFFIX = "_digest"
 
+#: the names, in a row of metrics.jsonl that has digests, of the sizes of the tensor and of the data group
+LAYOUT = ("tensor_model_parallel_size", "data_parallel_size")
+
 #: of a digest: every program that reads JSON keeps whole numbers of this size
 BITS = 52
 
@@ -43,6 +46,11 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
         f"norm{SUFFIX}": _of_text(step.norm.hex()),
         f"weights{SUFFIX}": weights,
     }
+
+
+def layout(trainer: Trainer) -> dict[str, int]:
+    """The layout of the step's ranks, which stands beside the digests: a run may go on at another one."""
+    return dict(zip(LAYOUT, (trainer.grid.tensor.size, trainer.grid.data.size), strict=True))
 
 
 def weights_digest(trainer: Trainer) -> int:

@@ -11,6 +11,8 @@ from commengine import UsageError
 from trainers.checks.digests import SUFFIX, of_row
 from trainers.run.metrics import read_rows
 
+from .settings import layouts, span_of
+
 Row = Mapping[str, Any]
 
 
@@ -20,7 +22,7 @@ class Steps:
 
     compared: their numbers, in order. different: the first step at which a digest differs, or None. names: what differs
     there: "loss", "norm", "weights". rows: both runs' rows of that step. unmatched: the numbers of the steps of the
-    first run alone, and of the second.
+    first run alone, and of the second. layouts: those of the first run, and of the second, in words.
     """
 
     compared: list[int]
@@ -28,10 +30,17 @@ class Steps:
     names: tuple[str, ...] = ()
     rows: tuple[Row, Row] | None = None
     unmatched: tuple[list[int], list[int]] = ([], [])
+    layouts: tuple[str, str] = ("", "")
 
     def lines(self) -> list[str]:
         """The result in words."""
-        return [*self._compared(), *self._unmatched()]
+        return [*self._compared(), *self._unmatched(), *self._layouts()]
+
+    def _layouts(self) -> list[str]:
+        if not any(self.layouts):
+            return []
+        found = [f"  {name} run: {text}" for name, text in zip(("first", "second"), self.layouts, strict=True)]
+        return ["tensor x data ranks, which may differ between deterministic runs:", *found]
 
     def _unmatched(self) -> list[str]:
         found = []
@@ -48,7 +57,8 @@ class Steps:
         span = _span(self.compared)
         if self.different is None or self.rows is None:
             return [f"{span}: the loss, the gradient's norm and the weights have the same bits"]
-        found = [f"step {self.different} is the first that differs ({span} are compared): {', '.join(self.names)}"]
+        verb = "is" if len(self.compared) == 1 else "are"
+        found = [f"step {self.different} is the first that differs ({span} {verb} compared): {', '.join(self.names)}"]
         one, other = self.rows
         for name in one:
             if name == "iteration" or name.endswith(SUFFIX) or name not in other or one[name] == other[name]:
@@ -63,15 +73,16 @@ def compare_steps(one: Path, other: Path) -> Steps:
     first, second = _digested(one), _digested(other)
     common = sorted(first.keys() & second.keys())
     unmatched = (sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys()))
+    ranks = (layouts(first.values()), layouts(second.values()))
     for iteration in common:
         mine, theirs = of_row(first[iteration]), of_row(second[iteration])
         if names := tuple(name.removesuffix(SUFFIX) for name in mine if mine[name] != theirs.get(name)):
-            return Steps(common, iteration, names, (first[iteration], second[iteration]), unmatched)
-    return Steps(common, unmatched=unmatched)
+            return Steps(common, iteration, names, (first[iteration], second[iteration]), unmatched, ranks)
+    return Steps(common, unmatched=unmatched, layouts=ranks)
 
 
 def _span(steps: list[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them"
+    return span_of(steps) + (f", {len(steps)} of them" if len(steps) > 1 else "")
 
 
 def _digested(folder: Path) -> dict[int, Row]:

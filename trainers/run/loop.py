@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
-from trainers.checks.digests import digests
+from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig
 from trainers.options import make_writable
@@ -199,7 +199,7 @@ class _Run:
             log.settle()
         with log.paused():
             checked = self.checks.after(step, seconds)
-            found = digests(trainer, step) if config.digests else {}
+            found = digests(trainer, step) | layout(trainer) if config.digests else {}
         speed = trainer.batches.size * self.task.tokens_per_sample / seconds
         self.metrics.progress(step.loss, speed)
         if iteration % config.log_interval == 0 or iteration == config.train_iters:

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from trainers.checkpoints import disk
-from trainers.checks.digests import SUFFIX
+from trainers.checks.digests import LAYOUT, SUFFIX
 
 #: seconds after which TensorBoard writes, and those that it may take to write what is left at the end
 FLUSH_SECONDS, CLOSE_SECONDS = 120, 10.0
@@ -175,7 +175,8 @@ class _Board:
 
     def add(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
-            shown = name not in ("iteration", AT_STOP) and not name.endswith(SUFFIX)  # a digest has no curve
+            # A digest has no curve, and neither has the layout.
+            shown = name not in ("iteration", AT_STOP, *LAYOUT) and not name.endswith(SUFFIX)
             if shown and value is not None and not self.failed:
                 self._writer.add_scalar(name, value, row["iteration"])
 

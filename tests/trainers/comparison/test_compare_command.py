@@ -4,6 +4,7 @@ The run on two ranks is killed after a checkpoint, and goes on at another layout
 """
 
 import json
+import os
 import shutil
 
 import pytest
@@ -24,10 +25,10 @@ def runs(tmp_path_factory, pretrain, mock):
     folders = {name: str(home / name) for name in ("one rank", "two ranks", "plain")}
     first = [*mock, *STEPS, "--deterministic", "--use-distributed-optimizer", "--save", folders["two ranks"]]
     kill = ["step", 4, 1, "KILL"]  # rank 1, in the fourth step
-    (home / "runs.json").write_text(json.dumps([[2, first, "pretrain_gpt", [kill], ""]]))
-    program = str(mpirun.JOBS / "commands.py")
-    killed = mpirun.run(2, program, str(home / "runs.json"), str(home / "outcomes.json"))
-    assert killed.returncode != 0 and not (home / "outcomes.json").exists()
+    (home / "0.runs.json").write_text(json.dumps([[2, first, "pretrain_gpt", [kill], ""]]))
+    killed = mpirun.run(2, str(mpirun.JOBS / "commands.py"), str(home), str(os.getpid()), "0")
+    assert killed.returncode != 0 and not (home / "0.outcomes.json").exists()
+    assert [path.name for path in (home / "two ranks").glob("iter_*")] == ["iter_0000002"], killed.stderr
     flags = {
         "one rank": (1, ["--deterministic"]),
         "two ranks": (2, ["--deterministic", SPLIT, "--sequence-parallel", "--load", folders["two ranks"]]),
@@ -43,8 +44,11 @@ def test_runs_of_two_layouts(runs, capsys):
     assert main([runs["one rank"], runs["two ranks"]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "steps 1 to 4, 4 of them: the loss, the gradient's norm and the weights have the same bits"
-    assert "tensor_model_parallel_size 1 and 2" in lines[1]
-    assert lines[2] == "checkpoint iter_0000004: all parameters, masters and moments have the same bits"
+    assert lines[1].startswith("tensor x data ranks, which may differ")
+    assert lines[2:4] == ["  first run: 1 x 1", "  second run: 1 x 2 at steps 1 to 2; 2 x 1 at steps 3 to 4"]
+    assert "tensor_model_parallel_size 1 and 1, then 2 (in iter_0000004)" in lines[4]
+    assert "use_distributed_optimizer False and True, then False (in iter_0000004)" in lines[4]
+    assert lines[5] == "checkpoint iter_0000004: all parameters, masters and moments have the same bits"
 
 
 def test_an_ordinary_run_differs(runs, capsys):
@@ -68,9 +72,54 @@ def test_runs_with_nothing_in_common(runs, tmp_path, capsys):
     assert main([runs["one rank"], str(tmp_path / "short")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "steps 3 to 4, 2 of them, are in the first run only, and are not compared"
-    assert lines[2] == "checkpoint iter_0000002: all parameters, masters and moments have the same bits"
+    assert lines[-1] == "checkpoint iter_0000002: all parameters, masters and moments have the same bits"
     assert main([str(tmp_path / "short"), str(tmp_path / "later")]) == 2
     assert "no step has digests in both runs" in capsys.readouterr().err
+
+
+def test_a_changed_file(runs, tmp_path, capsys):
+    """The digests of the steps are equal, so the checkpoint's file is at fault, and its checksums know it."""
+    changed = tmp_path / "changed"
+    shutil.copytree(runs["one rank"], changed)
+    path = changed / "iter_0000004" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert main([runs["one rank"], str(changed)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("checkpoint "))
+    assert lines[at] == "checkpoint iter_0000004: 1 tensor differs, in the order of the model:"
+    assert "1 of " in lines[at + 1]
+    assert lines[at + 2].startswith(f"{path.parent} changed after it was saved: {path}: damaged: bytes ")
+    assert len(lines) == at + 3
+
+
+def test_runs_without_digests(runs, tmp_path, capsys):
+    """Their checkpoints are compared; without a common one nothing is, which is an error."""
+    bare, later = tmp_path / "bare", tmp_path / "later"
+    for folder, gone in ((bare, 4), (later, 2)):
+        shutil.copytree(runs["one rank"], folder)
+        shutil.rmtree(folder / f"iter_000000{gone}")
+        (folder / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0}\n')
+    assert main([runs["one rank"], str(bare)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("no steps are compared: ") and "has no digests" in lines[0]
+    assert lines[-1] == "checkpoint iter_0000002: all parameters, masters and moments have the same bits"
+    assert main([str(bare), str(later)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "has no digests" in said.err and "nor is a checkpoint of the same step" in said.err
+
+
+def test_another_model(runs, tmp_path, capsys):
+    """The kind of model is said first, and nothing else is compared."""
+    bert = tmp_path / "bert"
+    shutil.copytree(runs["one rank"], bert)
+    for path in bert.glob("iter_*/state.json"):
+        state = json.loads(path.read_text())
+        state["parameters"]["mlm_head.bias"] = {"shape": [8], "view": [8], "dim": 0, "count": 1}
+        path.write_text(json.dumps(state))
+    assert main([runs["one rank"], str(bert)]) == 1
+    assert capsys.readouterr().out == "the models differ: a GPT and a BERT; nothing else is compared\n"
 
 
 def test_errors(runs, tmp_path, capsys):
