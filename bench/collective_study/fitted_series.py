@@ -41,18 +41,25 @@ class FittedSeries:
 
 
 def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
-    """The model for `commengine.cost`, and the series from which it is made."""
+    """The model for `commengine.cost`, and the series from which it is made, but for those of windows."""
     used: dict[tuple[str, int], FittedSeries] = {}
+    windows: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key["transport"] for one in fitted]
     for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
         if one.operation in OPERATIONS:
             used.setdefault((one.operation, one.series.ranks), one)
+            if one.series.key["transport"] == "shared":
+                windows.setdefault((one.operation, one.series.ranks), one)
+    return FittedModel(_segments(used), _segments(windows)), list(used.values())
+
+
+def _segments(used: dict[tuple[str, int], FittedSeries]) -> dict[str, tuple[Segment, ...]]:
     collectives: dict[str, tuple[Segment, ...]] = {}
     for operation, ranks in sorted(used):
         segments = used[operation, ranks].fit.segments
         rows = tuple(Segment(ranks, part.from_bytes, part.alpha, part.beta) for part in segments)
         collectives[operation] = collectives.get(operation, ()) + rows
-    return FittedModel(collectives), list(used.values())
+    return collectives
 
 
 def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:

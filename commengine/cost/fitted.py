@@ -10,14 +10,15 @@ Each operation has a list of segments. A segment holds for ``ranks`` ranks, from
 size) up to the next segment with as many ranks: there the collective takes alpha + size * beta seconds. For every
 number of ranks the first segment starts at 0 bytes. An alpha may be negative where the time rises faster than the size
 (lines between measured points), as long as no time is. Other keys, in the file and in a segment, are ignored. Writers
-may add keys, e.g. for confidence intervals.
+may add keys, e.g. for confidence intervals. "windows" may hold the same as "collectives", of tensors that lie in memory
+that the ranks of a node share (`Communicator.empty`, `Communicator.operand`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A measured model: for each operation its segments, sorted by ranks and size."""
+    """A measured model: for each operation its segments, sorted by ranks and size. windows: of tensors in windows."""
 
     collectives: dict[str, tuple[Segment, ...]]
+    windows: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
 
-    def seconds(self, operation: str, size: float, ranks: int) -> float:
+    def seconds(self, operation: str, size: float, ranks: int, *, window: bool = False) -> float:
         """Return the time in seconds of a collective of ``size`` bytes among ``ranks``; 0 for one rank.
+
+        window: its tensor lies in memory that the ranks of a node share; this changes nothing for an operation that was
+        not measured so.
 
         If this number of ranks was not measured, the segments of the nearest measured number are scaled: alpha by the
         steps of a ring, beta by the bus factor, so that the bus bandwidth stays the same. The whole time is scaled as
@@ -53,7 +58,7 @@ class FittedModel:
             raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")
         if ranks == 1 and operation != "p2p":
             return 0.0
-        segments = self.collectives.get(operation, ())
+        segments = (window and self.windows.get(operation)) or self.collectives.get(operation, ())
         if not segments:
             measured = ", ".join(self.collectives) or "nothing"
             raise ValueError(f"this model was not fitted to {operation}: it has {measured}")
@@ -67,8 +72,8 @@ class FittedModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``load`` reads."""
-        collectives = {name: [asdict(one) for one in segments] for name, segments in self.collectives.items()}
-        return {"format": FORMAT, "collectives": collectives}
+        found: dict[str, Any] = {"format": FORMAT, "collectives": _rows(self.collectives)}
+        return found | ({"windows": _rows(self.windows)} if self.windows else {})
 
     @staticmethod
     def from_json(data: Any) -> FittedModel:
@@ -77,22 +82,10 @@ class FittedModel:
             raise ValueError('a cost model is an object with "collectives": {"all_reduce": [...], ...}')
         if data.get("format", FORMAT) != FORMAT:
             raise ValueError(f"the cost model has format {data['format']}, this version reads {FORMAT}")
-        found = {}
-        for operation, rows in data["collectives"].items():
-            if operation not in OPERATIONS:
-                raise ValueError(f"the cost model has {operation!r}: operations are {', '.join(OPERATIONS)}")
-            if not isinstance(rows, list) or not rows:
-                raise ValueError(f"{operation}: a list of segments, at least one")
-            segments = [_segment(operation, row) for row in rows]
-            segments.sort(key=lambda one: (one.ranks, one.from_bytes))
-            for ranks in {one.ranks for one in segments}:
-                starts = [one.from_bytes for one in segments if one.ranks == ranks]
-                if starts[0] != 0 or len(set(starts)) != len(starts):
-                    raise ValueError(
-                        f"{operation}, {ranks} ranks: segments start at 0 bytes and at different sizes: {starts}"
-                    )
-            found[operation] = tuple(segments)
-        return FittedModel(found)
+        windows = data.get("windows", {})
+        if not isinstance(windows, dict):
+            raise ValueError('"windows" of a cost model is an object as "collectives" is')
+        return FittedModel(_operations(data["collectives"]), _operations(windows))
 
     @staticmethod
     def load(path: str | Path) -> FittedModel:
@@ -101,6 +94,29 @@ class FittedModel:
             return FittedModel.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _rows(collectives: dict[str, tuple[Segment, ...]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [asdict(one) for one in segments] for name, segments in collectives.items()}
+
+
+def _operations(data: dict[str, Any]) -> dict[str, tuple[Segment, ...]]:
+    found: dict[str, tuple[Segment, ...]] = {}
+    for operation, rows in data.items():
+        if operation not in OPERATIONS:
+            raise ValueError(f"the cost model has {operation!r}: operations are {', '.join(OPERATIONS)}")
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"{operation}: a list of segments, at least one")
+        segments = [_segment(operation, row) for row in rows]
+        segments.sort(key=lambda one: (one.ranks, one.from_bytes))
+        for ranks in {one.ranks for one in segments}:
+            starts = [one.from_bytes for one in segments if one.ranks == ranks]
+            if starts[0] != 0 or len(set(starts)) != len(starts):
+                raise ValueError(
+                    f"{operation}, {ranks} ranks: segments start at 0 bytes and at different sizes: {starts}"
+                )
+        found[operation] = tuple(segments)
+    return found
 
 
 def _segment(operation: str, row: Any) -> Segment:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from commengine import Communicator, UsageError, cost
+from commengine import Communicator, ProcessGrid, UsageError, cost
 from commengine.cost import Collective, FittedModel, KeptTensors
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.config import bucket_size
@@ -54,7 +54,7 @@ class Forecast:
             for group, found in self.collectives.items()
         )
         spent = "        ?" if self.communication is None else f"{self.communication:9.4g}"
-        yield f"  {spent} s  collectives: {moved or 'none'}"
+        yield f"  {spent} s  collectives: {moved or 'none'}" + (", and a few numbers" if moved else "")
         yield (
             "not calibrated: no step was run. Norms, dropout and the optimizer take no time here, and nothing is "
             "hidden behind compute"
@@ -84,11 +84,17 @@ def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensor
 
 
 def forecast(
-    config: TransformerTrainConfig, ranks: int, rate: float, device: torch.device, model: FittedModel | None = None
+    config: TransformerTrainConfig,
+    ranks: int,
+    rate: float,
+    device: torch.device,
+    model: FittedModel | None = None,
+    in_window: Callable[[str, Collective], bool] = lambda group, one: False,
 ) -> Forecast:
     """The forecast for ``config``, which is valid and complete for ``ranks`` ranks. Not collective.
 
-    rate: FLOP/s of a rank. model: of the collectives. The few positions at which a BERT predicts count as all, and the
+    rate: FLOP/s of a rank. model: of the collectives. in_window: whether the tensor of a group's collective lies in
+    memory that the ranks of a node share. The few positions at which a BERT predicts count as all, and the
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
     tensor = config.tensor_model_parallel_size
@@ -116,8 +122,11 @@ def forecast(
     groups = {name: found for name, found in (("tensor", of_tensor), ("data", of_data)) if found}
     communication = 0.0 if not groups else None
     if groups and model is not None:
-        each = (one for found in groups.values() for one in found)
-        communication = sum(one.count * model.seconds(one.operation, one.size, one.ranks) for one in each)
+        each = ((group, one) for group, found in groups.items() for one in found)
+        communication = sum(
+            one.count * model.seconds(one.operation, one.size, one.ranks, window=in_window(group, one))
+            for group, one in each
+        )
     return Forecast(
         cost.training_bytes(shape, micro, tensor, data, kept),
         cost.model_flops(shape, batch, kept.recompute) / ranks, rate, groups, communication, batch * config.seq_length,
@@ -145,6 +154,28 @@ def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
     return 2.0 * rows * columns * width / slowest
 
 
+def windows(config: TransformerTrainConfig, comm: Communicator) -> set[tuple[str, str, float]]:
+    """The (group, operation, bytes) of a step's collectives whose tensors lie in memory that ranks share. Collective.
+
+    Layers ask `Communicator.operand` for their tensors, gradients lie in `Communicator.empty`, and numbers of a loss in
+    private memory.
+    """
+    if comm.device.type != "cpu":
+        return set()
+    half = torch.bfloat16 if config.bf16 else torch.float16
+    working = half if config.bf16 or config.fp16 else torch.float32
+    found = set()
+    with ProcessGrid(comm, config.tensor_model_parallel_size) as grid:
+        for name, each in forecast(config, comm.size, 1.0, comm.device).collectives.items():
+            group = grid.tensor if name == "tensor" else grid.data
+            for one in each:
+                in_fp32 = one.part == "gradients" and config.grad_reduce_in_fp32
+                dtype = torch.float32 if in_fp32 else working
+                if one.part != "loss" and group.shares_operand(one.operation, int(one.size), dtype):
+                    found.add((name, one.operation, one.size))
+    return found
+
+
 def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
     """Print the forecast on rank 0 if ``--dry-run`` asks for it, and return whether it does. Collective.
 
@@ -153,11 +184,15 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
     if not config.dry_run:
         return False
     rate = broadcast_json(comm, product_rate(config, comm))
+    shared = set() if config.cost_model is None else windows(config, comm)
 
     def show() -> None:
         try:
             model = None if config.cost_model is None else FittedModel.load(Path(config.cost_model))
-            found = forecast(config, comm.size, rate, comm.device, model)
+            found = forecast(
+                config, comm.size, rate, comm.device, model,
+                lambda group, one: (group, one.operation, one.size) in shared,
+            )  # fmt: skip
         except ValueError as error:
             raise UsageError(f"--cost-model {error}") from error
         tensor = config.tensor_model_parallel_size

@@ -51,6 +51,18 @@ def test_the_model_follows_times_that_no_alpha_and_beta_give():
     assert again.fit == one.fit
 
 
+def test_the_model_has_the_series_of_windows_beside_the_engines():
+    engine = fitted(MEASURED)
+    other = series([value / 2 for value in MEASURED])
+    other.key["transport"] = "shared"
+    window = FittedSeries(other, piecewise.fit(other.sizes, other.seconds, other.errors))
+    model = FittedModel.from_json(as_json([engine, window], {}, "results.json", {}))
+    private = [model.seconds("all_gather", size, 2) for size in SIZES]
+    assert [model.seconds("all_gather", size, 2, window=True) for size in SIZES] == pytest.approx(
+        [value / 2 for value in private]
+    )
+
+
 def test_a_disturbed_time_is_told_and_a_badly_measured_one_changes_nothing():
     straight = [4 + 1e-4 * size for size in SIZES]
     disturbed = [*straight[:12], 3 * straight[12], *straight[13:]]

@@ -28,6 +28,19 @@ def test_fitted_model_is_piecewise(tmp_path):
     assert cost.FittedModel.from_json(model.to_json()) == model
 
 
+def test_tensors_in_windows_have_times_of_their_own():
+    data = segments((2, 0, 2e-6, 1e-9)) | {"windows": segments((2, 0, 1e-6, 0))["collectives"]}
+    data["collectives"]["broadcast"] = data["collectives"]["all_reduce"]
+    model = cost.FittedModel.from_json(data)
+    assert model.seconds("all_reduce", 1000, 2) == pytest.approx(3e-6)
+    assert model.seconds("all_reduce", 1000, 2, window=True) == pytest.approx(1e-6)
+    assert model.seconds("broadcast", 1000, 2, window=True) == pytest.approx(3e-6)  # not measured in windows
+    assert cost.FittedModel.from_json(model.to_json()) == model
+    for wrong in ([], {"all_reduce": []}):
+        with pytest.raises(ValueError, match=r"windows|at least one"):
+            cost.FittedModel.from_json(data | {"windows": wrong})
+
+
 def test_a_line_that_rises_faster_than_the_size_scales_as_bytes_do():
     model = cost.FittedModel.from_json(segments((2, 0, 0, 1e-9), (2, 1000, -1e-6, 2e-9)))
     assert model.seconds("all_reduce", 1e4, 2) == pytest.approx(19e-6)
