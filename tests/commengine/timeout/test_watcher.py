@@ -203,15 +203,15 @@ def test_work_that_ends_in_time_is_left_alone(job):
     """Collectives that take long, but less than the timeout; an idle time that is longer; groups and streams."""
     done, _ = job(
         """
-timed = Communicator(world.mpi, timeout=1)
+timed = Communicator(world.mpi, timeout=3)
 part = timed.split(0, name="part")
 lane = part.new_stream()
-for wait in (0.8, 0.9):
+for wait in (1, 1.5):
     time.sleep(wait if world.rank == 0 else 0)
     timed.barrier()
     work = part.all_reduce(torch.ones(10), stream=lane)
     work.wait()
-time.sleep(1.5)
+time.sleep(3.5)
 timed.barrier()
 part.close()
 timed.close()
