@@ -53,8 +53,8 @@ class SampleTree:
     samples of a leaf.
 
     A step is: `begin` and a `put` for every parameter for each sample, the last one with ``last=True``; `end` after
-    each sample. The sum of the first samples is in ``result``. Besides that it keeps the gradients of one sample, and
-    sums for each further level of the tree.
+    each sample. The sum of the first samples is in ``result``, from the second one on. Besides that it keeps the
+    gradients of one sample, and sums for each further level of the tree.
     """
 
     def __init__(self, layout: BucketLayout, result: Tensor, run: int) -> None:
@@ -85,18 +85,19 @@ class SampleTree:
             count += neighbours[-1].samples
         assert not (self._last and self._waiting), "the samples of a rank are a whole subtree"
         sums = sample
-        if not self._waiting:
+        if not self._waiting and (neighbours or self._last):
             sums = self._views
         elif neighbours and neighbours[-1].samples > 1:
             sums = self._of(neighbours[-1])
         elif neighbours:
-            sums = {p: one if one.dtype == self._dtype else one.float() for p, one in self._of(neighbours[-1]).items()}
+            sums = {p: torch.empty_like(one, dtype=self._dtype) for p, one in self._of(neighbours[-1]).items()}
         if sums is not sample:
+            begins = sums is self._views and all(one.sums is not None for one in neighbours)
             for parameter, right in sample.items():
                 every = (sums[parameter], right, *(self._of(one)[parameter] for one in neighbours))
                 total, *terms = (self._layout.elements(parameter, one) for one in every)
                 assert total.data_ptr() == every[0].data_ptr(), "autograd lays a gradient out as its parameter"
-                _add_up(total, *terms)
+                _add_up(total, *terms, positive=begins)
         self._waiting.append(_Node(count, None if sums is self._views else sums))
 
     def _fits(self, left: int, right: int) -> bool:
@@ -106,24 +107,23 @@ class SampleTree:
         return self._views if node.sums is None else node.sums
 
 
-def _add_up(total: Tensor, right: Tensor, *lefts: Tensor) -> None:
+def _add_up(total: Tensor, right: Tensor, *lefts: Tensor, positive: bool) -> None:
     """Set ``total`` to ``lefts[-1] + (... + (lefts[0] + right))``; it may be ``lefts[-1]``. All of them are [elements].
 
-    A sum without ``lefts`` is that of 0 and ``right``: -0 becomes +0. The first sample is added to nothing, so that
-    a sum of zeros is +0, whichever of the others are -0.
+    positive: -0 becomes +0. Then all sums that begin with this one have +0, whichever of the others are -0.
 
     It goes through memory once, in pieces that stay in a core's cache. torch would convert a whole half gradient into
     new memory before it adds it.
     """
-    at_once = len(lefts) <= 1 and all(one.dtype == total.dtype for one in (right, *lefts))
+    at_once = len(lefts) + positive <= 1 and all(one.dtype == total.dtype for one in (right, *lefts))
     size = max(total.numel(), 1) if at_once else PIECE
     for out, term, *others in zip(*(torch.split(one, size) for one in (total, right, *lefts)), strict=True):
-        if not others:
-            torch.add(_as(term, out), 0.0, out=out)
-            continue
         for left in others[:-1]:
             term = torch.add(_as(left, out), _as(term, out))
-        torch.add(_as(others[-1], out), _as(term, out), out=out)
+        if others:
+            term = torch.add(_as(others[-1], out), _as(term, out), out=out)
+        if positive:
+            torch.add(_as(term, out), 0.0, out=out)
 
 
 def _as(term: Tensor, like: Tensor) -> Tensor:
