@@ -169,14 +169,14 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel_region(x, self.comm)
         if self.canonical is not None:
-            return self.of_shards(list(stacked(x, self.canonical.own)))
+            return self.of_shards(stacked(x, self.canonical.own))
         y = row_parallel_product(x, self.weight, self.comm, self.sequence_parallel, self.packed)
         return y if self.bias is None else y.add_(self.bias)
 
-    def of_shards(self, parts: Sequence[Tensor]) -> Tensor:
-        """The output for the canonical shards of the input, each [..., in_features / C]."""
+    def of_shards(self, x: Tensor) -> Tensor:
+        """The output for the canonical shards of the input, [own, ..., in_features / C]."""
         assert self.canonical is not None
-        return rows(parts, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
+        return rows(x, self.weight, self.bias, self.canonical, split=self.sequence_parallel)
 
 
 class ReplicatedLinear(nn.Module):

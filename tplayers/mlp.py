@@ -63,7 +63,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.canonical is not None:
-            return self.down.of_shards(pointwise.gelu(self.up.shards(x), GELUS[self.gelu]).unbind())
+            return self.down.of_shards(pointwise.gelu(self.up.shards(x), GELUS[self.gelu]))
         result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
 
@@ -102,7 +102,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.canonical is not None:
-            return self.down.of_shards(pointwise.gated(self.gate_up.shards(x)).unbind())
+            return self.down.of_shards(pointwise.gated(self.gate_up.shards(x)))
         result: Tensor = self.down(_gated(self.gate_up(x)))
         return result
 

@@ -2,11 +2,12 @@
 
 All operands and results are contiguous and have the shape that they have on a rank of the largest group. MKL may add up
 in another order otherwise: of shapes drawn at random one in ten gave other bits in a strided view than in a copy.
+Products of one shape are one batch where the batch changes no bit (`one_batch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,27 @@ from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatte
 from tplayers.regions import new_whole
 
 from .shards import CanonicalShards, tree_sum
+
+#: A batch is of matrices of which every side is longer than this. oneDNN has a way of its own for a single matrix with
+#: a shorter side.
+SHORT = 32
+
+
+def one_batch(x: Tensor, *sides: int) -> bool:
+    """Whether products of matrices like ``x`` with these sides have the same bits in a batch of any power of two.
+
+    They have in bfloat16 on one thread: oneDNN (3.12) then cuts the sums of a product by the sides alone. It saves the
+    time in which oneDNN finds the kernel of a product, about 20 us. MKL says nothing about its batches.
+    """
+    return x.is_cpu and x.dtype == torch.bfloat16 and torch.get_num_threads() == 1 and min(sides) > SHORT
+
+
+def _products(left: Tensor, right: Tensor) -> Iterator[Tensor]:
+    """The product of each shard: left [k, m, n], right [k, n, o] -> k times [m, o]."""
+    if one_batch(left, *left.shape[1:], right.shape[2]):
+        yield from torch.bmm(left, right).unbind()
+    else:
+        yield from (one @ other for one, other in zip(left.unbind(), right.unbind(), strict=True))
 
 
 class ColumnWeight(NamedTuple):
@@ -49,18 +71,16 @@ def columns(
     return found
 
 
-def rows(
-    parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None, shards: CanonicalShards, *, split: bool
-) -> Tensor:
+def rows(x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards, *, split: bool) -> Tensor:
     """The tree: the sum over all shards j of x_j A_j^T, and then the bias.
 
-    parts: x_j [s, b, in / C] of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed
+    x: [own, s, b, in / C], x_j of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed
     (`tplayers.products.columns_first`), because its shards are then contiguous. Its gradient lies so in any
     case. Returns [s, b, out], equal on all ranks; with ``split`` this rank's rows of the sequence. One all-reduce
     forward, or with ``split`` one reduce-scatter forward and one all-gather backward. The gradient of the bias is whole
     on every rank.
     """
-    return _Rows.apply(shards, split, weight, bias, *parts)  # type: ignore[no-untyped-call, no-any-return]
+    return _Rows.apply(x, shards, split, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def replicated(x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards, *, split: bool) -> Tensor:
@@ -112,22 +132,14 @@ class _Columns(torch.autograd.Function):
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
 
-        shares = [torch.split(weight, mine.shape[-1]) for mine, weight in zip(pieces, weights, strict=True)]
-
-        def of_shard(number: int) -> Tensor:
-            """The gradient of x by one shard of all layers."""
-            terms = [
-                (mine[place], share[place])
-                for mine, share in zip(pieces, shares, strict=True)
-                for place in range(number, len(share), own)
-            ]
-            total: Tensor = terms[0][0] @ terms[0][1]
-            for grad, weight in terms[1:]:
-                total.addmm_(grad, weight)
-            return total
-
         if ctx.needs_input_grad[0]:
-            grad_x = tree_sum(of_shard(number) for number in range(own)).view(*grads[0].shape[1:-1], -1)
+            # One product for each shard, of all its blocks and layers side by side.
+            of_shards = _joined([part for mine in pieces for part in torch.split(mine, own)], dim=2)
+            shares = [
+                weight.view(-1, mine.shape[-1], weight.shape[1]) for mine, weight in zip(pieces, weights, strict=True)
+            ]
+            weight_shards = _joined([part for share in shares for part in torch.split(share, own)], dim=1)
+            grad_x = tree_sum(_products(of_shards, weight_shards)).view(*grads[0].shape[1:-1], -1)
             if ctx.split:
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
@@ -155,15 +167,14 @@ class _Columns(torch.autograd.Function):
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shards: CanonicalShards, split: bool, weight: Tensor, bias: Tensor | None, *parts: Tensor
+        ctx: Any, x: Tensor, shards: CanonicalShards, split: bool, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        parts = tuple(part.contiguous() for part in parts)
-        ctx.save_for_backward(weight, *parts)
+        x = x.contiguous()
+        ctx.save_for_backward(weight, x)
         comm = ctx.comm = shards.comm
         ctx.split = split and comm.size > 1
-        pieces = _of_shards(weight, len(parts))
-        y = tree_sum(x.view(-1, x.shape[-1]) @ piece for x, piece in zip(parts, pieces, strict=True))
-        y = y.view(*parts[0].shape[:-1], -1)
+        own, *shape, _ = x.shape
+        y = tree_sum(_products(x.view(own, -1, x.shape[-1]), _of_shards(weight, own))).view(*shape, -1)
         if ctx.split:
             partial, y = y, y.new_empty(y.shape[0] // comm.size, *y.shape[1:])
             reduce_scatter_into_(y, partial, comm)
@@ -174,24 +185,25 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        weight, *parts = ctx.saved_tensors
+        weight, x = ctx.saved_tensors
         comm, grad = ctx.comm, grads[0].contiguous()
-        _, _, need_weight, need_bias, *need_parts = ctx.needs_input_grad
+        need_x, _, _, need_weight, need_bias = ctx.needs_input_grad
         if ctx.split:
             mine, grad = grad, new_whole(grad, comm)
             all_gather_into_(grad, mine, comm)
         flat = grad.view(-1, grad.shape[-1])
-        found: list[Tensor | None] = [None] * len(parts)
-        if any(need_parts):
-            pieces = _of_shards(weight, len(parts))
-            found = [(flat @ piece.t()).view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-        grad_weight = None
+        parts = x.view(x.shape[0], -1, x.shape[-1])
+        grad_x = grad_weight = None
+        if need_x:
+            grad_x = torch.empty_like(x)
+            for piece, out in zip(_of_shards(weight, x.shape[0]).unbind(), grad_x.view_as(parts).unbind(), strict=True):
+                torch.mm(flat, piece.t(), out=out)
         if need_weight:
             turned = weight.new_empty(weight.shape[1], weight.shape[0])
-            for part, out in zip(parts, turned.tensor_split(len(parts)), strict=True):
-                torch.mm(part.view(-1, part.shape[-1]).t(), flat, out=out)
+            for part, out in zip(parts.unbind(), turned.tensor_split(len(parts)), strict=True):
+                torch.mm(part.t(), flat, out=out)
             grad_weight = turned.t()
-        return None, None, grad_weight, flat.sum(dim=0) if need_bias else None, *found
+        return grad_x, None, None, grad_weight, flat.sum(dim=0) if need_bias else None
 
 
 class _Replicated(torch.autograd.Function):
@@ -222,6 +234,10 @@ class _Replicated(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _of_shards(weight: Tensor, own: int) -> list[Tensor]:
-    """The columns of ``weight`` [out, own * n] of each shard, transposed and contiguous: [n, out]."""
-    return [piece.contiguous() for piece in weight.t().tensor_split(own)]
+def _of_shards(weight: Tensor, own: int) -> Tensor:
+    """The columns of ``weight`` [out, own * n] of each shard, transposed and contiguous: [own, n, out]."""
+    return weight.t().contiguous().view(own, -1, weight.shape[0])
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

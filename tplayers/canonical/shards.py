@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -121,9 +121,9 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> No
     without_partial_gradients(model)
 
 
-def stacked(x: Tensor, own: int) -> Iterator[Tensor]:
-    """The ``own`` shards of ``x`` [..., own * n], each contiguous [..., n]."""
-    return (part.contiguous() for part in x.tensor_split(own, dim=-1))
+def stacked(x: Tensor, own: int) -> Tensor:
+    """The ``own`` shards of ``x`` [..., own * n]: [own, ..., n], so that each is contiguous."""
+    return torch.stack(x.tensor_split(own, dim=-1))
 
 
 def unstacked(parts: Tensor) -> Tensor:

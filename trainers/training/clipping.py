@@ -79,8 +79,9 @@ def exact_gradient_norm(
     It is an exact sum of integers, which has no order. So shards, shares of ZeRO-1, buckets and threads
     may cut the gradient in any way.
 
-    Each square is rounded to a multiple of 2^-46 of the square of a power of two above the largest element, so the relative error of the square of a
-    norm over n elements is at most n * 2^-44, and for gradients far smaller: elements are seldom that unequal.
+    Each square is rounded to a multiple of 2^-46 of the square of a power of two above the largest element. So the
+    relative error of the square of a norm over n elements is at most n * 2^-44, and for gradients far smaller: elements
+    are seldom that unequal.
     """
     gradients = _by_placement(segments)
     largest = _largest(gradients[0] + gradients[1], tensor, data)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.exact import in_pairs
-from tplayers.canonical.products import ColumnWeight, columns, replicated, rows
+from tplayers.canonical.products import ColumnWeight, columns, one_batch, replicated, rows
 from tplayers.products import columns_first
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -53,13 +53,13 @@ def test_columns(shards, alone, dtype, split):
 
 def tree(shards, split, parts, weight, bias, gradient):
     """Output and gradients of a row-parallel product. On several ranks the weight lies transposed."""
-    here = [part.clone().requires_grad_() for part in parts[shards.first : shards.first + shards.own]]
+    here = torch.stack(parts[shards.first : shards.first + shards.own]).requires_grad_()
     part, of_bias = mine(weight, shards, 1).requires_grad_(), bias.clone().requires_grad_()
     if shards.comm.size > 1 or split:
         part.data = columns_first(part.data)
     y = rows(here, part, of_bias, shards, split=split)
     y.backward(mine(gradient, shards) if split else gradient)
-    return y.detach(), [one.grad for one in here], part.grad, of_bias.grad
+    return y.detach(), here.grad, part.grad, of_bias.grad
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -71,14 +71,14 @@ def test_rows(shards, alone, dtype, split):
     found = tree(shards, split, parts, weight, bias, gradient)
     assert torch.equal(found[0], mine(y, shards) if split else y)
     right = of_parts[shards.first : shards.first + shards.own]
-    assert all(torch.equal(one, other) for one, other in zip(found[1], right, strict=True))
+    assert torch.equal(found[1], right)
     assert torch.equal(found[2], mine(of_weight, shards, 1)) and torch.equal(found[3], of_bias)
     assert of_weight.is_contiguous() and found[2].t().is_contiguous() == (shards.comm.size > 1 or split)
     products = [part[:, 0] @ piece.t() for part, piece in zip(parts, weight.chunk(4, dim=1), strict=True)]
     if dtype == torch.float64:
         torch.testing.assert_close(y[:, 0], torch.cat(parts, dim=-1)[:, 0] @ weight.t() + bias)
         torch.testing.assert_close(of_weight, gradient[:, 0].t() @ torch.cat(parts, dim=-1)[:, 0])
-        torch.testing.assert_close(torch.cat(of_parts, dim=-1)[:, 0], gradient[:, 0] @ weight)
+        torch.testing.assert_close(torch.cat(of_parts.unbind(), dim=-1)[:, 0], gradient[:, 0] @ weight)
         torch.testing.assert_close(of_bias, gradient.sum((0, 1)))
         torch.testing.assert_close(y[:, 0], in_pairs(products) + bias)
 
@@ -101,3 +101,29 @@ def test_replicated(shards, alone, dtype, split):
         torch.testing.assert_close(y[:, 0], x[:, 0] @ weight.t() + bias)
         torch.testing.assert_close(right[0], gradient[:, 0].t() @ x[:, 0])
         torch.testing.assert_close(right[1], gradient.sum((0, 1)))
+
+
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    "sides", [(33, 33, 33), (40, 64, 40), (256, 96, 384), (64, 700, 130), (128, 2100, 65), (100, 513, 256)], ids=str
+)
+def test_products_in_one_batch_have_the_bits_that_they_have_in_its_parts(sides, turned):
+    m, k, n = sides
+    left, right = (
+        drawn(16, *(reversed(shape) if turn else shape), seed=k, dtype=torch.bfloat16)
+        for shape, turn in zip(((m, k), (k, n)), turned, strict=True)
+    )
+    left, right = (one.transpose(1, 2) if turn else one for one, turn in zip((left, right), turned, strict=True))
+    assert one_batch(left, m, k, n) == (torch.get_num_threads() == 1)
+    whole = torch.bmm(left, right)
+    for size in (1, 2, 4, 8):
+        parts = [torch.bmm(*both) for both in zip(left.split(size), right.split(size), strict=True)]
+        assert torch.equal(torch.cat(parts), whole)
+    torch.testing.assert_close(whole.float(), left.float() @ right.float(), rtol=0.01, atol=0.01 * k**0.5)
+
+
+def test_other_products_are_no_batch():
+    x = drawn(4, 64, 64)
+    assert not one_batch(x, 64, 64, 64)
+    half = x.bfloat16()
+    assert not one_batch(half, 64, 32, 64) and not one_batch(half.half(), 64, 64, 64)

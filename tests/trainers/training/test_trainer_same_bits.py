@@ -41,6 +41,22 @@ UNUSUAL = [
     ("llama", "fp32", RunLayout(2, 1), {"deterministic_shards": 2, "num_query_groups": 2, **NO_DROPOUT}),
     ("bert", "fp32", RunLayout(2, 1, {"sequence_parallel": True}), {"bert_no_binary_head": True, "seq_length": 20}),
 ]
+#: matrices of which every side is long enough for products in one batch (`tplayers.canonical.products.one_batch`)
+LONG = {
+    "hidden_size": 256, "num_attention_heads": 4, "seq_length": 40, "vocab_size": 160, "ffn_hidden_size": 256,
+    "global_batch_size": 4,
+}  # fmt: skip
+UNUSUAL += [
+    ("gpt", "bf16", RunLayout(2, 1, {"sequence_parallel": True, "recompute_granularity": "selective"}), LONG),
+    ("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT),
+    ("bert", "bf16", RunLayout(4, 1), LONG),
+    (
+        "llama",
+        "bf16",
+        RunLayout(4, 1, {"sequence_parallel": True}),
+        LONG | {"num_attention_heads": 8, "kv_channels": 64},
+    ),
+]
 #: gradients and activations that go through shared memory
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 4000, "global_batch_size": 4}
 FOUND = {}
