@@ -54,7 +54,7 @@ class SampleTree:
 
     A step is: `begin` and a `put` for every parameter for each sample, the last one with ``last=True``; `end` after
     each sample. The sum of the first samples is in ``result``, from the second one on. Besides that it keeps the
-    gradients of one sample, and sums for each further level of the tree.
+    gradients of one sample, and a sum for each further level of the tree.
     """
 
     def __init__(self, layout: BucketLayout, result: Tensor, run: int) -> None:
