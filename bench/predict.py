@@ -161,10 +161,8 @@ def check(arguments: Any) -> None:
             raise ValueError(f"{flag(name)} goes with --plan")
     if arguments.preset and arguments.model:
         raise ValueError("--preset or --model, not both")
-    for name in ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask"):
-        if getattr(arguments, name) is not None and arguments.paper:
-            raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
-    for name, default in FAMILY.items():
+    plain = ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask")
+    for name, default in (dict.fromkeys(plain) | FAMILY).items():
         if getattr(arguments, name) != default and arguments.paper:
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
 

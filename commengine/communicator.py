@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from .errors import CollectiveError, TransferError
 from .host.operands import POOL_BYTES, Operands, agreed_limit
 from .host.switch_points import SwitchPoints, agreed
 from .host.transport import HostTransport
-from .mpi import load_mpi, making_communicators, ranks_in
+from .mpi import load_mpi, making_communicators, ranks_in, sleep_until_all
 from .shared_memory.windows import SharedTensors
 from .stream import Stream
 from .timeout.entries import WatchedGroup
@@ -390,11 +389,7 @@ class Communicator(GroupCalls):
         """
         comm = self._live_mpi()
         with self._calls.watching("wait_for_all", "life"):
-            everybody, look = comm.Ibarrier(), self._look()
-            while not everybody.Test():
-                time.sleep(_NAP_SECONDS)
-                if look is not None:
-                    look()
+            sleep_until_all(comm, _NAP_SECONDS, self._look())
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.

@@ -87,6 +87,11 @@ NCCL_REDUCTIONS = {
 } | {(dtype, op): (_NCCL_TYPES[part], _NCCL_OPS[op]) for dtype, part in COMPLEX_TYPES.items() for op in ("sum", "avg")}
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, in float32 if it is in half precision."""
+    return tensor.float() if tensor.dtype in HALF_TYPES else tensor
+
+
 class MpiTypes:
     """The MPI side of the table, made on demand: reading mpi4py's constants starts MPI in some set-ups."""
 

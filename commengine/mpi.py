@@ -1,9 +1,10 @@
-"""mpi4py, imported on first use; communicators of MPI and their limit; one question about MPI groups."""
+"""mpi4py, imported on first use; communicators of MPI and their limit; a barrier that sleeps; MPI groups."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .errors import TransferError
@@ -33,6 +34,18 @@ def in_one_world(comm: MPI.Comm) -> bool:
     """Whether all ranks of ``comm`` belong to this process's MPI.COMM_WORLD: none was spawned apart. Not collective."""
     mpi = load_mpi()
     return mpi.UNDEFINED not in ranks_in(comm, mpi.COMM_WORLD)
+
+
+def sleep_until_all(comm: MPI.Comm, nap: float, look: Callable[[], object] | None = None) -> None:
+    """A barrier in which the ranks that wait leave their cores to others. Collective over ``comm``.
+
+    nap: seconds that a rank sleeps between two looks. look: called after each nap.
+    """
+    everybody = comm.Ibarrier()
+    while not everybody.Test():
+        time.sleep(nap)
+        if look is not None:
+            look()
 
 
 @contextlib.contextmanager

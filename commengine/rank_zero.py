@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import torch
 
 from .communicator import Communicator
 from .errors import UsageError, one_line
+from .mpi import sleep_until_all
 
 T = TypeVar("T")
 
@@ -31,9 +31,7 @@ def wait_for_json(world: Communicator, value: Any) -> Any:
     A rank that waits for rank 0 sleeps between two looks, and leaves its core to others. world: a communicator without
     a timeout.
     """
-    everybody = world.mpi.Ibarrier()
-    while not everybody.Test():
-        time.sleep(_LOOK_SECONDS)
+    sleep_until_all(world.mpi, _LOOK_SECONDS)
     return broadcast_json(world, value)
 
 

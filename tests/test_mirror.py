@@ -30,7 +30,11 @@ TESTED_BY = {
     "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
-    "tplayers/checks.py": ["tplayers/test_embedding.py", "tplayers/models/test_bert.py"],
+    "tplayers/checks.py": [
+        "tplayers/test_embedding.py",
+        "tplayers/test_cross_entropy.py",
+        "tplayers/models/test_bert.py",
+    ],
     "tplayers/fields/conv.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/halo_regions.py": [
         "tplayers/fields/test_halo_convolution.py",

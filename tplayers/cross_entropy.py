@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 
+from .checks import require_targets
 from .regions import new_operand
 
 
@@ -49,14 +50,6 @@ def vocab_parallel_cross_entropy(
     compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at values, and plans its buffers itself
     require_targets(target, vocab_size, ignore_index)
     return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite and not compiling)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def require_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
-    """Raise ValueError for a target outside the vocabulary, on the host if not compiled."""
-    if torch.compiler.is_compiling() or not target.is_cpu:
-        return
-    if bool((((target < 0) | (target >= vocab_size)) & (target != ignore_index)).any()):
-        raise ValueError(f"a target lies outside 0 to {vocab_size - 1} and is not ignore_index={ignore_index}")
 
 
 class _CrossEntropy(torch.autograd.Function):

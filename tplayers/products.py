@@ -31,6 +31,11 @@ def pack(weight: Tensor) -> Tensor:
     return copy
 
 
+def columns_first(weight: Tensor) -> Tensor:
+    """``weight`` [out, in] transposed in its memory: the numbers of a column side by side, one column after another."""
+    return weight.t().contiguous().t()
+
+
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     """``F.linear``; from ``packed``, a copy of the weight, if there is one, no backward and rows enough."""
     if packed is None or torch.is_grad_enabled() or x.numel() < PACKED_ROWS * x.shape[-1]:

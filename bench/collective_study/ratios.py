@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study.tables import LINES, Row, by_size
+from bench.collective_study.tables import LINES, Row, readable, size_label
 from bench.command.machine import heading
 from bench.transports.all_reduce_only import BesideWindows, Memory
 from bench.transports.in_process import Shared
@@ -27,13 +27,6 @@ TITLES = {
 #: the transports that are drawn, in this order, and the two that they are compared with: MPI does not sum bfloat16
 DRAWN = ("shared", "engine", "beside-windows", "gloo")
 BASELINES = ("mpi4py", "in-fp32")
-
-
-def _size(nbytes: int) -> str:
-    for unit, power in (("MB", 20), ("KB", 10)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):g} {unit}"
-    return f"{nbytes} B"
 
 
 def _spread(values: Sequence[float], scale: float = 1.0) -> str:
@@ -57,7 +50,9 @@ def goals(rows: Sequence[Row], slower: bool) -> Iterator[str]:
             for size in sizes
             if (name, size) in at
         }
-        late = [f"{_size(size)} {1e6 * t:+.1f} us, {s:+.0%}" for size, (t, s) in over.items() if t > most and s > share]
+        late = [
+            f"{size_label(size)} {1e6 * t:+.1f} us, {s:+.0%}" for size, (t, s) in over.items() if t > most and s > share
+        ]
         if over:
             reached = f"NOT reached at {'; '.join(late)}" if late else "reached"
             yield f"- goal: {TITLES[name]}, fp32, at most {1e6 * most:g} us or {share:.0%} over mpi4py: {reached}"
@@ -65,7 +60,7 @@ def goals(rows: Sequence[Row], slower: bool) -> Iterator[str]:
     ratios = [at["mpi4py", size] / at[OURS, size] for size in sizes if low <= size <= high and (OURS, size) in at]
     if ratios and rows[0]["operation"] == "all_reduce":
         reached = "reached" if min(ratios) >= least else "NOT reached"
-        where = f"{_size(low)} to {_size(high)}"
+        where = f"{size_label(low)} to {size_label(high)}"
         found = f"{reached}, at least {min(ratios):.2f}"
         yield f"- goal: in windows {least:g} times as fast as mpi4py, fp32, {where}: {found}"
 
@@ -106,7 +101,7 @@ def tables(rows: Sequence[Row], ranks: int) -> Iterator[str]:
     dtype = rows[0]["dtype"]
 
     def line(size: int, cells: Sequence[str]) -> str:
-        return f"| {_size(size)} | {' | '.join(cells)} |"
+        return f"| {size_label(size)} | {' | '.join(cells)} |"
 
     def cell(size: int, name: str, what: str, scale: float = 1.0) -> str:
         found = at.get((size, name), {}).get(what)
@@ -142,7 +137,6 @@ def ratio_plot(path: Path, rows: Sequence[Row]) -> None:
     rows: of one operation and number of ranks, as bench.all_reduce writes them.
     """
     from matplotlib.figure import Figure  # here: it takes a second to load
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panels = list(dict.fromkeys((row["dtype"], row.get("state")) for row in rows))
     figure = Figure(figsize=(2.4 + 5.0 * len(panels), 4.8), layout="constrained")
@@ -167,12 +161,8 @@ def ratio_plot(path: Path, rows: Sequence[Row]) -> None:
         axes.set_title(
             ", ".join(filter(None, (dtype, state, f"over {TITLES.get(str(baseline), baseline)}"))), fontsize=10
         )
-        by_size(axes)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        readable(axes, (1, 2, 5))
         axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
     drawn[0].set_ylabel("times as fast as MPI")
     figure.suptitle(f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks of one node", fontsize=11)
     figure.legend(loc="outside right upper", fontsize="small", frameon=False)  # beside the plots: it covers no line

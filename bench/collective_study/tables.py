@@ -207,13 +207,17 @@ def by_size(axes: Any) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(size_label))
 
 
-def readable(axes: Any) -> None:
-    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y."""
+def readable(axes: Any, steps: tuple[int, ...] = ()) -> None:
+    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y.
+
+    steps: the labels of a decade along y; by default 1, 2 and 5, or 1 alone on a long axis.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     by_size(axes)
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
+    steps = steps or ((1, 2, 5) if high / low < 300 else (1,))
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(alpha=0.3)

@@ -29,7 +29,6 @@ from bench.command.start import progress, run_on_ranks
 from bench.contests.driver import Spread, ratio
 from commengine import Communicator
 from commengine.host.switch_points import SwitchPoints
-from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 from trainers.checks.digests import weights_digest
 from trainers.data.corpus import open_corpus
@@ -38,12 +37,12 @@ from trainers.run.startup import fix_products
 from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
 from trainers.training.trainer import Trainer
 
+from .layouts import on_some
+
 COMMAND = "bench.deterministic"
 PLAIN, SAME, DIGESTS = "plain", "--deterministic", "digests"
 #: bytes of a reduction
 SIZES = (8 << 10, 256 << 10, 4 << 20, 32 << 20)
-#: seconds between looks while a rank waits for another one
-POLL_SECONDS = 0.01
 #: a step may take this many times as long
 LIMIT = 1.25
 
@@ -137,24 +136,14 @@ def _repeated(comm: Communicator, tensor: torch.Tensor, calls: int) -> Callable[
     return work
 
 
-def alone(world: Communicator, work: Callable[[], Any]) -> Any:
-    """``work()`` on rank 0; the other ranks sleep, so that it has their cores' caches and memory. Collective."""
-    found = work() if world.rank == 0 else None
-    done = world.mpi.Ibarrier()
-    while not done.Test():
-        time.sleep(POLL_SECONDS)
-    return world.mpi.bcast(found)
-
-
 def measure(world: Communicator, given: Namespace) -> dict[str, Any]:
     """Everything. Collective over ``world``."""
     rows = []
     sizes = [(hidden, precision) for hidden in given.hidden_sizes for precision in ("fp32", "bf16")]
     with progress(world, 2 * len(sizes) + 1) as bar:
         for hidden, precision in sizes:
-            rows.append(
-                alone(world, lambda h=hidden, p=precision: steps(load_mpi().COMM_SELF, 1, h, p, given))  # type: ignore[misc]
-            )
+            # The ranks that wait sleep: rank 0 has their cores' caches and memory.
+            rows.append(on_some(world, 1, lambda mpi, h=hidden, p=precision: steps(mpi, 1, h, p, given)))  # type: ignore[misc]
             bar.update()
             if world.size > 1:
                 rows.append(steps(world.mpi, world.size, hidden, precision, given))

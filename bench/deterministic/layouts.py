@@ -34,6 +34,7 @@ from bench.command.machine import environment, heading
 from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
 from commengine import Communicator, UsageError
+from commengine.mpi import sleep_until_all
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
 from trainers.options import COUNT, SECONDS, between
@@ -92,7 +93,7 @@ def digests_of(mpi: MPI.Intracomm, cell: GridRun, steps: int) -> Digests:
             shutil.rmtree(folder)
 
 
-def on_some(world: Communicator, ranks: int, work: Callable[[MPI.Intracomm], Digests]) -> Digests:
+def on_some(world: Communicator, ranks: int, work: Callable[[MPI.Intracomm], dict[str, Any]]) -> dict[str, Any]:
     """``work`` on the first ``ranks`` ranks, while the others sleep: there may be more ranks than cores.
 
     All ranks get rank 0's result. Collective over ``world``.
@@ -101,9 +102,7 @@ def on_some(world: Communicator, ranks: int, work: Callable[[MPI.Intracomm], Dig
     group: Any = world.mpi.Split(int(mine), world.rank)
     if mine:
         found = work(group)
-    done = world.mpi.Ibarrier()
-    while not done.Test():
-        time.sleep(POLL_SECONDS)
+    sleep_until_all(world.mpi, POLL_SECONDS)
     group.Free()
     return dict(world.mpi.bcast(found))
 

@@ -37,6 +37,7 @@ from bench.command.parser import CommandParser, new_parser
 from bench.command.start import progress, run_on_ranks
 from bench.contests.driver import Spread, ratio
 from commengine import Communicator, ProcessGrid, UsageError
+from commengine.mpi import sleep_until_all
 from commengine.rank_zero import gather_json, on_rank_zero
 from tplayers import GPT, GPTConfig, initialize
 from trainers.options import COUNT, HEADS, LAYERS, VOCABULARY, WIDTH
@@ -100,13 +101,6 @@ def one_copy(folder: Path) -> None:
         assert copies
 
 
-def wait_for_all(world: Communicator) -> None:
-    """A barrier in which the ranks that wait sleep. Collective."""
-    request = world.mpi.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP)
-
-
 def claim(size: int) -> None:
     """Use ``size`` bytes of memory, and free them, so that the system has this much at hand."""
     with mmap.mmap(-1, size) as memory:
@@ -118,10 +112,10 @@ def timed(world: Communicator, work: Callable[[], object], size: int) -> float:
     """The seconds of ``work``, which needs ``size`` bytes of memory, until all ranks have ended it. Collective."""
     if world.rank == 0:
         claim(size)
-    wait_for_all(world)
+    sleep_until_all(world.mpi, NAP)
     start = time.perf_counter()
     work()
-    wait_for_all(world)
+    sleep_until_all(world.mpi, NAP)
     return time.perf_counter() - start
 
 

@@ -91,9 +91,10 @@ def plan(
     fitting = sorted((one for one in found if one.fits), key=lambda one: one.step.total)
     others = sorted((one for one in found if not one.fits), key=lambda one: one.step.memory_total)
     split = {replace(one.layout, zero1=False) for one in fitting if one.layout.zero1}
-    result = [_with(one, "" if one is fitting[0] else _slower(one.step, fitting[0].step)) for one in fitting]
+    result = [replace(one, why="" if one is fitting[0] else _slower(one.step, fitting[0].step)) for one in fitting]
     return result + [
-        _with(one, _too_large(one.step, room) + ("; fits with ZeRO-1" if one.layout in split else "")) for one in others
+        replace(one, why=_too_large(one.step, room) + ("; fits with ZeRO-1" if one.layout in split else ""))
+        for one in others
     ]
 
 
@@ -135,10 +136,6 @@ def _spelled(field: str, value: Any) -> str:
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
     return f"{option} {value}"
-
-
-def _with(candidate: Candidate, why: str) -> Candidate:
-    return Candidate(candidate.layout, candidate.step, candidate.fits, why)
 
 
 def _slower(step: PredictedStep, best: PredictedStep) -> str:

@@ -117,7 +117,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         on_rank_zero(world, save)
         several = spans_nodes(world.mpi)
         rows = place / "collectives.json"
-        about = (world, rows, surroundings, given.dtype, given.largest, memory, halting, save, bar)
+        sweep = sizes.Sweep(world, rows, surroundings, given.dtype, given.largest, memory, halting, save, bar)
 
         def ended_by(stopped: signal.Signals) -> int:
             on_rank_zero(world, lambda: conclude(given, record, surroundings, several=several))
@@ -125,7 +125,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
                 print(f"stopped by {stopped.name}: the same command goes on (exit status {AGAIN})", flush=True)
             return AGAIN
 
-        if (stopped := sizes.measure(*about)) is not None:
+        if (stopped := sweep.measure()) is not None:
             return ended_by(stopped)
         parts: dict[str, Callable[[], None]] = {
             "fit": lambda: on_rank_zero(world, lambda: fit_rows(rows, place / "model.json", surroundings)),
@@ -144,7 +144,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
         for name in STAGES:
             finish(name)
             bar.update()
-        if (stopped := sizes.measure_again(*about)) is not None:
+        if (stopped := sweep.measure_again()) is not None:
             return ended_by(stopped)
         finish("fit")
         on_rank_zero(world, save)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.collective_study.tables import interval_percent, size_label
+from bench.collective_study.tables import Row, interval_percent, size_label
 
 from .projection import MeasuredMachine, ProjectedStep, step_on
 
@@ -23,8 +23,6 @@ SHOWN = (4, 64 << 10, 1 << 20, 1 << 40)
 RANKS = (8, 64, 512)
 #: another way must be faster by this share before it is called faster
 MARGIN = 0.05
-
-Row = dict[str, Any]
 
 
 def by_operation(rows: Sequence[Row]) -> dict[str, dict[int, dict[str, Row]]]:
@@ -64,7 +62,7 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
     """What a collective costs: the fastest way at a few sizes. states: of the machine, in a sentence."""
     table = by_operation(rows)
     all_sizes = sorted({size for sizes in table.values() for size in sizes})
-    shown = list(dict.fromkeys(min(all_sizes, key=lambda size: abs(_log(size) - _log(near))) for near in SHOWN))
+    shown = list(dict.fromkeys(_nearest(all_sizes, size) for size in SHOWN))
     lines = [
         f"| operation | {' | '.join(map(size_label, shown))} | busbw at {size_label(shown[-1])} |",
         "|---|" + "---:|" * (len(shown) + 1),
@@ -73,12 +71,12 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
     for operation, sizes in table.items():
         cells = []
         for size in shown:
-            near = min(sizes, key=lambda one: abs(_log(one) - _log(size)))  # sizes are rounded to whole elements
-            best = fastest(sizes[near])
+            best = fastest(sizes[_nearest(sizes, size)])  # sizes are rounded to whole elements
             mine = ("~" if best.get("disturbed") else "") + ("" if best["converged"] else "*")
             marks.update(mine)
             cells.append(f"{time_label(best['seconds']['p50'])} +-{interval_percent(best):.1f}%{mine}")
-        lines.append(f"| {operation} | {' | '.join(cells)} | {fastest(sizes[near])['busbw'] / 1e9:.3g} GB/s |")
+        busbw = best["busbw"]  # of the last one
+        lines.append(f"| {operation} | {' | '.join(cells)} | {busbw / 1e9:.3g} GB/s |")
     first = rows[0]
     text = (
         f"Medians of the slowest of {first['ranks']} ranks, {first['dtype']}, by the fastest way at each size; +- is "
@@ -96,15 +94,14 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     """Which way is fastest from which size on."""
     table = by_operation(rows)
     every = [size for sizes in table.values() for size in sizes]
-    near = min(every, key=lambda size: abs(_log(size) - 20))
-    shown = list(dict.fromkeys((near, max(every))))  # about 1 MB, and the largest
+    shown = list(dict.fromkeys((_nearest(every, 1 << 20), max(every))))
     gain = " | ".join(f"gain at {size_label(size)}" for size in shown)
     lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|" + "---:|" * len(shown)]
     for operation, sizes in table.items():
         private = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
         private = {size: found for size, found in private.items() if found}
         begun = [_in_words(stretches(one)) for one in (sizes, private)]
-        gains = [_gain(sizes[min(sizes, key=lambda one: abs(_log(one) - _log(size)))]) for size in shown]
+        gains = [_gain(sizes[_nearest(sizes, size)]) for size in shown]
         lines.append(f"| {operation} | {' | '.join([*begun, *gains])} |")
     text = (
         "Engine: its operation on any tensor. Window: the same on a tensor of `Communicator.empty`, which the ranks "
@@ -263,6 +260,11 @@ def time_label(seconds: float) -> str:
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:,.0f} {unit}" if seconds >= 999.5 * scale else f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def _nearest(sizes: Iterable[int], wanted: int) -> int:
+    """The one of ``sizes`` with the nearest logarithm."""
+    return min(sizes, key=lambda size: abs(_log(size) - _log(wanted)))
 
 
 def _log(size: float) -> float:

@@ -47,14 +47,18 @@ def open_record(folder: Path, settings: dict[str, Any], *, overwrite: bool) -> S
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / RECORDING, ignore_errors=True)
     elif older.exists():
-        try:
-            found = read_json(older)
-        except InputFileError as error:
-            raise UsageError(f"DIR: {error}; give --overwrite to begin anew") from error
-        return _older(folder, found, settings)
+        return _older(folder, read_file(older), settings)
     if strange := sorted(path.name for path in folder.iterdir()):
         raise UsageError(f"DIR {folder}: holds {strange[0]}, and no study; give a new folder, or an empty one")
     return StudyRecord(settings)
+
+
+def read_file(path: Path) -> Any:
+    """The contents of a JSON file of a study. Raises UsageError for a file that cannot be read."""
+    try:
+        return read_json(path)
+    except InputFileError as error:
+        raise UsageError(f"DIR: {error}; give --overwrite to begin anew") from error
 
 
 def _older(folder: Path, found: Any, settings: dict[str, Any]) -> StudyRecord:

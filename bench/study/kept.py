@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.collective_study.tables import interval_percent
+from bench.collective_study.tables import Row, interval_percent
 from bench.timing.states import States
-
-Row = dict[str, Any]
 
 
 def split(measured: Sequence[Row], states: States | None) -> tuple[list[Row], list[Row]]:

@@ -22,9 +22,9 @@ from bench.timing.states import States
 from commengine import Communicator, UsageError
 from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
-from trainers.files.reading import InputFileError, read_json
 
 from . import kept
+from .folder import read_file
 from .halting import Halting
 
 #: the operations of training steps
@@ -137,94 +137,104 @@ class MeasuringSession:
         on_rank_zero(self._world, on_disk)
 
 
-@contextmanager
-def session(
-    world: Communicator, path: Path, surroundings: dict[str, Any], dtype: str, largest: int, memory: dict[str, int],
-    halting: Halting, save: Callable[[], None], done: dict[str, Any],
-) -> Iterator[MeasuringSession]:  # fmt: skip
-    """Open all that measures, and keep signals meanwhile. Raises UsageError if no transport works. Collective."""
-    chosen = collectives.Settings(**on_rank_zero(world, lambda: asdict(_settings([], dtype, world.size, memory))))
-    with ExitStack() as stack:
-        by_clock = spans_nodes(world.mpi)
-        states = None if by_clock else States(world.mpi)
-        if states is not None:
-            states.restore(done["states_seen"])
-        place = GroupSetup(world, world, "world", Stopping(**chosen.stopping), by_clock=by_clock, states=states)
-        transports, unopened = collectives.open_transports(place, chosen.transports, largest + 64 * world.size)
-        for transport in transports:
-            stack.push(partial(_close, transport))
-        if not transports:
-            raise UsageError("; ".join(f"{one['transport']}: {one['reason']}" for one in unopened))
-        result = {"format": 1, **surroundings, "ranks": world.size, "start": "clock" if by_clock else "barrier"} | done
-        result["skipped"] = _once([*done["skipped"], *unopened])
-        stack.enter_context(halting.between_measurements())
-        yield MeasuringSession(world, path, place, chosen, transports, result, save)
+@dataclass(frozen=True)
+class Sweep:
+    """The collectives of a study on the ranks of ``world``. Its methods are collective.
 
-
-def measure(
-    world: Communicator, path: Path, surroundings: dict[str, Any], dtype: str, largest: int, memory: dict[str, int],
-    halting: Halting, save: Callable[[], None], bar: Any,
-) -> signal.Signals | None:  # fmt: skip
-    """Measure what ``path`` lacks, within the time. Returns the signal that stopped it. Collective over ``world``.
-
-    save: called on rank 0 after each unit, when the file is written. bar: of progress, which has a unit for each of
-    `units`. Raises UsageError if no transport works here.
+    path: the file. surroundings: of this call, for the file. dtype: of the tensors. largest: bytes. memory: free bytes
+    of a rank. save: called on rank 0 after each unit, when the file is written. bar: of progress, which has a unit for
+    each of `units`.
     """
-    plan = [*units(largest)]
-    done = on_rank_zero(world, lambda: _older(path))
-    todo = [unit for unit in plan if unit.key not in done["units"]]
-    bar.update(len(plan) - len(todo))
-    if not todo:
-        return None
-    budget = SHARE * (halting.spent + halting.left)
-    stopped = None
-    with session(world, path, surroundings, dtype, largest, memory, halting, save, done) as measuring:
-        for number, unit in enumerate(todo):
-            level = max(unit.level, 1)  # the first two levels share their time
-            cells = len(measuring.transports) * sum(one.level <= level for one in todo[number:])
-            spent = on_rank_zero(world, lambda: halting.spent)
-            if stopped := halting.stopped():
-                break
-            if unit.level and spent > budget:
-                break
-            measuring.run(unit, cell_seconds(budget - spent, cells), bar)
-    if not stopped:
-        bar.update(len(plan) - bar.n)  # for the others there was no time
-    return stopped
 
+    world: Communicator
+    path: Path
+    surroundings: dict[str, Any]
+    dtype: str
+    largest: int
+    memory: dict[str, int]
+    halting: Halting
+    save: Callable[[], None]
+    bar: Any
 
-def measure_again(
-    world: Communicator, path: Path, surroundings: dict[str, Any], dtype: str, largest: int, memory: dict[str, int],
-    halting: Halting, save: Callable[[], None], bar: Any,
-) -> signal.Signals | None:  # fmt: skip
-    """Measure again what did not converge, until all has, or the time is up. Collective; as `measure`.
+    def measure(self) -> signal.Signals | None:
+        """Measure what the file lacks, within the time. Returns the signal that stopped it.
 
-    Each time a unit is measured again it has twice as long.
-    """
-    done = on_rank_zero(world, lambda: _older(path))
-    reserve = LAST_SHARE * (halting.spent + halting.left)
+        Raises UsageError if no transport works here.
+        """
+        plan, halting = [*units(self.largest)], self.halting
+        done = on_rank_zero(self.world, lambda: _older(self.path))
+        todo = [unit for unit in plan if unit.key not in done["units"]]
+        self.bar.update(len(plan) - len(todo))
+        if not todo:
+            return None
+        budget = SHARE * (halting.spent + halting.left)
+        stopped = None
+        with self._session(done) as measuring:
+            for number, unit in enumerate(todo):
+                level = max(unit.level, 1)  # the first two levels share their time
+                cells = len(measuring.transports) * sum(one.level <= level for one in todo[number:])
+                spent = on_rank_zero(self.world, lambda: halting.spent)
+                if stopped := halting.stopped():
+                    break
+                if unit.level and spent > budget:
+                    break
+                measuring.run(unit, cell_seconds(budget - spent, cells), self.bar)
+        if not stopped:
+            self.bar.update(len(plan) - self.bar.n)  # for the others there was no time
+        return stopped
 
-    def next_unit(result: dict[str, Any], tries: dict[tuple[str, int], int]) -> tuple[tuple[str, int] | None, float]:
-        left = halting.left - reserve
-        return (kept.worst(result["rows"], tries) if left > CELL_SECONDS[1] else None), left
+    def measure_again(self) -> signal.Signals | None:
+        """Measure again what did not converge, until all has, or the time is up; as `measure`.
 
-    if on_rank_zero(world, lambda: next_unit(done, {}))[0] is None:
-        return None
-    with (
-        session(world, path, surroundings, dtype, largest, memory, halting, save, done) as measuring,
-        tqdm(disable=True) as quiet,
-    ):
-        while (stopped := halting.stopped()) is None:
-            tries = measuring.tries()
-            found, left = on_rank_zero(world, partial(next_unit, measuring.result, tries))
-            if found is None:
-                break
-            operation, size = found
-            bar.set_description(f"again {operation} {size} B")
-            seconds = CELL_SECONDS[1] * 2 ** min(tries.get((operation, size), 0), 10)
-            most = left / (REAL * len(measuring.transports))
-            measuring.run(Unit(operation, size, 0), max(min(seconds, most), CELL_SECONDS[0]), quiet)
-    return stopped
+        Each time a unit is measured again it has twice as long.
+        """
+        done, halting = on_rank_zero(self.world, lambda: _older(self.path)), self.halting
+        reserve = LAST_SHARE * (halting.spent + halting.left)
+
+        def next_unit(
+            result: dict[str, Any], tries: dict[tuple[str, int], int]
+        ) -> tuple[tuple[str, int] | None, float]:
+            left = halting.left - reserve
+            return (kept.worst(result["rows"], tries) if left > CELL_SECONDS[1] else None), left
+
+        if on_rank_zero(self.world, lambda: next_unit(done, {}))[0] is None:
+            return None
+        with self._session(done) as measuring, tqdm(disable=True) as quiet:
+            while (stopped := halting.stopped()) is None:
+                tries = measuring.tries()
+                found, left = on_rank_zero(self.world, partial(next_unit, measuring.result, tries))
+                if found is None:
+                    break
+                operation, size = found
+                self.bar.set_description(f"again {operation} {size} B")
+                seconds = CELL_SECONDS[1] * 2 ** min(tries.get((operation, size), 0), 10)
+                most = left / (REAL * len(measuring.transports))
+                measuring.run(Unit(operation, size, 0), max(min(seconds, most), CELL_SECONDS[0]), quiet)
+        return stopped
+
+    @contextmanager
+    def _session(self, done: dict[str, Any]) -> Iterator[MeasuringSession]:
+        """Open all that measures, and keep signals meanwhile. Raises UsageError if no transport works."""
+        world = self.world
+        chosen = collectives.Settings(
+            **on_rank_zero(world, lambda: asdict(_settings([], self.dtype, world.size, self.memory)))
+        )
+        with ExitStack() as stack:
+            by_clock = spans_nodes(world.mpi)
+            states = None if by_clock else States(world.mpi)
+            if states is not None:
+                states.restore(done["states_seen"])
+            place = GroupSetup(world, world, "world", Stopping(**chosen.stopping), by_clock=by_clock, states=states)
+            transports, unopened = collectives.open_transports(place, chosen.transports, self.largest + 64 * world.size)
+            for transport in transports:
+                stack.push(partial(_close, transport))
+            if not transports:
+                raise UsageError("; ".join(f"{one['transport']}: {one['reason']}" for one in unopened))
+            start = "clock" if by_clock else "barrier"
+            result = {"format": 1, **self.surroundings, "ranks": world.size, "start": start} | done
+            result["skipped"] = _once([*done["skipped"], *unopened])
+            stack.enter_context(self.halting.between_measurements())
+            yield MeasuringSession(world, self.path, place, chosen, transports, result, self.save)
 
 
 def _once(skipped: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,10 +250,7 @@ def _older(path: Path) -> dict[str, Any]:
     """The study so far. Raises UsageError for a file that is damaged."""
     if not path.exists():
         return {name: [] for name in KEPT}
-    try:
-        found = read_json(path)
-    except InputFileError as error:
-        raise UsageError(f"DIR: {error}; give --overwrite to begin anew") from error
+    found = read_file(path)
     needed = ("rows", "units", "skipped")
     if not isinstance(found, dict) or not all(isinstance(found.get(name), list) for name in needed):
         raise UsageError(f"DIR: {path}: not of a study; give --overwrite to begin anew")

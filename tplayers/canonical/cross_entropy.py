@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine.compiled_ops import all_reduce_
+from tplayers.checks import require_targets
 
 from .pointwise import pointwise, pointwise_
 from .shards import CanonicalShards, tree_sum
@@ -22,7 +23,9 @@ def cross_entropy(
     logits: [own, ..., padded vocabulary / C], this rank's shards; they are not to be used afterwards. target: int64
     [...], within the vocabulary or ``ignore_index``, equal on all ranks. vocab_size: columns from this one on are
     padding. Two all-reduces forward, none backward. A second backward through the same graph raises an error.
+    Raises ValueError, on the host if not compiled, for another target.
     """
+    require_targets(target, vocab_size, ignore_index)
     return _CrossEntropy.apply(logits, target, shards, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from commengine.dtypes import HALF_TYPES
+from commengine.dtypes import wide
 
 from .pointwise import pointwise
 from .shards import CanonicalShards
@@ -74,8 +74,3 @@ class _RootMeanSquare(torch.autograd.Function):
         grad_weight = ctx.shards.sum_of_rows(product.mul_(scale), split=ctx.split)
         grad_x = torch.mul(grad, of_weight).mul_(scale).add_(of_x * along)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x``, in float32 if it is in half precision."""
-    return x.float() if x.dtype in HALF_TYPES else x

@@ -55,7 +55,7 @@ def rows(
     """The tree: the sum over all shards j of x_j A_j^T, and then the bias.
 
     parts: x_j [s, b, in / C] of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed
-    (`tplayers.canonical.shards.columns_first`), because its shards are then contiguous. Its gradient lies so in any
+    (`tplayers.products.columns_first`), because its shards are then contiguous. Its gradient lies so in any
     case. Returns [s, b, out], equal on all ranks; with ``split`` this rank's rows of the sequence. One all-reduce
     forward, or with ``split`` one reduce-scatter forward and one all-gather backward. The gradient of the bias is whole
     on every rank.
@@ -80,10 +80,9 @@ class _Columns(torch.autograd.Function):
         weights, biases = layers[::2], layers[1::2]
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
-        ctx.shards, ctx.split, ctx.stream = shards, split, stream
-        split = split and shards.comm.size > 1
+        ctx.shards, ctx.split, ctx.stream = shards, split and shards.comm.size > 1, stream
         whole = x
-        if split:
+        if ctx.split:
             whole = new_whole(x, shards.comm)
             all_gather_into_(whole, x, shards.comm)
         flat, found = whole.reshape(-1, whole.shape[-1]), []
@@ -105,13 +104,11 @@ class _Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        shards, stream = ctx.shards, ctx.stream
-        comm, own = shards.comm, shards.own
-        split = ctx.split and comm.size > 1
+        comm, own, stream = ctx.shards.comm, ctx.shards.own, ctx.stream
         need_layers = ctx.needs_input_grad[5:]
         pieces = [grad.contiguous().view(grad.shape[0], -1, grad.shape[-1]) for grad in grads]
         whole, gathering, reducing, grad_x = x, None, None, None
-        if split:
+        if ctx.split:
             whole = new_whole(x, comm)
             gathering = all_gather_into_(whole, x, comm, stream)
 
@@ -131,7 +128,7 @@ class _Columns(torch.autograd.Function):
 
         if ctx.needs_input_grad[0]:
             grad_x = tree_sum(of_shard(number) for number in range(own)).view(*grads[0].shape[1:-1], -1)
-            if split:
+            if ctx.split:
                 partial, grad_x = grad_x, torch.empty_like(x)
                 reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
             elif comm.size > 1:
@@ -162,12 +159,12 @@ class _Rows(torch.autograd.Function):
     ) -> Tensor:
         parts = tuple(part.contiguous() for part in parts)
         ctx.save_for_backward(weight, *parts)
-        ctx.shards, ctx.split = shards, split
-        comm = shards.comm
+        comm = ctx.comm = shards.comm
+        ctx.split = split and comm.size > 1
         pieces = _of_shards(weight, len(parts))
         y = tree_sum(x.view(-1, x.shape[-1]) @ piece for x, piece in zip(parts, pieces, strict=True))
         y = y.view(*parts[0].shape[:-1], -1)
-        if split and comm.size > 1:
+        if ctx.split:
             partial, y = y, y.new_empty(y.shape[0] // comm.size, *y.shape[1:])
             reduce_scatter_into_(y, partial, comm)
         elif comm.size > 1:
@@ -178,9 +175,9 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weight, *parts = ctx.saved_tensors
-        comm, grad = ctx.shards.comm, grads[0].contiguous()
+        comm, grad = ctx.comm, grads[0].contiguous()
         _, _, need_weight, need_bias, *need_parts = ctx.needs_input_grad
-        if ctx.split and comm.size > 1:
+        if ctx.split:
             mine, grad = grad, new_whole(grad, comm)
             all_gather_into_(grad, mine, comm)
         flat = grad.view(-1, grad.shape[-1])

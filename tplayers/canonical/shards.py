@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 from tplayers.placement import without_partial_gradients
+from tplayers.products import columns_first
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> No
     Losses, gradients and outputs then have the same bits at every tensor-parallel size that divides ``count``, with and
     without sequence parallelism and recomputation, if every backward is of one sample. No parameter's gradient is
     partial any more: the layers sum them themselves. Weights that are split by columns then lie transposed in memory
-    (`columns_first`).
+    (`tplayers.products.columns_first`), so that a shard of their columns is contiguous.
 
     comm: the tensor group of all layers, with ``order="tree"``. Raises ValueError, naming the layer, the sizes and what
     would work, where ``count`` does not divide a size or where a layer has parameters and cannot compute so.
@@ -113,15 +114,11 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> No
         if hasattr(type(module), "canonical"):
             module.canonical = shards
             for weight in getattr(module, "split_by_columns", ()):
-                columns_first(module.get_parameter(weight))
+                parameter = module.get_parameter(weight)
+                parameter.data = columns_first(parameter.data)
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(f"{name or 'the model'}: {type(module).__name__} cannot compute in canonical shards")
     without_partial_gradients(model)
-
-
-def columns_first(weight: nn.Parameter) -> None:
-    """Let ``weight`` [out, in] lie transposed in its memory, so that a shard of its columns is contiguous."""
-    weight.data = weight.data.t().contiguous().t()
 
 
 def stacked(x: Tensor, own: int) -> Iterator[Tensor]:

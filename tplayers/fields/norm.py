@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from commengine.dtypes import HALF_TYPES
+from commengine.dtypes import wide
 from tplayers.placement import Constant, Placement, add_parameter
 
 from .layer import FieldLayer, replicated
@@ -218,10 +218,6 @@ def _squared_deviations(x: Tensor, mean: Tensor, points: int) -> Tensor | None:
     return None if bool(cancels.any()) else squares
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF_TYPES else x
-
-
 class _BatchNormalise(torch.autograd.Function):
     """Batch normalisation by torch's own kernels, with statistics and sums of all ranks."""
 
@@ -230,8 +226,8 @@ class _BatchNormalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, comm: Communicator, eps: float, points: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = (0, *range(2, x.dim()))
-        mean, var = moments(_wide(x), dims, comm, points)
-        scale, shift = (None if p is None else _wide(p) for p in (weight, bias))
+        mean, var = moments(wide(x), dims, comm, points)
+        scale, shift = (None if p is None else wide(p) for p in (weight, bias))
         y = torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean, var)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
@@ -243,7 +239,7 @@ class _BatchNormalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, mean, var = ctx.saved_tensors
         grad = grads[0]
-        scale = None if weight is None else _wide(weight)
+        scale = None if weight is None else wide(weight)
         ones = torch.ones_like(mean) if scale is None else scale
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, ones, mean, var, None, None, False, ctx.eps, [False, True, True]
@@ -260,8 +256,8 @@ class _BatchNormalise(torch.autograd.Function):
             b = inverse.mul_(per_point).mul_(sums[0])
             c = per_point.mul_(sums[1]).addcmul_(b, mean, value=-1)
             shape = (-1, *(1,) * (x.dim() - 2))
-            wide = torch.addcmul(c.view(shape), _wide(x), b.view(shape))
-            grad_x = wide.addcmul_(_wide(grad), a.view(shape)).to(x.dtype)
+            grad_x = torch.addcmul(c.view(shape), wide(x), b.view(shape))
+            grad_x = grad_x.addcmul_(wide(grad), a.view(shape)).to(x.dtype)
         of_parameters = (None, None) if weight is None else (sums[0].to(weight.dtype), sums[1].to(weight.dtype))
         return grad_x, *of_parameters, None, None, None
 
@@ -271,18 +267,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int) -> Tensor:
-        wide = _wide(x)
-        mean, var = moments(wide, (2,), comm, points)
+        of_x = wide(x)
+        mean, var = moments(of_x, (2,), comm, points)
         mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
         ctx.save_for_backward(x, mean, scale)
         ctx.comm, ctx.points = comm, points
-        return (wide - mean).mul_(scale).to(x.dtype)  # not wide * scale - mean * scale, where large numbers cancel
+        return (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, mean, scale = ctx.saved_tensors
-        normalised, grad = (_wide(x) - mean) * scale, _wide(grads[0])
+        normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:
             ctx.comm.all_reduce(sums)

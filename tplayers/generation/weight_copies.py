@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tplayers.linear import ColumnParallelLinear, RowParallelLinear
 from tplayers.models.gpt import GPT
-from tplayers.products import PACKED_ROWS, pack
+from tplayers.products import PACKED_ROWS, columns_first, pack
 
 from .inference_copy import inference_copy
 from .output_screen import OutputScreen, available
@@ -91,7 +91,7 @@ def fast_model(model: GPT, rows: int, count: int, sampling: Sampling, real: int)
         if screen is None:
             (fast.output_layer.packed,) = copies.of([weight], "output", _packed)
     elif rows == 1 and frozen:
-        for layer, copy in zip(layers, copies.of(weights, "columns", _columns), strict=True):
+        for layer, copy in zip(layers, copies.of(weights, "columns", _columns_first), strict=True):
             vars(layer)["weight"] = copy
     return fast, screen
 
@@ -100,9 +100,8 @@ def _packed(weights: Sequence[Tensor]) -> list[Tensor]:
     return [pack(weight) for weight in weights]
 
 
-def _columns(weights: Sequence[Tensor]) -> list[Tensor]:
-    """The same matrices, with the numbers of a column side by side."""
-    return [weight.t().contiguous().t() for weight in weights]
+def _columns_first(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [columns_first(weight) for weight in weights]
 
 
 def screened(sampling: Sampling) -> int:

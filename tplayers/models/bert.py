@@ -15,7 +15,7 @@ from tplayers.canonical import pointwise
 from tplayers.canonical.cross_entropy import cross_entropy
 from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
-from tplayers.cross_entropy import class_cross_entropy, require_targets, vocab_parallel_cross_entropy
+from tplayers.cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
 from tplayers.linear import ReplicatedLinear
 from tplayers.mlp import GELUS, Gelu, require_gelu
 from tplayers.norm import LayerNorm
@@ -188,7 +188,6 @@ class BERT(BERTEncoder):
         wanted = F.pad(labels.t(), (0, 0, 0, logits.shape[-3] - labels.shape[1]), value=IGNORED)
         if self.canonical is None:
             return vocab_parallel_cross_entropy(logits, wanted, comm, vocab_size=size, overwrite=True)
-        require_targets(labels, size)
         return cross_entropy(logits, wanted, self.canonical, vocab_size=size)
 
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:

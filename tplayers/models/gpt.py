@@ -10,7 +10,7 @@ from torch import Tensor
 from commengine import Communicator, Stream
 from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.canonical.cross_entropy import cross_entropy
-from tplayers.cross_entropy import require_targets, vocab_parallel_cross_entropy
+from tplayers.cross_entropy import vocab_parallel_cross_entropy
 from tplayers.embedding import VocabParallelEmbedding
 from tplayers.linear import ColumnParallelLinear
 from tplayers.placement import Normal
@@ -72,7 +72,6 @@ class GPT(Transformer):
     ) -> Tensor:
         hidden = self.hidden_states(tokens, randomness, cache=cache)
         if self.canonical is not None and labels is not None:
-            require_targets(labels, self.config.vocab_size)
             return cross_entropy(
                 self._logit_shards(hidden), labels.t(), self.canonical, vocab_size=self.config.vocab_size
             ).t()

@@ -30,7 +30,7 @@ BITS = 52
 #: elements that are multiplied at once, in a core's cache
 CHUNK = 1 << 16
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digests(trainer: Trainer, step: Step) -> dict[str, int]:
@@ -71,9 +71,9 @@ def tensor_sum(part: Tensor, placement: Placement) -> int:
     if placement.padded:  # its elements have no places in a grid; it is rare
         factors = functools.reduce(torch.mul, _along(placement.view))
         factors = placement.part(factors.reshape(placement.shape))
-        return int((_bits(part).long() * factors).sum())
+        return int((bits(part).long() * factors).sum())
     part = part.cpu()
-    rows = _bits(part if part.dim() == 2 and part.t().is_contiguous() else part.contiguous()).view(placement.part_view)
+    rows = bits(part if part.dim() == 2 and part.t().is_contiguous() else part.contiguous()).view(placement.part_view)
     # In the order in which the elements lie: a weight may lie transposed.
     order = sorted(range(rows.dim()), key=rows.stride, reverse=True)
     along = [_along(placement.view)[dim].narrow(dim, placement.part_start[dim], rows.shape[dim]) for dim in order]
@@ -87,7 +87,8 @@ def tensor_sum(part: Tensor, placement: Placement) -> int:
     return int(total)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
+    """The bits of each element as an integer of the same size, in the memory of ``tensor``."""
     return tensor.view(_INTEGERS[tensor.itemsize])
 
 

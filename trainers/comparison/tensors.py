@@ -14,6 +14,7 @@ from commengine import UsageError
 from trainers.checkpoints import pointer
 from trainers.checkpoints.checkpoint import MODEL, OPTIMIZER
 from trainers.checkpoints.safetensors_file import read_layout
+from trainers.checks.digests import bits
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,8 @@ def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
     """How two tensors differ in their bits; None if they do not."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return Difference(name, words=f"is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")
-    if torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)):
+    unlike = int((bits(one) != bits(other)).sum())
+    if not unlike:
         return None
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    unlike = one.contiguous().view(kind) != other.contiguous().view(kind)
     largest = float((one.double() - other.double()).abs().nan_to_num(torch.inf).max())
-    return Difference(name, elements=int(unlike.sum()), of=one.numel(), largest=largest)
+    return Difference(name, elements=unlike, of=one.numel(), largest=largest)

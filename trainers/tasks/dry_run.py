@@ -14,6 +14,7 @@ from commengine import Communicator, ProcessGrid, UsageError, cost
 from commengine.cost import Collective, FittedModel, KeptTensors
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.config import bucket_size
+from trainers.training.precision import parameter_dtype
 
 from .transformer import TransformerTrainConfig
 
@@ -73,14 +74,41 @@ def _mb(found: list[Collective]) -> str:
 
 def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensors:
     """The settings that decide which tensors a rank keeps. overlap: whether gradients are sent during the backward."""
-    half = config.bf16 or config.fp16
+    element = _dtype(config).itemsize
     drawn = config.attention_dropout > 0 and config.attention_dropout_mask == "position"
     return KeptTensors(
-        element_bytes=2 if half else 4, recompute=config.recompute_granularity or "none",
+        element_bytes=element, recompute=config.recompute_granularity or "none",
         sequence_parallel=config.sequence_parallel, hidden_dropout=config.hidden_dropout > 0,
         scores="dropped" if drawn else "none", zero1=config.use_distributed_optimizer, sends_together=overlap,
-        sent_bytes=2 if half and not config.grad_reduce_in_fp32 else 0,
+        sent_bytes=element if element == 2 and not config.grad_reduce_in_fp32 else 0,
     )  # fmt: skip
+
+
+def _dtype(config: TransformerTrainConfig) -> torch.dtype:
+    return parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+
+
+def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device) -> dict[str, list[Collective]]:
+    """The collectives of a rank in a step, by group, for ``config`` as in `forecast`. Not collective."""
+    tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
+    data, recompute = ranks // tensor, config.recompute_granularity or "none"
+    shape = config.model().cost_shape(config.seq_length, config.task, tensor)
+
+    run = cost.tensor_parallel_collectives(
+        shape, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
+        stops_early=config.hidden_dropout == 0,
+    )  # fmt: skip
+    run += cost.loss_collectives(shape, micro, tensor, together=True)
+    run += cost.key_value_collectives(shape, micro, tensor, element_bytes=size, recompute=recompute)
+    of_tensor = [one for one in run for _ in range(config.batch_size(data) // (micro * data))]
+
+    owned = cost.parameters(shape, tensor)
+    buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data))
+    of_data = cost.data_parallel_collectives(
+        owned, data, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
+        zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
+    )  # fmt: skip
+    return {name: found for name, found in (("tensor", of_tensor), ("data", of_data)) if found}
 
 
 def forecast(
@@ -102,24 +130,7 @@ def forecast(
     overlap = device.type != "cpu" if config.overlap_grad_reduce is None else config.overlap_grad_reduce
     kept = kept_tensors(config, overlap=overlap)
     shape = config.model().cost_shape(config.seq_length, config.task, tensor)
-    micro, batch = config.micro_batch_size, config.batch_size(data)
-    times, size = batch // (micro * data), kept.element_bytes
-
-    run = cost.tensor_parallel_collectives(
-        shape, micro, tensor, element_bytes=size, recompute=kept.recompute,
-        sequence_parallel=config.sequence_parallel, stops_early=config.hidden_dropout == 0,
-    )  # fmt: skip
-    run += cost.loss_collectives(shape, micro, tensor, together=True)
-    run += cost.key_value_collectives(shape, micro, tensor, element_bytes=size, recompute=kept.recompute)
-    of_tensor = [one for one in run for _ in range(times)]
-
-    owned = cost.parameters(shape, tensor)
-    buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data))
-    of_data = cost.data_parallel_collectives(
-        owned, data, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
-        zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
-    )  # fmt: skip
-    groups = {name: found for name, found in (("tensor", of_tensor), ("data", of_data)) if found}
+    batch, groups = config.batch_size(data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
         each = ((group, one) for group, found in groups.items() for one in found)
@@ -128,14 +139,14 @@ def forecast(
             for group, one in each
         )
     return Forecast(
-        cost.training_bytes(shape, micro, tensor, data, kept),
+        cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept),
         cost.model_flops(shape, batch, kept.recompute) / ranks, rate, groups, communication, batch * config.seq_length,
     )  # fmt: skip
 
 
 def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
     """The FLOP/s of the slowest rank in the MLP's product, while all ranks compute. Collective."""
-    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+    dtype = _dtype(config)
     rows, columns = config.micro_batch_size * config.seq_length, config.hidden_size
     width = config.model().ffn_size // config.tensor_model_parallel_size
     left, right = (torch.ones(*size, dtype=dtype, device=comm.device) for size in ((rows, columns), (columns, width)))
@@ -162,15 +173,13 @@ def windows(config: TransformerTrainConfig, comm: Communicator) -> set[tuple[str
     """
     if comm.device.type != "cpu":
         return set()
-    half = torch.bfloat16 if config.bf16 else torch.float16
-    working = half if config.bf16 or config.fp16 else torch.float32
     found = set()
     with ProcessGrid(comm, config.tensor_model_parallel_size) as grid:
-        for name, each in forecast(config, comm.size, 1.0, comm.device).collectives.items():
+        for name, each in collectives(config, comm.size, comm.device).items():
             group = grid.tensor if name == "tensor" else grid.data
             for one in each:
                 in_fp32 = one.part == "gradients" and config.grad_reduce_in_fp32
-                dtype = torch.float32 if in_fp32 else working
+                dtype = torch.float32 if in_fp32 else _dtype(config)
                 if one.part != "loss" and group.shares_operand(one.operation, int(one.size), dtype):
                     found.add((name, one.operation, one.size))
     return found

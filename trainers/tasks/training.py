@@ -55,38 +55,32 @@ def transformer_trainer(
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
     """
+
+    def fresh() -> Trainer:
+        samples = corpus.stream(config.seed)
+        grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+        model = new_model(grid.tensor, dtype, overlap_stream(config, grid))
+        initialize(model, config.seed)
+        if config.canonical_shards is not None:
+            require(
+                world.device.type == "cpu",
+                "--deterministic: needs --device cpu; "
+                f"on {world.device} products and reductions have orders of their own",
+            )
+            use_canonical_shards(model, grid.tensor, config.canonical_shards)
+        unusable = outside_vocabulary(config, "", given(config, "data_path"))
+        return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+
     if config.load is None or not of_other_program(config.load):
-        return _new_trainer(config, world, corpus, new_model, objective, new_batches)
+        return fresh()
     with contextlib.closing(on_every_rank(world, config.open_other)) as other:  # before the model takes its memory
-        trainer = _new_trainer(config, world, corpus, new_model, objective, new_batches)
+        trainer = fresh()
         model = trainer.model
         assert isinstance(model, GPT | BERT)
         fill = partial(trainer.optimizer.fill, "master")
         fill_model(config.load, other, model, model.config, world, fill, tell_not_finite=True)
     return trainer
-
-
-def _new_trainer(
-    config: TransformerTrainConfig,
-    world: Communicator,
-    corpus: Corpus,
-    new_model: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
-    objective: Objective[Any],
-    new_batches: NewBatches,
-) -> Trainer:
-    """`transformer_trainer`, with initial values."""
-    samples = corpus.stream(config.seed)
-    grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-    model = new_model(grid.tensor, parameter_dtype(bf16=config.bf16, fp16=config.fp16), overlap_stream(config, grid))
-    initialize(model, config.seed)
-    if config.canonical_shards is not None:
-        require(
-            world.device.type == "cpu",
-            f"--deterministic: needs --device cpu; on {world.device} products and reductions have orders of their own",
-        )
-        use_canonical_shards(model, grid.tensor, config.canonical_shards)
-    unusable = outside_vocabulary(config, "", given(config, "data_path"))
-    return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
 
 
 def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:

@@ -33,10 +33,7 @@ def gradient_norm(segments: Sequence[GradientSegment], tensor: Communicator, dat
     The squares of split parameters are summed over the tensor group. Replicated parameters, and tied ones, count once.
     data: the data group, if each of its ranks has only a share of the gradient. Collective over both groups.
     """
-    gradients: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for segment in segments:
-        if (grad := segment.gradient) is not None:
-            gradients[segment.treatment.sharded].extend(summands(grad))
+    gradients = [[part for grad in grads for part in summands(grad)] for grads in _by_placement(segments)]
     device = next((grads[0].device for grads in gradients if grads), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = [torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else zero for grads in gradients]
@@ -47,6 +44,15 @@ def gradient_norm(segments: Sequence[GradientSegment], tensor: Communicator, dat
     sharded = squares[1:]
     tensor.all_reduce(sharded)
     return float(squares.sum().sqrt())
+
+
+def _by_placement(segments: Sequence[GradientSegment]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of replicated parameters, and those of split ones."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for segment in segments:
+        if (grad := segment.gradient) is not None:
+            found[segment.treatment.sharded].append(grad)
+    return found
 
 
 def summands(grad: Tensor) -> Sequence[Tensor]:
@@ -71,10 +77,7 @@ def exact_gradient_norm(
     Each square is cut off below 2^-46 of the square of the largest element, so the relative error of the square of a
     norm over n elements is at most n * 2^-44, and for gradients far smaller: elements are seldom that unequal.
     """
-    gradients: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for segment in segments:
-        if (grad := segment.gradient) is not None:
-            gradients[segment.treatment.sharded].append(grad)
+    gradients = _by_placement(segments)
     largest = _largest(gradients[0] + gradients[1], tensor, data)
     if largest == 0 or not math.isfinite(largest):
         return largest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,14 +87,14 @@ class GradientBucket:
         """
         if self.tree is not None:
             if 0 < len(self.waiting) < len(self.layout.names):
-                self.require_complete()
+                raise _incomplete(self.missing)
             self.tree.begin(last=last)
         self.waiting = set(self.layout.names)
 
-    def require_complete(self) -> None:
-        """Raise RuntimeError that names the parameters whose gradient has not come."""
-        if missing := [self.layout.names[parameter] for parameter in self.waiting]:
-            raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
+    @property
+    def missing(self) -> list[str]:
+        """The names of the parameters whose gradient has not come."""
+        return [self.layout.names[parameter] for parameter in self.waiting]
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Move a gradient that is not in the buffer into it: autograd then adds the next ones there.
@@ -145,6 +145,10 @@ class GradientBucket:
             total.copy_(grad)
         else:
             total.add_(grad)
+
+
+def _incomplete(missing: Sequence[str]) -> RuntimeError:
+    return RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
 
 
 class GradientBuckets:
@@ -246,7 +250,7 @@ class GradientBuckets:
         A parameter that never got one keeps ``grad`` None. Returns the names of the parameters that got no gradient in
         the last microbatch. Not collective; `finish` then is, as always.
         """
-        late = [bucket.layout.names[p] for bucket in self.buckets for p in bucket.waiting]
+        late = self._missing()
         for bucket in self.buckets:
             for parameter in bucket.waiting:
                 bucket.adopt(parameter)
@@ -260,9 +264,8 @@ class GradientBuckets:
         Collective over both groups. Raises RuntimeError that names the parameters that got no gradient in the last
         microbatch.
         """
-        missing = [bucket.layout.names[p] for bucket in self.buckets for p in bucket.waiting]
-        if missing:
-            raise RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
+        if missing := self._missing():
+            raise _incomplete(missing)
         if self.data.size > 1:
             for index, bucket in enumerate(self.buckets):
                 work, received = self._in_flight[index] if self.stream is not None else self._send(bucket)
@@ -271,6 +274,9 @@ class GradientBuckets:
                     bucket.reduced.copy_(received)
             self._in_flight.clear()
         self._sum_partial()
+
+    def _missing(self) -> list[str]:
+        return [name for bucket in self.buckets for name in bucket.missing]
 
     def sent(self, parameter: Tensor) -> str | None:
         """The parameter's name, if this step has sent its bucket already."""

@@ -11,6 +11,7 @@ import pytest
 
 from bench import collectives
 from bench.study import __main__ as study
+from bench.study.sizes import Sweep
 from commengine import Communicator, UsageError
 from tests.bench.test_report import Page, check_stands_alone
 from tests.support import mpirun
@@ -122,12 +123,13 @@ def test_rows_that_are_not_known_well_are_measured_again_while_there_is_time(wor
     def run(which, seconds, bar):
         saved = []
         with study.Halting(world, 0.0, seconds) as halting:
-            assert which(world, path, about, "float32", 64, memory, halting, lambda: saved.append(1), bar) is None
+            sweep = Sweep(world, path, about, "float32", 64, memory, halting, lambda: saved.append(1), bar)
+            assert which(sweep) is None
             left = halting.left
         return len(saved), contents(path), left
 
     with study.progress_of(world, 100) as bar:
-        run(study.sizes.measure, 0.001, bar)
+        run(Sweep.measure, 0.001, bar)
         world.mpi.Barrier()
         if world.rank == 0:
             found = contents(path)
@@ -135,10 +137,10 @@ def test_rows_that_are_not_known_well_are_measured_again_while_there_is_time(wor
                 row["converged"] = row["operation"] != "broadcast"
             path.write_text(json.dumps(found))
         world.mpi.Barrier()
-        assert run(study.sizes.measure_again, 0.001, bar)[0] == 0  # there is no time
+        assert run(Sweep.measure_again, 0.001, bar)[0] == 0  # there is no time
         before = contents(path)
         world.mpi.Barrier()
-        count, after, left = run(study.sizes.measure_again, 3.0, bar)
+        count, after, left = run(Sweep.measure_again, 3.0, bar)
     assert before["units"] == after["units"] and "broadcast" in {unit[0] for unit in after["again"]}
     assert count == (sum(tries for *_, tries in after["again"]) if world.rank == 0 else 0)
     if not any(row.get("disturbed") for data in (before, after) for row in data["rows"]):

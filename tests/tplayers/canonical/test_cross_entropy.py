@@ -37,3 +37,8 @@ def test_cross_entropy(shards, alone, dtype, vocab_size):
         flat = of_logits.permute(1, 2, 0, 3).reshape(S, -1)
         torch.testing.assert_close(flat[:, :vocab_size], gradient)
         assert not flat[:, vocab_size:].any()
+
+
+def test_a_target_outside_the_vocabulary(shards):
+    with pytest.raises(ValueError, match="a target lies outside 0 to 12 and is not ignore_index=-100"):
+        cross_entropy(torch.zeros(shards.own, 1, 1, WIDTH), torch.tensor([[13]]), shards, vocab_size=13)

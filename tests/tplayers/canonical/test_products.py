@@ -5,7 +5,7 @@ import torch
 
 from tests.support.exact import in_pairs
 from tplayers.canonical.products import ColumnWeight, columns, replicated, rows
-from tplayers.canonical.shards import columns_first
+from tplayers.products import columns_first
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
@@ -56,7 +56,7 @@ def tree(shards, split, parts, weight, bias, gradient):
     here = [part.clone().requires_grad_() for part in parts[shards.first : shards.first + shards.own]]
     part, of_bias = mine(weight, shards, 1).requires_grad_(), bias.clone().requires_grad_()
     if shards.comm.size > 1 or split:
-        columns_first(part)
+        part.data = columns_first(part.data)
     y = rows(here, part, of_bias, shards, split=split)
     y.backward(mine(gradient, shards) if split else gradient)
     return y.detach(), [one.grad for one in here], part.grad, of_bias.grad
