@@ -60,7 +60,7 @@ class Communicator(GroupCalls):
         through pinned host memory.
     cuda_aware_mpi: whether the MPI takes device addresses; None: ask it.
     switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
-        rank; None: as measured on the machine of ``bench/results/switch_points-*.md``.
+        rank; None: the table that was measured on a processor of the same maker as rank 0's.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
     collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d tensors, empty tensors

@@ -22,7 +22,7 @@ from commengine.device.nccl import DeviceTransport
 from commengine.device.staged import StagedTransport
 from commengine.host import switch_points as measured_points
 from commengine.host.routes import MemoryRoutes
-from commengine.host.switch_points import KINDS, SwitchPoints
+from commengine.host.switch_points import AMD, KINDS, OTHERS, SwitchPoints
 from commengine.host.transport import HostTransport
 from commengine.operations import FORMULAS, IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
 from commengine.shared_memory import flags
@@ -137,8 +137,9 @@ def test_operation_in_memory_has_its_routes(operation: str):
     assert hasattr(Bounce, operation) or not reduces
     assert hasattr(TwoLevel, operation) == reduces
     kinds = KINDS if reduces else ("full",)
-    rows = SwitchPoints.load().rows
-    assert {key.kind for key in rows if key.operation == operation} == set(kinds)
+    for table in (AMD, OTHERS):
+        rows = SwitchPoints.load(table).rows
+        assert {key.kind for key in rows if key.operation == operation} == set(kinds)
     assert [kind for name, kind in switch_points.SERIES if name == operation] == list(kinds)
 
 

@@ -146,9 +146,7 @@ class MemoryRoutes:
                 place, begun = self._as_private("all_gather", output)
         if place is None:
             return False
-        low = output.data_ptr() + self._rank * input.nbytes
-        own = None if input.data_ptr() == low else _flat(input)
-        self._bounce.all_gather(_flat(output), self._rows(output.numel()), own, begun=begun)
+        self._bounce.all_gather(output, input, range(0, nbytes + 1, nbytes // self._size), begun=begun)
         return True
 
     def broadcast(self, tensor: Tensor, root: int) -> bool:
@@ -162,7 +160,7 @@ class MemoryRoutes:
                 place, begun = self._as_private("broadcast", tensor)
         if place is None:
             return False
-        self._bounce.broadcast(_flat(tensor), root, begun=begun)
+        self._bounce.broadcast(tensor, root, begun=begun)
         return True
 
     def compare_private(self, operation: str, nbytes: int, how: object, tensor: Tensor, other: Tensor) -> bool:

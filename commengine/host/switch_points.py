@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 
-#: the operations that have a way through memory. Operations that only move data have it for tensors in windows alone
+#: the operations that have a way through memory, and those of them that reduce
 REDUCING = REDUCING_IN_MEMORY
 OPERATIONS = IN_MEMORY
 
@@ -55,8 +55,21 @@ class Key(NamedTuple):
     ranks: int
 
 
-#: the table that bench.switch_points measured, on the machine of bench/results/switch_points-*.md
-MEASURED = Path(__file__).with_suffix(".json")
+#: where Linux tells the processor's maker
+PROCESSORS = Path("/proc/cpuinfo")
+
+#: the tables that come with the package: the first was measured on processors of AMD, the second on Intel's. On other
+#: processors the second is taken, because it leaves more sizes to MPI
+AMD, OTHERS = (Path(__file__).with_name(f"switch_points_{maker}.json") for maker in ("amd", "intel"))
+
+
+def of_this_processor() -> Path:
+    """Return the table that was measured on processors like this one."""
+    try:
+        by_amd = "AuthenticAMD" in PROCESSORS.read_text()
+    except OSError:
+        by_amd = False
+    return AMD if by_amd else OTHERS
 
 
 def kind_of(operation: str, dtype: torch.dtype) -> str:
@@ -115,11 +128,12 @@ class SwitchPoints:
         path.write_text(json.dumps({"switch_points": rows}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path | str = MEASURED) -> SwitchPoints:
-        """Read a file of bench.switch_points; without ``path``, the table that comes with the package.
+    def load(cls, path: Path | str | None = None) -> SwitchPoints:
+        """Read a file of bench.switch_points; without ``path``, the table of this processor's maker.
 
         Raises ValueError if the file cannot be read or has no such table.
         """
+        path = of_this_processor() if path is None else path
         try:
             rows = json.loads(Path(path).read_text())["switch_points"]
             table = {}
@@ -135,11 +149,12 @@ class SwitchPoints:
 
 
 def agreed(comm: MPI.Intracomm, points: SwitchPoints | None) -> SwitchPoints:
-    """Return ``points``, or the measured table for None. Collective over ``comm``.
+    """Return ``points``, or the table of rank 0's processor for None. Collective over ``comm``.
 
     Raises CollectiveError on every rank when the ranks have different tables.
     """
-    points = SwitchPoints.load() if points is None else points
+    measured: str = comm.bcast(of_this_processor().name)
+    points = SwitchPoints.load(OTHERS.with_name(measured)) if points is None else points
     if not isinstance(points, SwitchPoints):
         raise CollectiveError(f"switch_points={points!r} is not a SwitchPoints: SwitchPoints.load(FILE) reads one")
     digests = set(comm.allgather(points.digest))

@@ -10,6 +10,7 @@ its call with those of the other ranks, so that the two need one wait together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,47 +157,53 @@ class Bounce:
 
         self._run("reduce_scatter", nbytes, (flat.dtype, op), begun, output, count, fill, take)
 
-    def all_gather(
-        self, flat: Tensor, rows: Sequence[slice], input: Tensor | None = None, *, begun: bool = False
-    ) -> None:
-        """Copy each rank's row into the rows of all ranks.
+    def all_gather(self, output: Tensor, input: Tensor, bounds: Sequence[int], *, begun: bool = False) -> None:
+        """Copy ``input`` of rank r of the node into row r of the ``output`` of all ranks.
 
-        input: the flat tensor of this rank's row, if it does not lie in ``flat``.
+        bounds: row r is the bytes from bounds[r] to bounds[r + 1]. ``input`` may be this rank's row itself.
         """
-        rank, item, step = self._rank, flat.itemsize, self._step(flat, 1)
-        stride, target = step * item, self._bytes_of(flat)
-        low, high = rows[rank].start * item, rows[rank].stop * item
-        source = target[low:high] if input is None else self._bytes_of(input)
+        rank, stride, memory = self._rank, self._slot_bytes, self._memory
+        source, target = self._bytes_of(input), self._bytes_of(output)
+        low = bounds[rank]
+        in_place = input.data_ptr() == output.data_ptr() + low
+        others = [other for other in range(self._size) if other != rank]
 
         def fill(chunk: int, slot: int) -> None:
-            self._copy(source, chunk * stride, len(source), slot, 0, stride)
+            part = source[chunk * stride : (chunk + 1) * stride]
+            begin = slot * stride
+            memory[rank][begin : begin + len(part)] = part
 
         def take(chunk: int, slot: int) -> None:
-            if input is not None:
-                start = low + chunk * stride
-                target[start : min(start + stride, high)] = source[chunk * stride :][:stride]
-            for other, row in enumerate(rows):
-                if other != rank:
-                    self._collect(target, row, chunk, other, slot, 0, stride, item)
+            start, begin = chunk * stride, slot * stride
+            if not in_place:
+                part = source[start : start + stride]
+                target[low + start : low + start + len(part)] = part
+            for other in others:
+                part = target[bounds[other] + start : min(bounds[other] + start + stride, bounds[other + 1])]
+                part[:] = memory[other][begin : begin + len(part)]
 
-        self._run("all_gather", flat.nbytes, (flat.dtype, ""), begun, flat, _count(rows, step), fill, take)
+        longest = max(map(operator.sub, bounds[1:], bounds))
+        self._run("all_gather", len(target), (output.dtype, ""), begun, output, -(-longest // stride), fill, take)
 
-    def broadcast(self, flat: Tensor, root: int, *, begun: bool = False) -> None:
-        """Copy the flat tensor of rank ``root`` of the node."""
-        rank, step = self._rank, self._step(flat, 1)
-        memory, stride = self._bytes_of(flat), step * flat.itemsize
+    def broadcast(self, tensor: Tensor, root: int, *, begun: bool = False) -> None:
+        """Copy the tensor of rank ``root`` of the node."""
+        rank, stride, memory = self._rank, self._slot_bytes, self._memory[root]
+        target = self._bytes_of(tensor)
 
         def fill(chunk: int, slot: int) -> None:
             if rank == root:
-                self._copy(memory, chunk * stride, len(memory), slot, 0, stride)
+                part = target[chunk * stride : (chunk + 1) * stride]
+                begin = slot * stride
+                memory[begin : begin + len(part)] = part
 
         def take(chunk: int, slot: int) -> None:
             if rank != root:
-                part = memory[chunk * stride :][:stride]
-                start = slot * self._slot_bytes
-                part[:] = self._memory[root][start : start + len(part)]
+                part = target[chunk * stride : (chunk + 1) * stride]
+                begin = slot * stride
+                part[:] = memory[begin : begin + len(part)]
 
-        self._run("broadcast", flat.nbytes, (flat.dtype, root), begun, flat, -(-flat.numel() // step), fill, take)
+        count = -(-len(target) // stride)
+        self._run("broadcast", len(target), (tensor.dtype, root), begun, tensor, count, fill, take)
 
     # The parts of a chunk's work --------------------------------------------------------------------------------
 

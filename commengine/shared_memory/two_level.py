@@ -76,7 +76,8 @@ class TwoLevel:
             row = rows[self._rank]
             self._window.gather_into(place, row.start, row.stop, own)
         elif self._bounce is not None:
-            self._bounce.all_gather(flat, rows)
+            bounds = [0, *(row.stop * flat.itemsize for row in rows)]
+            self._bounce.all_gather(flat, own, bounds)
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, place: WindowTensor | None, op: str) -> None:
         """Reduce a flat tensor over the group; rank r of the group gets block r in its flat ``output``."""

@@ -114,7 +114,7 @@ def _template(shared: Path) -> Path:
     machine = (mpirun.ROOT / "bench" / "clusters" / "dgx-2h.yaml").read_text()
     (making / "machine.yaml").write_text(machine)
     (making / "fitted.yaml").write_text(machine.replace("\ninside:\n", "\ninside:\n  fitted: model.json\n"))
-    shutil.copy(mpirun.ROOT / "commengine" / "host" / "switch_points.json", making / "points.json")
+    shutil.copy(mpirun.ROOT / "commengine" / "host" / "switch_points_amd.json", making / "points.json")
     for command, words, _, _ in READERS:  # each reader accepts the whole file
         if command != "recording":
             copy = shared / "try"

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from commengine.host.switch_points import KINDS, NEVER, REDUCING, Key, Point, SwitchPoints
+from commengine import CollectiveError
+from commengine.host import switch_points
+from commengine.host.switch_points import AMD, KINDS, NEVER, OTHERS, REDUCING, Key, Point, SwitchPoints, agreed
 
 TABLE = SwitchPoints({
     Key("all_reduce", "full", 2): Point(window=100, bounce=1000),
@@ -28,14 +30,39 @@ def test_row_of_a_call():
     assert SwitchPoints({}).least == NEVER
 
 
-def test_measured_table():
+@pytest.mark.parametrize("table", [AMD, OTHERS], ids=lambda path: path.stem)
+def test_measured_table(table):
     """A row of two ranks for each operation and kind; reductions alone have two levels between nodes."""
-    measured = SwitchPoints.load()
+    measured = SwitchPoints.load(table)
     two = {key[:2]: point for key, point in measured.rows.items() if key.ranks == 2}
     reducing = {(operation, kind) for operation in REDUCING for kind in KINDS}
     assert set(two) == reducing | {("all_gather", "full"), ("broadcast", "full")}
     assert all(two[row].bounce < NEVER for row in reducing)
     assert all(key[:2] in reducing for key, point in measured.rows.items() if point.two_level < NEVER)
+
+
+def test_table_of_the_processor(tmp_path, monkeypatch):
+    """Without a file, the table of the processor's maker; a machine that does not tell has that of the others."""
+    for text, table in (("vendor_id\t: AuthenticAMD\n", AMD), ("vendor_id\t: GenuineIntel\n", OTHERS), (None, OTHERS)):
+        told = tmp_path / "cpuinfo"
+        told.unlink(missing_ok=True)
+        if text is not None:
+            told.write_text(text)
+        monkeypatch.setattr(switch_points, "PROCESSORS", told)
+        assert SwitchPoints.load() == SwitchPoints.load(table)
+    assert SwitchPoints.load(AMD) != SwitchPoints.load(OTHERS)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_rank_has_the_table_of_rank_zero(mpi_world, monkeypatch, tmp_path):
+    """Also where the ranks' processors differ; but not if some ranks were given another one."""
+    told = tmp_path / "cpuinfo"
+    told.write_text("AuthenticAMD" if mpi_world.rank == 0 else "GenuineIntel")
+    monkeypatch.setattr(switch_points, "PROCESSORS", told)
+    assert agreed(mpi_world, None) == SwitchPoints.load(AMD)
+    assert agreed(mpi_world, TABLE) == TABLE
+    with pytest.raises(CollectiveError, match="different tables"):
+        agreed(mpi_world, TABLE if mpi_world.rank else None)
 
 
 def test_file(tmp_path):
