@@ -213,7 +213,9 @@ class SelfAttention(nn.Module):
         if isinstance(drawn, Tensor) and not self.recompute_core:
             drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
         # The groups of one sample lie one after the other, as a batch of samples would.
-        at_once = own if b == 1 and one_batch(q, s, self.head_size) else 1
+        size, number = self.head_size, q.numel() // (s * b * self.head_size)
+        alike = all(one_batch(q, number, own, *sides) for sides in ((s, size, s), (s, s, size)))
+        at_once = own if b == 1 and alike else 1
         keys = [drawn] * (own // at_once)
         if isinstance(drawn, Tensor):
             keys = [one.reshape(at_once * b, -1, *one.shape[2:]) for one in drawn.chunk(own // at_once, dim=1)]

@@ -8,6 +8,7 @@ Products of one shape are one batch where the batch changes no bit (`one_batch`)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from commengine import Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
+from tplayers.products import columns_first
 from tplayers.regions import new_whole
 
 from .shards import CanonicalShards, tree_sum
@@ -26,21 +28,42 @@ from .shards import CanonicalShards, tree_sum
 SHORT = 32
 
 
-def one_batch(x: Tensor, *sides: int) -> bool:
-    """Whether products of matrices like ``x`` with these sides have the same bits in a batch of any power of two.
+def one_batch(x: Tensor, batch: int, parts: int, *sides: int) -> bool:
+    """Whether a batch of products like those of ``x`` has the bits that it has in so many ``parts``.
 
-    They have in bfloat16 on one thread: oneDNN (3.12) then cuts the sums of a product by the sides alone. It saves the
-    time in which oneDNN finds the kernel of a product, about 20 us. MKL says nothing about its batches.
+    sides: m, k and n of [m, k] @ [k, n]. In bfloat16 on one thread oneDNN (3.12) cuts the sums of a product by the
+    sides alone; one batch saves the time in which it finds the kernel of a product, about 20 us. Each shape is tried
+    once, because another processor or version may do otherwise. MKL, which has the other dtypes, promises nothing.
     """
+    return _batches(x, *sides) and (parts == 1 or _tried(batch, parts, *sides))
+
+
+def _batches(x: Tensor, *sides: int) -> bool:
+    """Whether products of these sides are batches, be it of one product: on every rank alike."""
     return x.is_cpu and x.dtype == torch.bfloat16 and torch.get_num_threads() == 1 and min(sides) > SHORT
+
+
+@cache
+def _tried(batch: int, parts: int, m: int, k: int, n: int) -> bool:
+    """Whether a batch of random matrices has the same bits at once and in parts, in each way in which they may lie."""
+    drawn = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(batch, *sides, generator=drawn).bfloat16() for sides in ((m, k), (k, n)))
+    for one, other in ((left, right), (columns_first(left), right), (left, columns_first(right))):
+        apart = [torch.bmm(*both) for both in zip(one.chunk(parts), other.chunk(parts), strict=True)]
+        if not torch.equal(torch.bmm(one, other), torch.cat(apart)):
+            return False
+    return True
 
 
 def _products(left: Tensor, right: Tensor) -> Iterator[Tensor]:
     """The product of each shard: left [k, m, n], right [k, n, o] -> k times [m, o]."""
-    if one_batch(left, *left.shape[1:], right.shape[2]):
-        yield from torch.bmm(left, right).unbind()
-    else:
+    own, sides = left.shape[0], (*left.shape[1:], right.shape[2])
+    if not _batches(left, *sides):
         yield from (one @ other for one, other in zip(left.unbind(), right.unbind(), strict=True))
+        return
+    at_once = own if one_batch(left, own, own, *sides) else 1
+    for one, other in zip(torch.split(left, at_once), torch.split(right, at_once), strict=True):
+        yield from torch.bmm(one, other).unbind()
 
 
 class ColumnWeight(NamedTuple):
