@@ -1,10 +1,12 @@
 """bench.all_reduce: its contestants on real ranks, what it says of them, and options that cannot be."""
 
+import contextlib
 import json
 
 import pytest
 
 from bench import all_reduce, fit
+from bench.collective_study.piecewise import LEAST_SIZES
 from bench.collective_study.ratios import goals
 from bench.collective_study.results import read
 from tests.support import mpirun
@@ -56,7 +58,10 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
     series, _ = read(files["json"])
     assert {(one.key["dtype"], one.key["transport"]) for one in series} == {key[:2] for key in at}
-    assert fit.main([str(files["json"]), "--transport", "shared"]) == 0
+    sizes_of = [len(set(one.sizes)) for one in series if one.key["transport"] == "shared"]
+    # A machine with several states may have fewer sizes in each of them than a line needs.
+    with contextlib.nullcontext() if max(sizes_of) >= LEAST_SIZES else pytest.raises(SystemExit):
+        assert fit.main([str(files["json"]), "--transport", "shared"]) == 0
 
 
 def rows(operation, **times):

@@ -85,7 +85,11 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
     command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
     back = type(model).from_pretrained(folder / "out").state_dict()
     for key, values in model.state_dict().items():
-        assert (back[key] - values).norm() < 1e-3 * values.norm(), key
+        difference = back[key] - values
+        if key.endswith("c_attn.bias"):
+            # The softmax does not see the keys' bias. Its gradient is a rounding error, which AdamW makes a whole step.
+            difference.chunk(3)[1].zero_()
+        assert difference.norm() < 1e-4 * values.norm(), key
     world.barrier()
 
 
