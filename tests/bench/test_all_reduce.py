@@ -46,8 +46,6 @@ def test_every_contestant_is_measured_and_checked(tmp_path):
         if name == "shared":
             assert row["speedup"] == [1, 1, 1]
         assert row["state"] is None or row["state"].startswith("state ")
-    for key in at:  # a machine with several states has a row for each
-        assert sum(row["iterations"] for row in result["rows"] if key_of(row) == key) >= 3
     text = files["output"].read_text()
     assert text == done.stdout
     assert "- command: `python -m bench.all_reduce --min-bytes 32K" in text and "- wrong elements: 0" in text
