@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.canonical.products import one_batch
+from tplayers.canonical.products import batched, one_batch
 from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
 from tplayers.linear import (
@@ -213,9 +213,14 @@ class SelfAttention(nn.Module):
         if isinstance(drawn, Tensor) and not self.recompute_core:
             drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
         # The groups of one sample lie one after the other, as a batch of samples would.
-        size, number = self.head_size, q.numel() // (s * b * self.head_size)
-        alike = all(one_batch(q, number, own, *sides) for sides in ((s, size, s), (s, s, size)))
+        size, number = self.head_size, k.numel() // (s * b * self.head_size)
+        queries = q.numel() // k.numel() * s  # of a head of keys
+        products = ((queries, size, s), (queries, s, size), (size, queries, s), (s, queries, size))
+        alike = all(one_batch(q, number, own, *sides) for sides in dict.fromkeys(products))
         at_once = own if b == 1 and alike else 1
+        # Products in a batch copy what does not lie head after head, and those of one group would not. oneDNN cuts long
+        # sums of a transposed matrix in another way than those of its copy.
+        copied = isinstance(drawn, Tensor) and batched(q, s, size)
         keys = [drawn] * (own // at_once)
         if isinstance(drawn, Tensor):
             keys = [one.reshape(at_once * b, -1, *one.shape[2:]) for one in drawn.chunk(own // at_once, dim=1)]
@@ -226,6 +231,8 @@ class SelfAttention(nn.Module):
             if rotation is not None:
                 heads[:2] = rotation(heads[0]), rotation(heads[1])
             of_q, of_k, of_v = (part.permute(0, 2, 3, 1, 4).flatten(0, 1) for part in heads)
+            if copied:
+                of_q, of_k, of_v = of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
             mine = self._context(of_q, of_k, of_v, of_groups, bias)
             parts.append(mine.view(at_once, b, -1, s, self.head_size).permute(0, 3, 1, 2, 4).reshape(at_once, s, b, -1))
         return self.projection.of_shards(parts[0] if len(parts) == 1 else torch.cat(parts))

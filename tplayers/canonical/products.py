@@ -32,13 +32,14 @@ def one_batch(x: Tensor, batch: int, parts: int, *sides: int) -> bool:
     """Whether a batch of products like those of ``x`` has the bits that it has in so many ``parts``.
 
     sides: m, k and n of [m, k] @ [k, n]. In bfloat16 on one thread oneDNN (3.12) cuts the sums of a product by the
-    sides alone; one batch saves the time in which it finds the kernel of a product, about 20 us. Each shape is tried
-    once, because another processor or version may do otherwise. MKL, which has the other dtypes, promises nothing.
+    sides, and from k = 1025 on also by whether the left matrix lies transposed: the parts must lie as the batch does.
+    One batch saves the time in which it finds the kernel of a product, about 20 us. Each shape is tried once, because
+    another processor or version may do otherwise. MKL, which has the other dtypes, promises nothing.
     """
-    return _batches(x, *sides) and (parts == 1 or _tried(batch, parts, *sides))
+    return batched(x, *sides) and (parts == 1 or _tried(batch, parts, *sides))
 
 
-def _batches(x: Tensor, *sides: int) -> bool:
+def batched(x: Tensor, *sides: int) -> bool:
     """Whether products of these sides are batches, be it of one product: on every rank alike."""
     return x.is_cpu and x.dtype == torch.bfloat16 and torch.get_num_threads() == 1 and min(sides) > SHORT
 
@@ -58,7 +59,7 @@ def _tried(batch: int, parts: int, m: int, k: int, n: int) -> bool:
 def _products(left: Tensor, right: Tensor) -> Iterator[Tensor]:
     """The product of each shard: left [k, m, n], right [k, n, o] -> k times [m, o]."""
     own, sides = left.shape[0], (*left.shape[1:], right.shape[2])
-    if not _batches(left, *sides):
+    if not batched(left, *sides):
         yield from (one @ other for one, other in zip(left.unbind(), right.unbind(), strict=True))
         return
     at_once = own if one_batch(left, own, own, *sides) else 1
