@@ -85,7 +85,10 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
     command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
     back = type(model).from_pretrained(folder / "out").state_dict()
     for key, values in model.state_dict().items():
-        assert (back[key] - values).norm() < 1e-3 * values.norm(), key
+        unlike = back[key] - values
+        if key.endswith("c_attn.bias"):  # the softmax does not see the keys' bias: AdamW scales its rounding errors up
+            unlike.chunk(3)[1].zero_()
+        assert unlike.norm() < 1e-4 * values.norm(), key
     world.barrier()
 
 
