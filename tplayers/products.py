@@ -32,8 +32,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def columns_first(weight: Tensor) -> Tensor:
-    """``weight`` [..., out, in] transposed in its memory: the numbers of a column side by side, column after column."""
-    return weight.mT.contiguous().mT
+    """``weight`` [out, in] transposed in its memory: the numbers of a column side by side, one column after another."""
+    return weight.t().contiguous().t()
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:

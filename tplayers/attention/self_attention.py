@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
-from tplayers.canonical.products import one_batch
 from tplayers.canonical.shards import CanonicalShards
 from tplayers.checks import require_within
 from tplayers.linear import (
@@ -212,23 +211,17 @@ class SelfAttention(nn.Module):
         drawn = self._drawn(randomness)
         if isinstance(drawn, Tensor) and not self.recompute_core:
             drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
-        # The groups of one sample lie one after the other, as a batch of samples would.
-        size, number = self.head_size, q.numel() // (s * b * self.head_size)
-        alike = all(one_batch(q, number, own, *sides) for sides in ((s, size, s), (s, s, size)))
-        at_once = own if b == 1 and alike else 1
-        keys = [drawn] * (own // at_once)
-        if isinstance(drawn, Tensor):
-            keys = [one.reshape(at_once * b, -1, *one.shape[2:]) for one in drawn.chunk(own // at_once, dim=1)]
+        keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
         bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
         parts = []
-        for *groups, of_groups in zip(*(torch.split(one, at_once) for one in (q, k, v)), keys, strict=True):
-            heads = [part.view(at_once, s, b, -1, self.head_size) for part in groups]
+        for *group, of_group in zip(q.unbind(), k.unbind(), v.unbind(), keys, strict=True):
+            heads = [part.view(s, b, -1, self.head_size) for part in group]
             if rotation is not None:
                 heads[:2] = rotation(heads[0]), rotation(heads[1])
-            of_q, of_k, of_v = (part.permute(0, 2, 3, 1, 4).flatten(0, 1) for part in heads)
-            mine = self._context(of_q, of_k, of_v, of_groups, bias)
-            parts.append(mine.view(at_once, b, -1, s, self.head_size).permute(0, 3, 1, 2, 4).reshape(at_once, s, b, -1))
-        return self.projection.of_shards(parts[0] if len(parts) == 1 else torch.cat(parts))
+            of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
+            mine = self._context(of_q, of_k, of_v, of_group, bias)
+            parts.append(mine.permute(2, 0, 1, 3).reshape(s, b, -1))
+        return self.projection.of_shards(torch.stack(parts))
 
     def _context(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None) -> Tensor:
         """`_core`, computed again in the backward if that is asked for."""

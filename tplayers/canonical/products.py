@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from commengine import Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
-from tplayers.products import columns_first
 from tplayers.regions import new_whole
 
 from .shards import CanonicalShards, tree_sum
@@ -28,40 +27,38 @@ from .shards import CanonicalShards, tree_sum
 SHORT = 32
 
 
-def one_batch(x: Tensor, batch: int, parts: int, *sides: int) -> bool:
-    """Whether a batch of products like those of ``x`` has the bits that it has in so many ``parts``.
+def one_batch(x: Tensor, count: int, *sides: int) -> bool:
+    """Whether ``count`` products of matrices like ``x`` have the bits in one batch that they have one by one.
 
     sides: m, k and n of [m, k] @ [k, n]. In bfloat16 on one thread oneDNN (3.12) cuts the sums of a product by the
-    sides alone; one batch saves the time in which it finds the kernel of a product, about 20 us. Each shape is tried
-    once, because another processor or version may do otherwise. MKL, which has the other dtypes, promises nothing.
+    sides, and from k = 1025 on also by whether the left matrix lies transposed. One batch saves the time in which it
+    finds the kernel of a product, about 20 us. Each shape is tried once, because another processor or version may do
+    otherwise. MKL, which has the other dtypes, promises nothing.
     """
-    return _batches(x, *sides) and (parts == 1 or _tried(batch, parts, *sides))
+    return _batched(x, *sides) and (count == 1 or _tried(count, *sides))
 
 
-def _batches(x: Tensor, *sides: int) -> bool:
+def _batched(x: Tensor, *sides: int) -> bool:
     """Whether products of these sides are batches, be it of one product: on every rank alike."""
     return x.is_cpu and x.dtype == torch.bfloat16 and torch.get_num_threads() == 1 and min(sides) > SHORT
 
 
 @cache
-def _tried(batch: int, parts: int, m: int, k: int, n: int) -> bool:
-    """Whether a batch of random matrices has the same bits at once and in parts, in each way in which they may lie."""
+def _tried(count: int, m: int, k: int, n: int) -> bool:
+    """Whether a batch of random matrices has the same bits at once and one by one."""
     drawn = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(batch, *sides, generator=drawn).bfloat16() for sides in ((m, k), (k, n)))
-    for one, other in ((left, right), (columns_first(left), right), (left, columns_first(right))):
-        apart = [torch.bmm(*both) for both in zip(one.chunk(parts), other.chunk(parts), strict=True)]
-        if not torch.equal(torch.bmm(one, other), torch.cat(apart)):
-            return False
-    return True
+    left, right = (torch.randn(count, *sides, generator=drawn).bfloat16() for sides in ((m, k), (k, n)))
+    alone = [torch.bmm(*both) for both in zip(torch.split(left, 1), torch.split(right, 1), strict=True)]
+    return torch.equal(torch.bmm(left, right), torch.cat(alone))
 
 
 def _products(left: Tensor, right: Tensor) -> Iterator[Tensor]:
-    """The product of each shard: left [k, m, n], right [k, n, o] -> k times [m, o]."""
+    """The product of each shard, of contiguous tensors: left [k, m, n], right [k, n, o] -> k times [m, o]."""
     own, sides = left.shape[0], (*left.shape[1:], right.shape[2])
-    if not _batches(left, *sides):
+    if not _batched(left, *sides):
         yield from (one @ other for one, other in zip(left.unbind(), right.unbind(), strict=True))
         return
-    at_once = own if one_batch(left, own, own, *sides) else 1
+    at_once = own if one_batch(left, own, *sides) else 1
     for one, other in zip(torch.split(left, at_once), torch.split(right, at_once), strict=True):
         yield from torch.bmm(one, other).unbind()
 
