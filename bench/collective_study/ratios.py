@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +133,17 @@ def line_of_heads(titles: Sequence[str]) -> str:
 
 
 def ratio_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw MPI's time over each transport's: a plot for each dtype and state of the machine, with quartiles.
+    """Draw MPI's time over each transport's, with quartiles: a column for each dtype, a row for each state.
 
     rows: of one operation and number of ranks, as bench.all_reduce writes them.
     """
     from matplotlib.figure import Figure  # here: it takes a second to load
 
-    panels = list(dict.fromkeys((row["dtype"], row.get("state")) for row in rows))
-    figure = Figure(figsize=(2.4 + 5.0 * len(panels), 4.8), layout="constrained")
-    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    dtypes, states = (list(dict.fromkeys(row.get(name) for row in rows)) for name in ("dtype", "state"))
+    figure = Figure(figsize=(2.4 + 5.0 * len(dtypes), 1.2 + 3.4 * len(states)), layout="constrained")
+    drawn = figure.subplots(len(states), len(dtypes), squeeze=False, sharex=True, sharey=True)
     first = rows[0]
-    for axes, (dtype, state) in zip(drawn, panels, strict=True):
+    for axes, (state, dtype) in zip(drawn.flat, product(states, dtypes), strict=True):
         mine = [row for row in rows if (row["dtype"], row.get("state")) == (dtype, state)]
         baseline = next((name for name in BASELINES if any(row["transport"] == name for row in mine)), None)
         theirs = {row["bytes"]: row["turns"][1] for row in mine if row["transport"] == baseline}
@@ -154,16 +155,20 @@ def ratio_plot(path: Path, rows: Sequence[Row]) -> None:
             sizes = [row["bytes"] for row in line]
             low, middle, high = ([theirs[row["bytes"]] / row["turns"][at] for row in line] for at in (2, 1, 0))
             style = {"color": LINES[number], "marker": "os^d"[number], "markersize": 4, "linewidth": 1.6}
-            axes.plot(sizes, middle, label=TITLES.get(name, name) if axes is drawn[0] else None, **style)
+            axes.plot(sizes, middle, label=TITLES.get(name, name), **style)
             axes.fill_between(sizes, low, high, color=LINES[number], alpha=0.18, linewidth=0)
         axes.axhline(1, color="#555555", linewidth=1.2, linestyle="--")
-        axes.set(xscale="log", yscale="log", xlabel="size of the tensor")
+        axes.set(xscale="log", yscale="log")
         axes.set_title(
             ", ".join(filter(None, (dtype, state, f"over {TITLES.get(str(baseline), baseline)}"))), fontsize=10
         )
         readable(axes, (1, 2, 5))
         axes.tick_params(labelsize=8)
-    drawn[0].set_ylabel("times as fast as MPI")
+    figure.supxlabel("size of the tensor", fontsize=10)
+    figure.supylabel("times as fast as MPI", fontsize=10)
     figure.suptitle(f"Host {first['operation'].replace('_', '-')}, {first['ranks']} ranks of one node", fontsize=11)
-    figure.legend(loc="outside right upper", fontsize="small", frameon=False)  # beside the plots: it covers no line
+    named = [pair for axes in drawn.flat for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    of_name = {label: line for line, label in named}
+    # Beside the plots it covers no line.
+    figure.legend(of_name.values(), of_name, loc="outside right upper", fontsize="small", frameon=False)
     figure.savefig(path, dpi=130)
