@@ -10,7 +10,6 @@ its call with those of the other ranks, so that the two need one wait together.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,7 +159,8 @@ class Bounce:
     def all_gather(self, output: Tensor, input: Tensor, bounds: Sequence[int], *, begun: bool = False) -> None:
         """Copy ``input`` of rank r of the node into row r of the ``output`` of all ranks.
 
-        bounds: row r is the bytes from bounds[r] to bounds[r + 1]. ``input`` may be this rank's row itself.
+        bounds: row r is the bytes from bounds[r] to bounds[r + 1]; no row is longer than the last. ``input`` may be
+        this rank's row itself.
         """
         rank, stride, memory = self._rank, self._slot_bytes, self._memory
         source, target = self._bytes_of(input), self._bytes_of(output)
@@ -182,7 +182,7 @@ class Bounce:
                 part = target[bounds[other] + start : min(bounds[other] + start + stride, bounds[other + 1])]
                 part[:] = memory[other][begin : begin + len(part)]
 
-        longest = max(map(operator.sub, bounds[1:], bounds))
+        longest = bounds[-1] - bounds[-2]
         self._run("all_gather", len(target), (output.dtype, ""), begun, output, -(-longest // stride), fill, take)
 
     def broadcast(self, tensor: Tensor, root: int, *, begun: bool = False) -> None:
