@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support import mpirun
 
@@ -48,6 +50,12 @@ def why_not() -> str | None:
     if done.stdout.split()[:2] != [str(number) for number in sys.version_info[:2]]:
         return "the system's Python has another version than this environment's"
     return None
+
+
+def test_debian_12s_packages_are_new_enough():
+    """Where pip must replace Debian's numpy, the recipe in docs/clusters.md does not hold."""
+    needed = {one.name: one.specifier for one in map(Requirement, metadata.requires("commengine") or [])}
+    assert "3.1.4" in needed["mpi4py"] and "1.24.2" in needed["numpy"]
 
 
 REASON = why_not()
