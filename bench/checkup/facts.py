@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from bench.command.machine import devices, installed, nccl
+from bench.command.machine import devices, installed, nccl, usable_cores
 from commengine.mpi import load_mpi
 
 #: variables that change how MPI, UCX, NCCL and threads behave
-PREFIXES = ("UCX_", "FI_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "NCCL_", "OMP_", "MKL_", "SLURM_MPI_")
+PREFIXES = (
+    "UCX_", "FI_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "I_MPI_", "NCCL_", "OMP_", "MKL_", "SLURM_MPI_",
+)  # fmt: skip
+#: Intel's mpiexec tells its ranks the machine in these
+OF_LAUNCHER = (
+    "I_MPI_HYDRA_", "I_MPI_INFO_", "I_MPI_PIN_INFO", "I_MPI_PIN_MAPPING", "I_MPI_BIND_WIN_ALLOCATE",
+    "I_MPI_INTERNAL_MEM_POLICY", "I_MPI_RETURN_WIN_MEM_NUMA",
+)  # fmt: skip
 MORE = ("CUDA_VISIBLE_DEVICES", "PALS_RANKID")
 LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 NETWORKS, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
@@ -27,7 +34,6 @@ SHARED = Path("/dev/shm")
 def rank_facts() -> dict[str, Any]:
     """The facts of this rank. MPI must have started. Not collective."""
     mpi = load_mpi()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = shutil.disk_usage(SHARED) if SHARED.is_dir() else None
     return {
         "rank": mpi.COMM_WORLD.rank,
@@ -37,7 +43,7 @@ def rank_facts() -> dict[str, Any]:
         "mpi_standard": ".".join(map(str, mpi.Get_version())),
         "thread_level": LEVELS[[getattr(mpi, name) for name in LEVELS].index(mpi.Query_thread())],
         "versions": {"python": platform.python_version(), **installed(("torch", "mpi4py", "numpy"))},
-        "cores": cores,
+        "cores": sorted(usable_cores()),
         "threads": torch.get_num_threads(),
         "shared_memory": None if shared is None else {"bytes": shared.total, "free": shared.free},
         "locked_memory": _locked_memory(),
@@ -48,7 +54,9 @@ def rank_facts() -> dict[str, Any]:
         "nccl": nccl(),
         "cupy": next(iter(installed(("cupy", "cupy-cuda12x", "cupy-cuda13x")).values()), None),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) or name in MORE
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in MORE or (name.startswith(PREFIXES) and not name.startswith(OF_LAUNCHER))
         },
     }
 
@@ -57,7 +65,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """The launcher that started this process, from the variables that it sets for its ranks."""
     job = f", inside Slurm job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
     if "MPI_LOCALNRANKS" in environ:  # before srun: inside a Slurm job mpiexec inherits its variables
-        return f"MPICH's mpiexec (hydra){job}"
+        return f"{'Intel MPI' if 'I_MPI_HYDRA_UUID' in environ else 'MPICH'}'s mpiexec (hydra){job}"
     if "PALS_RANKID" in environ:
         return f"Cray PALS{job}"
     if "OMPI_COMM_WORLD_SIZE" in environ and not ("SLURM_STEP_ID" in environ and "PRTE_LAUNCHED" not in environ):

@@ -41,6 +41,11 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[Facts]]:
     return dict(hosts)
 
 
+def cores_of(here: Sequence[Facts]) -> set[int]:
+    """The numbers of the cores that the ranks of one host may use; each rank alone where its launcher bound it."""
+    return {core for facts in here for core in facts["cores"]}
+
+
 def findings(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> list[Finding]:
     """All findings, the wrong ones first.
 
@@ -116,11 +121,7 @@ def _placement(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Iterat
 
 def _cores(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     for host, here in by_host(ranks).items():
-        # With cpu-bind a rank sees its own cores only; without it, all of the host's.
-        cores, threads = max(facts["cores"] for facts in here), max(facts["threads"] for facts in here)
-        bound = len(here) > 1 and any("SLURM_CPU_BIND" in facts["environment"] for facts in here)
-        if bound:
-            continue
+        cores, threads = len(cores_of(here)), max(facts["threads"] for facts in here)
         if len(here) > cores:
             yield Finding(
                 ADVICE, f"{host} has {cores} core{'s' * (cores > 1)} for {len(here)} ranks: MPI's polling makes small "
@@ -161,7 +162,8 @@ def _network(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Iterator
     if len(names) > 1 and not chosen:
         yield Finding(
             ADVICE, f"{first['host']} has several network devices ({', '.join(names)}), and none is chosen",
-            "if MPI takes the wrong one, set UCX_NET_DEVICES (MPICH) or OMPI_MCA_btl_tcp_if_include (Open MPI)",
+            "if MPI takes the wrong one, set UCX_NET_DEVICES (MPICH), OMPI_MCA_btl_tcp_if_include (Open MPI) or "
+            "FI_TCP_IFACE (Intel MPI)",
         )  # fmt: skip
     rates = [float(found[1]) for port in first["infiniband"] if (found := re.match(r"([\d.]+) Gb/sec", port["rate"]))]
     active = [port for port in first["infiniband"] if "ACTIVE" in port["state"]]
@@ -177,7 +179,8 @@ def _network(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Iterator
             yield Finding(
                 ADVICE, f"messages between hosts reach {best:.2f} Gbit/s, and the fastest device {fastest:g} Gbit/s",
                 "look whether MPI takes that device: UCX_NET_DEVICES and UCX_LOG_LEVEL=info (MPICH), "
-                "OMPI_MCA_btl_tcp_if_include and OMPI_MCA_pml_base_verbose=10 (Open MPI)",
+                "OMPI_MCA_btl_tcp_if_include and OMPI_MCA_pml_base_verbose=10 (Open MPI), FI_TCP_IFACE, FI_PROVIDER "
+                "and I_MPI_DEBUG=4 (Intel MPI)",
             )  # fmt: skip
 
 

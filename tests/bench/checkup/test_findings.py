@@ -19,7 +19,8 @@ def healthy():
     """The facts of four ranks on two hosts."""
     facts = {
         "launcher": "srun", "mpi": "MPICH Version: 5.0.2", "mpi_standard": "5.0", "thread_level": "THREAD_MULTIPLE",
-        "versions": {"python": "3.11", "torch": "2.13", "mpi4py": "4.1", "numpy": "2"}, "cores": 4, "threads": 2,
+        "versions": {"python": "3.11", "torch": "2.13", "mpi4py": "4.1", "numpy": "2"}, "cores": [0, 1, 2, 3],
+        "threads": 2,
         "shared_memory": {"bytes": 8 << 30, "free": 8 << 30}, "locked_memory": None, "networks": [DEVICE],
         "infiniband": [], "gpus": [], "cuda_of_torch": None, "nccl": None, "cupy": None, "environment": {},
     }  # fmt: skip
@@ -51,7 +52,10 @@ CHANGES = {
     "round robin": (
         {1: {"host": "n1", "node": 2}, 2: {"host": "n0", "node": 0}}, {}, [], ADVICE, "--distribution=block",
     ),
-    "few cores": ({}, {"cores": 1, "threads": 1}, [], ADVICE, "n0 has 1 core for 2 ranks"),
+    "few cores": ({}, {"cores": [0], "threads": 1}, [], ADVICE, "n0 has 1 core for 2 ranks"),
+    "many threads of bound ranks": (
+        {0: {"cores": [0]}, 1: {"cores": [1]}}, {}, [], ADVICE, "2 ranks of n0 run 2 threads each on 2 cores",
+    ),
     "many threads": ({}, {"threads": 4}, [], ADVICE, "set OMP_NUM_THREADS=2"),
     "little shared memory": ({}, {"shared_memory": {"bytes": 64 << 20, "free": 60 << 20}}, [], ADVICE, "60 MB free"),
     "no shared memory": ({}, {"shared_memory": None}, [], ADVICE, "0 MB free for 2 ranks"),

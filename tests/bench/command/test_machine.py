@@ -1,5 +1,6 @@
 """The machine beside a result: its GPUs, driver and libraries are named, and a machine without them has none."""
 
+import os
 from types import SimpleNamespace
 
 from bench.command import machine
@@ -57,3 +58,11 @@ def test_environment_without_a_gpu_claims_none(monkeypatch):
     monkeypatch.setattr(machine, "devices", list)
     result = machine.environment("bench.gpu")
     assert result["gpus"] == [] and not result["versions"].keys() & {"driver", "NCCL loaded", "CUDA"}
+
+
+def test_cores_of_a_bound_process_are_some_of_the_machines(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {8, 9})
+    assert machine.environment("bench.gpu")["hardware"].startswith("2 of 64 cores of ")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert machine.environment("bench.gpu")["hardware"].startswith("2 cores of ")

@@ -1,5 +1,7 @@
 """The states of a machine: which turns count for which, with times that are given."""
 
+import os
+
 import pytest
 from mpi4py import MPI
 
@@ -75,3 +77,15 @@ def test_ranks_without_cores_take_turns_as_they_are():
     seen = States(MPI.COMM_SELF)
     assert seen.turn(lambda: 7) == (7, 0) and seen.shown() == [0]
     assert "not told apart" in seen.lines()[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_are_bound_to_cores_of_their_own_can_tell_states():
+    world, before = MPI.COMM_WORLD, os.sched_getaffinity(0)
+    cores = sorted(set().union(*world.allgather(before)))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    try:
+        seen = States(world)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen.known == (world.size <= len(cores))

