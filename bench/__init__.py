@@ -19,3 +19,10 @@ Words with one meaning here: a *transport* is a way to run a collective. A *peer
 measured against. A *contestant* is one program of a *contest*. A *round* gives each of the alternatives that are
 compared one turn, in random order.
 """
+
+import sys
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m bench.NAME`, whose imports take seconds
+    from trainers.run.signals import end_on_interrupt
+
+    end_on_interrupt()

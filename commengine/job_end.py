@@ -1,8 +1,13 @@
-"""Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD."""
+"""Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD.
+
+This module imports the standard library alone, and nothing else of this package: `trainers.run.signals` runs its file
+before the imports that take seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +19,15 @@ from typing import Any, NoReturn
 #: seconds that an aborting rank leaves to the launcher to forward its last message. MPICH's launcher kills the rank at
 #: once, and without this pause the message is lost
 FORWARD_SECONDS = 0.5
+
+#: where launchers tell a task its number in the job
+TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+#: seconds by which the other tasks speak later than the first one, whose words are enough if it ends the job
+LATER_SECONDS = 1.0
+
+#: seconds after which a process that waits for the other ranks to start, so that it can end them, ends by SIGALRM
+START_SECONDS = 30
 
 #: seconds after which a process that MPI_Abort keeps, because the launcher cannot be reached, ends by SIGALRM
 ABORT_SECONDS = 10
@@ -48,19 +62,47 @@ def process_status(code: int) -> int:
     return code and (code & 0xFF or 1)
 
 
+def say_once_and_abort(text: str, code: int) -> NoReturn:
+    """`abort` after a line that is printed once for the job, even if all ranks call this. For handlers of signals."""
+    if next((os.environ[name] for name in TASK_NUMBERS if name in os.environ), "0") != "0":
+        _start_mpi()
+        time.sleep(LATER_SECONDS)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())  # a handler may have interrupted a write to sys.stderr
+    abort(code)
+
+
 def abort(code: int) -> NoReturn:
-    """End every rank of MPI.COMM_WORLD now with exit code ``code``, or with 1 if ``code`` would read as success."""
+    """End every rank of MPI.COMM_WORLD now with exit code ``code``, or with 1 if ``code`` would read as success.
+
+    Where a launcher started this process and MPI has not begun, it begins here, which waits for the other ranks.
+    """
     code = process_status(code) or 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a closed stream or a broken pipe must not keep the other ranks waiting
             stream.flush()
+    _start_mpi()
     time.sleep(FORWARD_SECONDS)
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(
+        Exception
+    ):  # it may be in the middle of its import; then MPI has begun, and _exit is enough
+        if mpi.Is_initialized() and not mpi.Is_finalized():
             signal.alarm(ABORT_SECONDS)
-        mpi.COMM_WORLD.Abort(code)
+            mpi.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _start_mpi() -> None:
+    """Start MPI in a task of a launcher where it has not begun, because only MPI can end the other tasks.
+
+    If a process ends before MPI_Init, MPICH's launcher ends the others only for a death by a signal, Intel's never, and
+    Open MPI's for any status but 0.
+    """
+    if "mpi4py.MPI" not in sys.modules and any(name in os.environ for name in TASK_NUMBERS):
+        with contextlib.suppress(Exception):
+            signal.alarm(START_SECONDS)
+            importlib.import_module("mpi4py.MPI")
 
 
 def end_waiting_launcher() -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from .communicator import Communicator
 from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError, one_line
-from .job_end import abort, process_status, say
+from .job_end import abort, process_status, say, say_once_and_abort
 from .startup.programs import WorldPart, split_world
 from .startup.segments import unlink_own
 from .startup.start import start_mpi
@@ -28,9 +28,6 @@ __all__ = ["WorldPart", "abort_on_error", "check_world_size", "run", "split_worl
 
 #: seconds that a rank with an error waits for the other ranks to end, before it ends them
 LEAVE_SECONDS = 5.0
-
-#: seconds by which an interrupted rank speaks later than rank 0, which ends the job if Ctrl-C reached all ranks
-INTERRUPTED_SECONDS = 1.0
 
 
 def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
@@ -101,11 +98,7 @@ def abort_on_error() -> Iterator[None]:
         say(f"error: {error}")
         abort(1)
     except KeyboardInterrupt:
-        rank = _world_rank()
-        if rank not in (0, "?"):
-            time.sleep(INTERRUPTED_SECONDS)
-        say(f"[rank {rank}] interrupted (SIGINT)")
-        abort(130)
+        say_once_and_abort(f"[rank {_world_rank()}] interrupted (SIGINT)", 130)
     except BaseException as error:
         say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
         abort(1)

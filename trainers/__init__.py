@@ -1,1 +1,8 @@
 """Training on top of tplayers: the commands, and the parts that they are made of."""
+
+import sys
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m trainers.NAME`, whose imports take seconds
+    from .run.signals import end_on_interrupt
+
+    end_on_interrupt()

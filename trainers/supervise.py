@@ -8,11 +8,6 @@ has ended, 75 if it was stopped and would go on, 130 after Ctrl-C, 2 for wrong o
 
 from __future__ import annotations
 
-from .run.signals import end_on_interrupt, parse
-
-if __name__ == "__main__":  # before the other imports, which take seconds
-    end_on_interrupt()
-
 import os
 import shlex
 import signal
@@ -24,6 +19,7 @@ from commengine.errors import one_line
 
 from . import options
 from .options import OptionError
+from .run.signals import parse
 from .supervision import hosts, process
 from .supervision.command import TrainingCommand
 from .supervision.policy import INTERRUPTED, Action, Decision, Policy

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from commengine.errors import LaunchError
+from commengine.job_end import TASK_NUMBERS
 
 #: the environment variables in which launchers tell their tasks the number of tasks. The first one that is set counts:
 #: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
 TASK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
-#: the variables in which launchers tell a task its number in the job, and on its node
-TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+#: the variables in which launchers tell a task its number on its node
 LOCAL_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 #: seconds that the other tasks leave to the first one to speak; each waits a second longer than the one before it

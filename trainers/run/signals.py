@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-#: seconds by which other tasks than the first speak later: the first one's words are enough if it ends the job
-LATER_SECONDS = 1.0
-
-#: where launchers tell a task its number; `commengine.startup.tasks` has these, too, but imports PyTorch
-TASK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+#: the names in `commengine.job_end`, from its file: an import would run that package's own imports
+_JOB_END = runpy.run_path(str(Path(__file__).resolve().parents[2] / "commengine" / "job_end.py"))
 
 
 def parse(name: str) -> signal.Signals:
@@ -29,18 +27,27 @@ def parse(name: str) -> signal.Signals:
 
 
 def end_on_interrupt() -> None:
-    """From now on SIGINT ends this process with one line and status 130, unless it is ignored. For a first line."""
+    """From now on SIGINT ends this job with one line and status 130 while the command's module is being imported.
+
+    Afterwards it raises KeyboardInterrupt, as usual. An exception during imports may be lost, because libraries catch
+    what comes while they look for others. An ignored SIGINT stays so. The packages with commands call this.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        if hasattr(sys.modules["__main__"], "main"):  # the imports are over
+            signal.default_int_handler(number, frame)
+        say_and_end("interrupted (SIGINT) before the run began", 130)
+
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        _end_on(signal.SIGINT, "interrupted (SIGINT) before the run began", 130)
+        signal.signal(signal.SIGINT, end)
 
 
 def end_on_signals(arguments: Sequence[str]) -> None:
-    """`end_on_interrupt`; SIGTERM, and the signal that ``arguments`` give to --exit-signal, end it with status 75.
+    """SIGTERM, and the signal that ``arguments`` give to --exit-signal, end this job with status 75.
 
     A batch system may send its warning as soon as the job starts. The signal's own action would end the job with a
     status that nobody takes for "start it again". A signal that a YAML file names is not known yet.
     """
-    end_on_interrupt()
     numbers = {signal.SIGTERM}
     for word, following in pairwise([*arguments, ""]):
         name = following if word == "--exit-signal" else word.partition("--exit-signal=")[2]
@@ -48,24 +55,13 @@ def end_on_signals(arguments: Sequence[str]) -> None:
             numbers.add(parse(name))
     for number in numbers - {signal.SIGINT}:
         text = f"{number.name} before the run began: nothing to save (exit status {os.EX_TEMPFAIL})"
-        _end_on(number, text, os.EX_TEMPFAIL)
+        signal.signal(number, lambda *_, text=text: say_and_end(text, os.EX_TEMPFAIL))
 
 
-def _end_on(number: signal.Signals, text: str, status: int) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, lambda *_: say_and_end(text, status))
-
-
-def say_and_end(text: str, status: int) -> None:
+def say_and_end(text: str, status: int) -> NoReturn:
     """Print ``text``, only once for the job if every task does so, and end all ranks with ``status``."""
-    if next((os.environ[name] for name in TASK_NUMBERS if name in os.environ), "0") != "0":
-        time.sleep(LATER_SECONDS)
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-    ending: Any = sys.modules.get("commengine.job_end")
-    if ending is not None and hasattr(ending, "abort"):  # not while it is being imported
-        ending.abort(status)
-    os._exit(status)
+    _JOB_END["say_once_and_abort"](text, status)
+    raise AssertionError("the process has ended")
 
 
 class SignalListener:

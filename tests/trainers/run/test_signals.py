@@ -104,22 +104,74 @@ BEFORE = "before the run began"
         ("SIGINT", ["--exit-signal", "INT"], 130, f"interrupted (SIGINT) {BEFORE}\n"),
     ],
 )
-def test_a_signal_before_the_imports_are_done(number, flags, status, line):
-    """The signal comes while torch is being imported."""
-    code = f"""
-        import os, runpy, signal, sys
-        class Sender:
-            def find_spec(self, name, path=None, target=None):
-                if name == "torch":
-                    os.kill(os.getpid(), signal.{number})
-        sys.meta_path.insert(0, Sender())
-        runpy.run_module("trainers.pretrain_gpt", run_name="__main__", alter_sys=True)
-    """
-    argv = [sys.executable, "-c", textwrap.dedent(code), *flags]
-    done = subprocess.run(
-        argv, env=mpirun.environment(), capture_output=True, text=True, timeout=60, check=False, cwd=mpirun.ROOT
-    )
+def test_a_signal_before_the_imports_are_done(tmp_path, number, flags, status, line):
+    done = interrupted_imports(tmp_path, f"os.kill(os.getpid(), signal.{number})", "trainers.pretrain_gpt", *flags)
     assert (done.returncode, done.stderr) == (status, line)
+
+
+def at_import(tmp_path, code):
+    """The environment of a Python in which ``code`` runs when the package commengine is about to be imported."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, subprocess, sys, time
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "commengine":
+            {code}
+sys.meta_path.insert(0, AtImport())
+""")
+    return {"PYTHONPATH": f"{tmp_path}:{mpirun.ROOT}"}
+
+
+def interrupted_imports(tmp_path, code, command, *words):
+    """``python -m COMMAND``, with `at_import`."""
+    env = mpirun.environment(at_import(tmp_path, code))
+    argv = [sys.executable, "-m", command, *words]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False, cwd=mpirun.ROOT)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"trainers.{name}" for name in ("evaluate", "generate", "prepare_corpus", "convert", "preprocess_data")),
+        *("trainers.compare", "trainers.supervise", "bench.doctor", "bench.study"),
+    ],
+)
+def test_ctrl_c_during_the_imports_of_any_command(tmp_path, command):
+    """Not even an import that catches every exception loses it."""
+    code = "exec('try: os.kill(os.getpid(), signal.SIGINT)\\nexcept BaseException: pass')"
+    done = interrupted_imports(tmp_path, code, command)
+    assert (done.returncode, done.stderr) == (130, f"interrupted (SIGINT) {BEFORE}\n")
+
+
+# Rank 0 starts MPI and waits; rank 1 is the command, in which a signal comes.
+ONE_OF_TWO = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+if next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ) == "1":
+    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+time.sleep(2)
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+time.sleep(60)
+"""
+AT_ONCE = "os.kill(os.getpid(), signal.{})"
+IN_MPI_INIT = "subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -TERM {{os.getpid()}}']); import mpi4py.MPI  # {}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command, when, number, status",
+    [
+        ("trainers.pretrain_gpt", AT_ONCE, "SIGTERM", 75),
+        ("trainers.pretrain_gpt", IN_MPI_INIT, "SIGTERM", 75),
+        ("trainers.evaluate", AT_ONCE, "SIGINT", 130),
+    ],
+)
+def test_a_signal_to_one_rank_before_mpi_has_started_ends_all_ranks(tmp_path, command, when, number, status):
+    argv = [mpirun.mpiexec(), "-n", "2", sys.executable, "-c", ONE_OF_TWO, command]
+    done = mpirun.command(argv, timeout=50, env=at_import(tmp_path, when.format(number)))
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count(f"{BEFORE}") == 1 and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", SIGNALS)
