@@ -124,6 +124,11 @@ def saved_state(found: Path, *, verify: bool) -> SavedState:
                 if piece.name == STATE:
                     checksums.check(found, piece)
         state = state_file.read(found / STATE)
+        if (named := pointer.iteration_of(found)) not in (None, state.iteration):
+            raise ValueError(
+                f"{found / STATE}: it is of iteration {state.iteration}, and its folder's name of {named}: give the "
+                f"folder the name {pointer.name_of(state.iteration)}"
+            )
     except (ValueError, OSError) as error:
         raise cannot_load(found, error) from error
     if state.format >= 4 and pieces is None and verify:

@@ -29,6 +29,12 @@ def name_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(path: Path) -> int | None:
+    """The steps in a complete checkpoint's name; None if it has another name."""
+    named = _CHECKPOINT.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
+    return _iteration(path) if named else None
+
+
 def is_name(name: str) -> bool:
     """Whether a checkpoint, complete or not, may have this name."""
     return any(kind.fullmatch(name) for kind in _KINDS)

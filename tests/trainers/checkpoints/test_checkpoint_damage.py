@@ -104,3 +104,16 @@ def test_a_file_that_vanishes_is_one_error(world, saved):
     made, found = saved
     path, aside = found / "optimizer.safetensors", found.parent / "aside"
     assert f"{path}: no such file" in refused(world, made, lambda: path.rename(aside), lambda: aside.rename(path))
+
+
+def test_a_folder_whose_name_is_of_another_iteration_is_refused(world, saved, trainer):
+    made, found = saved
+    copy = found.with_name("iter_0000006")
+    if world.rank == 0:
+        shutil.copytree(found, copy)
+    world.barrier()
+    other = trainer(world, load=str(copy), tensor_model_parallel_size=world.size)
+    with pytest.raises(UsageError, match=r"iter_0000006/state.json: it is of iteration 1, .* of 6") as caught:
+        run_state.resume(other)
+    assert "the name iter_0000001" in str(caught.value)
+    assert run_state.resume(made)
