@@ -22,6 +22,11 @@ def resize(folder: Path, kilobytes: int) -> None:
     _mount("-o", f"remount,size={kilobytes}k", str(folder))
 
 
+def make_read_only(folder: Path) -> None:
+    """Let a mounted `small_disk` refuse every change, as a file system does after an error of its device."""
+    _mount("-o", "remount,ro", str(folder))
+
+
 def why_not() -> str:
     """Why no disk can be mounted here; empty if it can."""
     import tempfile

@@ -93,11 +93,15 @@ def open_to_read(path: Path) -> int:
 def rewrite(path: Path, data: bytes) -> None:
     """Give a file new content: a kill leaves all of the old or all of the new. It writes ``NAME.tmp`` beside it first.
 
-    Raises OSError that names a file.
+    Raises OSError that names a file; then nothing is left beside it.
     """
     beside = path.with_name(f"{path.name}.tmp")
-    write(beside, data)
-    replace(beside, path)
+    try:
+        write(beside, data)
+        replace(beside, path)
+    except OSError:
+        remove_if_possible(beside)
+        raise
 
 
 def named(error: OSError, path: Path) -> OSError:

@@ -273,12 +273,16 @@ class FolderLock:
         return self._problem
 
     def release(self) -> None:
-        """Give the lock back, if this process holds it."""
+        """Give the lock back, if this process holds it. Never raises: the error that ends a run is what is told.
+
+        A file that cannot be removed is that of a dead process as soon as this one ends.
+        """
         self._ended.set()
         if self._thread is not None:  # it might make the file again
             self._thread.join()
-        if self._held and (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._held and (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
+                self.path.unlink()
         self._held = False
 
     def __enter__(self) -> Self:

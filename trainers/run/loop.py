@@ -79,6 +79,8 @@ def train(
                     f"--train-iters is {config.train_iters}; files are left as they are",
                     flush=True,
                 )
+            if folder is not None and goes_on:
+                on_rank_zero(world, lambda: pointer.make_room(folder))  # what a save left that failed in its last step
             trainer.close()
             return 0
         if folder is not None:

@@ -86,8 +86,7 @@ def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[
             with contextlib.suppress(OSError):
                 _give_back(folder)
                 disk.remove(own / OLD)
-            with contextlib.suppress(OSError):
-                lock.release()
+            lock.release()
         with contextlib.suppress(OSError):  # another job has it now
             own.rmdir()
 

@@ -17,7 +17,7 @@ import pytest
 
 from commengine import UsageError
 from tests.support import mpirun
-from tests.support.small_disk import small_disk, why_not
+from tests.support.small_disk import make_read_only, small_disk, why_not
 from trainers.checkpoints.folder_lock import DEAD_SECONDS, NAME, FolderLock, hold, read
 
 FORK = multiprocessing.get_context("fork")
@@ -327,6 +327,15 @@ def test_a_full_disk_without_links(disk, monkeypatch):
     fill(disk, pages=1)
     with FolderLock(disk) as lock:
         assert lock.attempt() is None and names(disk) == [NAME]
+
+
+def test_a_disk_that_became_read_only_does_not_bury_the_error_that_says_so(disk):
+    lock = FolderLock(disk)
+    assert lock.attempt() is None
+    make_read_only(disk)
+    with pytest.raises(UsageError, match="the first error"), lock:
+        raise UsageError("the first error")
+    assert names(disk) == [NAME]
 
 
 @pytest.mark.slow

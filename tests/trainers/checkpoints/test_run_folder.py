@@ -61,7 +61,9 @@ def met(finished, pretrain, mock):
         for key in ("old", "other", "unnamed"):
             shutil.copytree(finished, places[key])
         (places["unnamed"] / "latest").unlink()
-        (places["unnamed"] / "iter_0000005.tmp").mkdir()  # which was under way
+        for key in ("unnamed", "old")[: 2 if name == "done" else 1]:
+            (places[key] / "iter_0000005.tmp").mkdir()  # which was under way
+            (places[key] / "iter_0000005.tmp" / "model.safetensors").touch()
         for key in ("new", "begun"):
             places[key].mkdir()
         (places["begun"] / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0}\n')
@@ -141,7 +143,7 @@ def test_nothing_to_train_is_said_and_leaves_the_report(finished, met, name, ask
     (line,) = outcome.out[0].splitlines()
     assert line.startswith("nothing to train: ") and f"at iteration 4, --train-iters is {asked}" in line
     assert all(out == "" for out in outcome.out[1:]) and outcome.err[0] == ""
-    assert content(folder / "old") == content(finished)
+    assert content(folder / "old") == content(finished)  # what a failed save had left is gone
 
 
 def test_a_run_that_ended_before_its_first_row_left_nothing(tmp_path):

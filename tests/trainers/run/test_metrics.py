@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.support.full_disk import room_for
 from trainers.run.metrics import AT_STOP, Metrics, read_rows, write_rows
 from trainers.run.report import Report
 
@@ -17,6 +18,13 @@ from trainers.run.report import Report
 def strictly(text):
     """The JSON value; NaN and Infinity, which Python reads and RFC 8259 does not have, are errors."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_full_disk_keeps_the_old_rows_and_nothing_else(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"iteration": 1}])
+    with room_for(8), pytest.raises(OSError, match=r"metrics\.jsonl"):
+        write_rows(tmp_path / "metrics.jsonl", [{"iteration": 1}, {"iteration": 2}])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"iteration": 1}\n']
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path):
