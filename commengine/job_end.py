@@ -29,7 +29,7 @@ LATER_SECONDS = 1.0
 #: seconds after which a process that waits for the other ranks to start, so that it can end them, ends by SIGALRM
 START_SECONDS = 30
 
-#: seconds after which a process that MPI_Abort keeps, because the launcher cannot be reached, ends by SIGALRM
+#: seconds after which SIGALRM ends a process that cannot abort: nobody reads its output, or the launcher is gone
 ABORT_SECONDS = 10
 
 #: Open MPI's launchers. They wait for ever for the daemon of a node that the network does not reach any more
@@ -78,6 +78,8 @@ def abort(code: int) -> NoReturn:
     Where a launcher started this process and MPI has not begun, it begins here, which waits for the other ranks.
     """
     code = process_status(code) or 1
+    with contextlib.suppress(Exception):  # first: a pipe that nobody reads blocks the flush, too
+        signal.alarm(ABORT_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a closed stream or a broken pipe must not keep the other ranks waiting
             stream.flush()

@@ -38,6 +38,29 @@ def test_uncaught_exception_ends_every_rank(job):
     assert 'raise ValueError("rank one gives up")' in done.stderr
 
 
+def test_an_abort_does_not_wait_for_a_pipe_that_nobody_reads():
+    program = """
+import os, sys
+from commengine import job_end
+job_end.ABORT_SECONDS = 1
+os.set_blocking(1, False)
+try:
+    while True:
+        os.write(1, bytes(1024))
+except BlockingIOError:
+    os.set_blocking(1, True)
+sys.stdout = open(1, "w")  # with a buffer, whatever PYTHONUNBUFFERED says
+sys.stdout.write("last words")
+job_end.abort(3)
+"""
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=mpirun.ROOT) as process:
+        try:
+            assert process.wait(GONE_S) == -signal.SIGALRM
+        finally:
+            process.kill()
+
+
 @pytest.mark.long
 def test_uncaught_exception_ends_ranks_that_wait_on_a_stream(job):
     done, seconds = job(
