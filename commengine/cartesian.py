@@ -133,7 +133,7 @@ class CartesianGrid:
         axes = len(self.shape)
         mine = torch.full((1 + axes,), -1, dtype=torch.int64, device="cpu")
         mine[0] = len(local_shape)
-        mine[1:] = torch.tensor([*local_shape, *[-1] * axes][:axes], dtype=torch.int64)
+        mine[1:] = torch.tensor([*local_shape, *[-1] * axes][:axes], dtype=torch.int64, device="cpu")
         everybody = torch.empty(self.size * (1 + axes), dtype=torch.int64, device="cpu")
         self.comm.all_gather(everybody, mine)
         rows = everybody.view(self.size, 1 + axes).tolist()

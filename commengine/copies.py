@@ -20,10 +20,10 @@ def difference_between(comm: Communicator, items: Sequence[tuple[str, int]]) -> 
     """
     if comm.size == 1:
         return None
-    mine = torch.tensor([value for _, value in items], dtype=torch.int64)
+    mine = torch.tensor([value for _, value in items], dtype=torch.int64, device="cpu")
     digest = hashlib.blake2b(mine.numpy().tobytes(), digest_size=8).digest()
     of_all = int.from_bytes(digest, "big") >> 1  # 63 bits, so that it can be negated
-    ends = torch.tensor([of_all, -of_all])
+    ends = torch.tensor([of_all, -of_all], dtype=torch.int64, device="cpu")
     comm.all_reduce(ends, "max")
     if int(ends[0]) == -int(ends[1]):
         return None

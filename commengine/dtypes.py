@@ -198,7 +198,7 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
             for block, *operands in zip(*rows, strict=True):
                 reduce_unseen(operands, op, block)
             return out
-        total = torch.empty(out.shape, dtype=torch.float32 if out.dtype in HALF_TYPES else out.dtype)
+        total = out.new_empty(out.shape, dtype=torch.float32 if out.dtype in HALF_TYPES else out.dtype)
     step = _STEPS[op]
     step(parts[0].to(total.dtype), parts[1], out=total)
     for part in parts[2:]:

@@ -36,9 +36,9 @@ def wait_for_json(world: Communicator, value: Any) -> Any:
 
 
 def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
-    length = torch.tensor([len(mine)])
+    length = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
     world.broadcast(length, root)
-    data = torch.zeros(int(length), dtype=torch.uint8)
+    data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     if world.rank == root and mine:
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     world.broadcast(data, root)
@@ -51,11 +51,13 @@ def gather_json(world: Communicator, value: Any) -> list[Any]:
     The other ranks get an empty list.
     """
     mine = json.dumps(value).encode()
-    lengths = torch.empty(world.size, dtype=torch.int64)
-    world.all_gather(lengths, torch.tensor([len(mine)]))
+    lengths = torch.empty(world.size, dtype=torch.int64, device="cpu")
+    world.all_gather(lengths, torch.tensor([len(mine)], dtype=torch.int64, device="cpu"))
     longest = int(lengths.max())
     padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-    everybody = torch.empty((world.size, longest), dtype=torch.uint8) if world.rank == 0 else None
+    everybody = None
+    if world.rank == 0:
+        everybody = torch.empty((world.size, longest), dtype=torch.uint8, device="cpu")
     world.gather(everybody, padded[None])
     if everybody is None:
         return []
@@ -101,7 +103,7 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     except (UsageError, ValueError, OSError) as error:
         problem = one_line(error) or repr(error)
     world.wait_for_all()
-    ranks = torch.tensor([world.rank if problem else world.size])
+    ranks = torch.tensor([world.rank if problem else world.size], dtype=torch.int64, device="cpu")
     world.all_reduce(ranks, "min")
     first = int(ranks)
     if first < world.size:

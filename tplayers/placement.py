@@ -27,7 +27,8 @@ class Normal:
     std: float
 
     def draw(self, shape: Sequence[int], seed: int, name: str) -> Tensor:
-        return torch.empty(tuple(shape)).normal_(0.0, self.std, generator=generator(seed, name))
+        values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+        return values.normal_(0.0, self.std, generator=generator(seed, name))
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Constant:
     value: float
 
     def draw(self, shape: Sequence[int], seed: int, name: str) -> Tensor:
-        return torch.full(tuple(shape), self.value)
+        return torch.full(tuple(shape), self.value, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)

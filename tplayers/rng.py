@@ -28,7 +28,7 @@ def stable_hash(*parts: int | str) -> int:
 
 def generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator whose seed follows from ``seed`` and ``name``."""
-    return torch.Generator().manual_seed(stable_hash(seed, name))
+    return torch.Generator("cpu").manual_seed(stable_hash(seed, name))
 
 
 class Randomness:
@@ -45,7 +45,9 @@ class Randomness:
     def __init__(
         self, seed: int, iteration: int, samples: Sequence[int], *, device: torch.device | None = None
     ) -> None:
-        hashes = torch.tensor([stable_hash(seed, iteration, sample) for sample in samples], dtype=torch.int64)
+        hashes = torch.tensor(
+            [stable_hash(seed, iteration, sample) for sample in samples], dtype=torch.int64, device="cpu"
+        )
         self.base = hashes if device is None else to_device(hashes, device)
         self._parts = (seed, iteration, *samples)
 
@@ -116,7 +118,9 @@ def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int
     """The mask of `dropout` with ``keys``: bool [rows, b, columns] or [b, heads, rows, columns], True where x stays."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} is not within 0 to 1")
-    counters = torch.arange(first_row * columns, (first_row + rows) * columns, device=keys.device).to(torch.int32)
+    counters = torch.arange(
+        first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device
+    ).to(torch.int32)
     if keys.dim() == 1:
         return keep_mask(counters.view(rows, 1, columns), keys.view(1, -1, 1), p)
     return keep_mask(counters.view(rows, columns), keys[:, :, None, None], p)

@@ -127,7 +127,7 @@ class DataParallel:
         the numbers are finite, none is negative, and one is positive.
         """
         usable = math.isfinite(samples) and samples >= 0
-        counted = torch.tensor([samples if usable else 0.0, 0.0 if usable else 1.0], dtype=torch.float64)
+        counted = torch.tensor([samples if usable else 0.0, 0.0 if usable else 1.0], dtype=torch.float64, device="cpu")
         self.grid.data.all_reduce(counted)
         total, refused = counted.tolist()
         if refused or total == 0:
@@ -220,16 +220,15 @@ class DataParallel:
         """
         grid, count, groups = self.grid, len(absent) + 1, len(self.buffers.groups)
         changed = self.buffers.changed() if self.equal_buffers else []
-        notes = torch.zeros(count + 3 * groups, dtype=torch.int64)
+        notes = torch.zeros(count + 3 * groups, dtype=torch.int64, device="cpu")
         if late or any(absent):
-            notes[: count - 1] = torch.tensor([
-                _LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)
-            ])  # fmt: skip
+            each = [_LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)]
+            notes[: count - 1] = torch.tensor(each, dtype=torch.int64, device="cpu")
         if self._parameters.changed():
             notes[count - 1] = _LATE
         if changed:
             notes[count : count + groups][changed] = 1
-            notes[count + groups :] = torch.tensor(self.buffers.layouts()).view(-1)
+            notes[count + groups :] = torch.tensor(self.buffers.layouts(), dtype=torch.int64, device="cpu").view(-1)
         if grid.data.size > 1:
             grid.data.all_reduce(notes)
         told = notes.tolist()
@@ -237,7 +236,7 @@ class DataParallel:
         faults = [note // _LATE for note in told[:count]]
         faults += [int(n * n != grid.data.size * m) for n, m in zip(layouts[::2], layouts[1::2], strict=True)]
         if grid.tensor.size > 1:  # an error of one data group is one of all
-            others = torch.tensor(faults)
+            others = torch.tensor(faults, dtype=torch.int64, device="cpu")
             grid.tensor.all_reduce(others, "max")
             faults = others.tolist()
         missing = [note % _LATE + fault * _LATE for note, fault in zip(told, faults[:count], strict=False)]

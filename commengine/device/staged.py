@@ -155,7 +155,9 @@ class StagedTransport:
         nbytes = count * like.itemsize
         found = self._buffers.get((slot, use))
         if found is None or found.numel() < nbytes:
-            found = self._buffers[slot, use] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            found = self._buffers[slot, use] = torch.empty(
+                nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
         return found[:nbytes].view(like.dtype).view(shape)
 
     def _run(self, pieces: Sequence[Callable[[int], _Piece]]) -> None:
@@ -289,7 +291,9 @@ class StagedTransport:
         for verb, tensor, peer in transfers:
             buffer = tensor
             if not tensor.is_cpu:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned and tensor.numel() > 0)
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned and tensor.numel() > 0
+                )
                 if verb == "send":
                     self._runtime.copy(buffer, tensor)
             staged.append((verb, buffer, peer))

@@ -65,7 +65,7 @@ class Operands:
         """Return an uninitialised tensor in the pool, or a private one if there is no room. Not collective."""
         taken = None if self._shared.pool is None else self._shared.pool.take(math.prod(shape), dtype)
         # Not a view: autograd would refuse to change one in place that a Function has returned.
-        return torch.empty(shape, dtype=dtype) if taken is None else taken.resize_(shape)
+        return torch.empty(shape, dtype=dtype, device="cpu") if taken is None else taken.resize_(shape)
 
 
 def agreed_limit(comm: MPI.Intracomm, limit: int) -> int:

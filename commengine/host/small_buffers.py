@@ -43,7 +43,7 @@ class SmallBuffers(dict[tuple[torch.dtype, torch.Size], GatheredSmall]):
         if len(self) >= MOST_BUFFERS:
             self.clear()
         with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
-            whole = torch.empty((self._size, *shape), dtype=dtype)
+            whole = torch.empty((self._size, *shape), dtype=dtype, device="cpu")
             parts = whole.unbind()
         datatype = self._types.move[dtype]
         received = load_mpi().memory.fromaddress(whole.data_ptr(), whole.nbytes), datatype

@@ -299,7 +299,7 @@ def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:
             f"sample, or bool [{b}, {s}], True where a token is real"
         )
     require_within(padding, s + 1, "a sample's number of real tokens")
-    return torch.arange(s, device=padding.device) < padding.unsqueeze(1)
+    return torch.arange(s, dtype=torch.int64, device=padding.device) < padding.unsqueeze(1)
 
 
 def _bias(real: Tensor, dtype: torch.dtype, *, causal: bool) -> Tensor:
@@ -311,7 +311,7 @@ def _bias(real: Tensor, dtype: torch.dtype, *, causal: bool) -> Tensor:
     and their gradients would be wrong.
     """
     if causal:
-        places = torch.arange(real.shape[1], device=real.device)
+        places = torch.arange(real.shape[1], dtype=torch.int64, device=real.device)
         seen = real[:, None, :] & (places <= places[:, None])
         seen = seen | ((places == places[:, None]) & ~seen.any(dim=-1, keepdim=True))
     else:

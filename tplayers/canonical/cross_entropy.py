@@ -46,7 +46,11 @@ class _CrossEntropy(torch.autograd.Function):
         column = target - shards.first * width
         mine = (column >= 0) & (column < own * width) & (target < vocab_size)
         column = torch.where(mine, column, 0).reshape(-1)
-        places = (column // width, torch.arange(column.numel(), device=column.device), column % width)
+        places = (
+            column // width,
+            torch.arange(column.numel(), dtype=torch.int64, device=column.device),
+            column % width,
+        )
         rows = values.view(own, -1, width)
         sums = peak.new_zeros((2, *target.shape))
         sums[1] = torch.where(mine, rows[places].view(target.shape), 0.0)

@@ -46,8 +46,11 @@ def _batched(x: Tensor, *sides: int) -> bool:
 @cache
 def _tried(count: int, m: int, k: int, n: int) -> bool:
     """Whether a batch of random matrices has the same bits at once and one by one."""
-    drawn = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(count, *sides, generator=drawn).bfloat16() for sides in ((m, k), (k, n)))
+    drawn = torch.Generator("cpu").manual_seed(0)
+    left, right = (
+        torch.randn(count, *sides, generator=drawn, dtype=torch.float32, device="cpu").bfloat16()
+        for sides in ((m, k), (k, n))
+    )
     alone = [torch.bmm(*both) for both in zip(torch.split(left, 1), torch.split(right, 1), strict=True)]
     return torch.equal(torch.bmm(left, right), torch.cat(alone))
 

@@ -108,9 +108,9 @@ def pooling_rules(
 
 def inputs_counted(rules: Sequence[Sliding], points: Sequence[int], outputs: Sequence[slice]) -> Tensor:
     """Return how many inputs inside the field each of ``outputs`` reads: a float64 tensor of their shape."""
-    counts = torch.ones((), dtype=torch.float64)
+    counts = torch.ones((), dtype=torch.float64, device="cpu")
     for rule, n, part in zip(rules, points, outputs, strict=True):
         spans = [rule.reads(o, o + 1) for o in range(part.start, part.stop)]
         inside = [min(stop, n) - max(start, 0) for start, stop in spans]
-        counts = counts.unsqueeze(-1) * torch.tensor(inside, dtype=torch.float64)
+        counts = counts.unsqueeze(-1) * torch.tensor(inside, dtype=torch.float64, device="cpu")
     return counts

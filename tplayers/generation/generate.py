@@ -149,7 +149,7 @@ def _steps(
             cache.clear()
             hidden = _whole_windows(model, cache, active)
         else:
-            last = to_device(torch.tensor([[row.new[-1]] for row in active]), device)
+            last = to_device(torch.tensor([[row.new[-1]] for row in active], dtype=torch.int64, device="cpu"), device)
             hidden = model.hidden_states(last, cache=cache)[0]
             cache.advance([1] * len(active))
         logits = None if screen is None else screen.logits(hidden, screened(sampling))
@@ -158,7 +158,7 @@ def _steps(
         keys = None
         if sampling.temperature > 0:
             of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]
-            keys = to_device(torch.tensor(of_rows), device)
+            keys = to_device(torch.tensor(of_rows, dtype=torch.int64, device="cpu"), device)
         tokens, scores = chooser.choose(logits, keys, None if seen is None else seen.of)
         chosen = tokens.tolist()
         if not all(map(math.isfinite, scores.tolist())):
@@ -190,7 +190,7 @@ def _first_pass(model: GPT, rows: Sequence[_Row], capacity: int) -> tuple[KeyVal
     if len(prompts) < len(rows):
         of_rows = [place[id(row.prompt)] for row in rows]
         cache.keep(of_rows)
-        hidden = hidden[to_device(torch.tensor(of_rows), hidden.device)]
+        hidden = hidden[to_device(torch.tensor(of_rows, dtype=torch.int64, device="cpu"), hidden.device)]
     return cache, hidden
 
 
@@ -200,11 +200,13 @@ def _whole_windows(model: GPT, cache: KeyValueCache, rows: Sequence[_Row]) -> Te
     lengths = [len(window) for window in windows]
     longest, device = max(lengths), model.embedding.weight.device
     # Shorter rows are filled up at the end, which no real token sees.
-    filled = torch.tensor([window + [0] * (longest - len(window)) for window in windows])
+    filled = torch.tensor(
+        [window + [0] * (longest - len(window)) for window in windows], dtype=torch.int64, device="cpu"
+    )
     hidden = model.hidden_states(to_device(filled, device), cache=cache)
     cache.advance(lengths)
-    last = to_device(torch.tensor(lengths) - 1, device)
-    return hidden[last, torch.arange(len(rows), device=device)]
+    last = to_device(torch.tensor(lengths, dtype=torch.int64, device="cpu") - 1, device)
+    return hidden[last, torch.arange(len(rows), dtype=torch.int64, device=device)]
 
 
 def _longest(rows: Sequence[_Row]) -> int:
@@ -216,9 +218,9 @@ class _Seen:
 
     def __init__(self, rows: Sequence[_Row], chooser: TokenChooser) -> None:
         self._first, self._real = chooser.first, chooser.real
-        of = torch.zeros((len(rows), chooser.columns), dtype=torch.bool)
+        of = torch.zeros((len(rows), chooser.columns), dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
-            mine = torch.tensor(row.prompt) - self._first
+            mine = torch.tensor(row.prompt, dtype=torch.int64, device="cpu") - self._first
             of[number, mine[(mine >= 0) & (mine < self._real)]] = True
         self.of = to_device(of, chooser.device)
 

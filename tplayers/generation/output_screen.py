@@ -37,8 +37,8 @@ class OutputScreen:
     def __init__(self, weight: Tensor, columns: int) -> None:
         rows, hidden = weight.shape
         self._weight, self._columns = weight, columns
-        integers = torch.empty((rows, hidden), dtype=torch.int8)
-        self._scales, self._errors = torch.empty(rows), torch.empty(rows)
+        integers = torch.empty((rows, hidden), dtype=torch.int8, device="cpu")
+        self._scales, self._errors = weight.new_empty(rows), weight.new_empty(rows)
         # The rest of x is at most half of the second scale in each of its h numbers; float32 rounds every sum.
         little = math.sqrt(hidden) / (2 * _MOST * 2 * _MOST) + 2.0**-22 * hidden
         for first in range(0, rows, _BLOCK):
@@ -85,8 +85,9 @@ def available(weight: Tensor) -> bool:
 def _exact_products() -> bool:
     """Whether `_product` is right. Processors without VNNI instructions add pairs of products in 16 bits."""
     try:
-        packed = _pack(torch.full((16, 64), _MOST, dtype=torch.int8))
-        found = _product(torch.full((2, 64), float(_MOST)), packed, torch.ones(16))
+        packed = _pack(torch.full((16, 64), _MOST, dtype=torch.int8, device="cpu"))
+        ones = torch.ones(64, dtype=torch.float32, device="cpu")
+        found = _product((_MOST * ones).repeat(2, 1), packed, ones[:16])
     except (AttributeError, NotImplementedError, RuntimeError):  # PyTorch was built without oneDNN
         return False
     return bool((found == 64 * _MOST * _MOST).all())
@@ -109,7 +110,7 @@ def _product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     The result is float32 [b, n]; scales: [n].
     """
     unsigned = x.add_(_ZERO).to(torch.uint8)
-    zero = torch.zeros(1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32, device="cpu")
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
         unsigned, 1.0, _ZERO, packed, scales, zero, None, 1.0, 0, torch.float32, "none", [], ""
     )

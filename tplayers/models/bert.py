@@ -107,7 +107,7 @@ class BERTEncoder(Transformer):
             positions = positions - self.comm.rank * s
             elsewhere = (positions < 0) | (positions >= s)
             positions = positions.masked_fill(elsewhere, 0)
-        numbers = (positions * b + torch.arange(b, device=hidden.device)).reshape(-1)
+        numbers = (positions * b + torch.arange(b, dtype=torch.int64, device=hidden.device)).reshape(-1)
         rows = hidden.reshape(s * b, h).index_select(0, numbers).view(*positions.shape, h)
         return rows if elsewhere is None else rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
@@ -259,5 +259,5 @@ class MaskedTokenHead(nn.Module):
 def _order_losses(logits: Tensor, labels: Tensor | None) -> Tensor:
     """Cross-entropy [b] of logits [b, 2]."""
     if labels is None:
-        labels = torch.full(logits.shape[:1], IGNORED, device=logits.device)
+        labels = torch.full(logits.shape[:1], IGNORED, dtype=torch.int64, device=logits.device)
     return class_cross_entropy(logits, labels)

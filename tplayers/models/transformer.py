@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         """The rotation of queries and keys at ``positions``, the same in every layer."""
         config, weight = self._sizes, self.embedding.weight
         if isinstance(positions, slice):
-            positions = torch.arange(positions.start, positions.stop, device=weight.device)
+            positions = torch.arange(positions.start, positions.stop, dtype=torch.int64, device=weight.device)
         turns = frequencies(config.head_size, config.rotary_base, config.rope_scaling, weight.device)
         return rotation(positions, turns, weight.dtype)
 

@@ -65,7 +65,7 @@ def compare(
     mine = torch.zeros(4 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if x is not None and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS:
         head = [1 + _DTYPES.index(x.dtype), int(wants_gradient(x)), int(x.is_cpu), x.dim()]
-        mine[: 4 + x.dim()] = torch.tensor([*head, *x.shape])
+        mine[: 4 + x.dim()] = torch.tensor([*head, *x.shape], dtype=torch.int64, device="cpu")
     everybody = torch.empty(comm.size * len(mine), dtype=torch.int64, device="cpu")
     comm.all_gather(everybody, mine)
     records = [tuple(record) for record in everybody.view(comm.size, -1).tolist()]

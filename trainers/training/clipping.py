@@ -89,7 +89,7 @@ def exact_gradient_norm(
         return largest
     _, exponent = math.frexp(largest)
     totals = [_squares(grads, exponent) for grads in gradients]
-    words = torch.tensor([[total >> LOW, total & (1 << LOW) - 1] for total in totals])
+    words = torch.tensor([[total >> LOW, total & (1 << LOW) - 1] for total in totals], dtype=torch.int64, device="cpu")
     if data is not None:
         data.all_reduce(words)
     sharded = words[1].clone()
@@ -102,7 +102,7 @@ def _largest(gradients: list[Tensor], tensor: Communicator, data: Communicator |
     """The largest absolute value on any rank; infinity if one is NaN."""
     ends = [float(end) for gradient in gradients if gradient.numel() for end in torch.aminmax(gradient)]
     found = max((math.inf if math.isnan(end) else abs(end) for end in ends), default=0.0)
-    largest = torch.tensor(found, dtype=torch.float64)
+    largest = torch.tensor(found, dtype=torch.float64, device="cpu")
     for group in (tensor, data):
         if group is not None:
             group.all_reduce(largest, "max")
@@ -112,9 +112,9 @@ def _largest(gradients: list[Tensor], tensor: Communicator, data: Communicator |
 def _squares(gradients: Iterable[Tensor], exponent: int) -> int:
     """The sum of the squares of elements below 2^exponent, in units of 2^(2 * exponent - BITS)."""
     unit = math.ldexp(1.0, BITS - 2 * exponent)
-    values = torch.empty(CHUNK, dtype=torch.float64)
+    values = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
     squares = torch.empty_like(values)
-    whole = torch.tensor(WHOLE, dtype=torch.float64)
+    whole = torch.tensor(WHOLE, dtype=torch.float64, device="cpu")
     total = 0
     for grad in gradients:
         for chunk in torch.split(grad.reshape(-1), CHUNK):

@@ -115,7 +115,7 @@ class ModuleBuffers:
         """
         tensors = self._tensors(number)
         if not tensors:
-            return torch.empty(0), None
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), None
         if len(self.groups[number]) == 1 and tensors[0].numel() >= LARGE:
             return tensors[0], tensors[0]._version
         return torch.cat([tensor.reshape(-1) for tensor in tensors]), None

@@ -53,7 +53,8 @@ class OptimizerState:
                 if isinstance(value, int | float):  # the dtype holds it exactly
                     self._numbers.add(f"{kind}.{name}")
                     real = torch.float64 if isinstance(value, float) else torch.int64
-                    value = torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else real)
+                    dtype = torch.bool if isinstance(value, bool) else real
+                    value = torch.tensor(value, dtype=dtype, device="cpu")
                 if isinstance(value, Tensor):
                     self._place(name, value.shape)
                     yield f"{kind}.{name}", value

@@ -59,7 +59,7 @@ class LossScaler:
 
 def on_any_rank(mine: bool, *groups: Communicator) -> bool:
     """Whether ``mine`` is true on any rank of a grid whose dimensions are ``groups``. Collective over each group."""
-    flag = torch.tensor([int(mine)])
+    flag = torch.tensor([int(mine)], dtype=torch.int64, device="cpu")
     for group in groups:
         group.all_reduce(flag, "max")
     return bool(flag)

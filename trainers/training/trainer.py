@@ -127,7 +127,7 @@ class Trainer:
         """For each term the items that it counts in the whole global batch. Collective over the data group."""
         mine = [sum(counts) for counts in zip(*(batch.counts for batch in microbatches), strict=True)]
         unusable = not all(batch.usable for batch in microbatches)
-        counts = torch.tensor([*mine, unusable])
+        counts = torch.tensor([*mine, unusable], dtype=torch.int64, device="cpu")
         self.grid.data.all_reduce(counts)
         *of_terms, unusable = counts.tolist()
         if unusable:
