@@ -226,7 +226,7 @@ class Communicator(GroupCalls):
         tensor on any rank refers to it any more. Otherwise it lives as long as the process.
         """
         if not self.shares_operand(operation, math.prod(shape) * dtype.itemsize, dtype):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if not self._operands.opened:
             self._live_mpi()
             self._drain_streams()
@@ -349,6 +349,8 @@ class Communicator(GroupCalls):
             made = self.split(self.rank // size, name=f"{self.name}/block{size}")
             assert made is not None
             self._blocks[size] = made
+            for log in self._calls.logs:
+                log.follow(made)
         return self._blocks[size]
 
     @property

@@ -16,7 +16,8 @@ class CollectiveMismatch(CollectiveError):
     large host collectives are compared: those that go through a node's shared memory, and, once a group has tensors
     from `Communicator.empty`, those that are large enough to go there. These compare the ranks of one node.
 
-    Raised on every rank that took part in the comparison; the message lists which rank asked for what.
+    Raised on every rank that took part in the comparison; the message lists which rank asked for what. A collective
+    that was not compared raises it on a rank where MPI tells that the sizes differ.
     """
 
 

@@ -149,7 +149,14 @@ class Trace:
         self.rank = comms[0].world_rank if comms else 0
         self._events: list[CollectiveEvent] = []
         self._settled: dict[tuple[str, int, str], Total] = {}
-        self._comms = tuple(dict.fromkeys(one for comm in comms for one in (comm, *comm.blocks)))
+        self._comms = comms  # and the blocks that `follow` finds
+
+    def follow(self, comm: TracedGroup) -> None:
+        """Log the collectives of ``comm``, and of its blocks, from now on."""
+        self._comms = tuple(dict.fromkeys((*self._comms, comm)))
+        comm._attach_trace(self)
+        for block in comm.blocks:
+            self.follow(block)
 
     @property
     def events(self) -> list[CollectiveEvent]:
@@ -170,7 +177,7 @@ class Trace:
             yield
         finally:
             for comm in logged:
-                comm._attach_trace(self)
+                self.follow(comm)
 
     def totals(self) -> list[Total]:
         """Return one row per group and operation, the row with the most seconds first."""
@@ -250,12 +257,13 @@ def _add(rows: dict[tuple[str, int, str], Total], event: CollectiveEvent) -> Non
 def trace(*comms: TracedGroup) -> Iterator[Trace]:
     """Log every collective of the communicators ``comms``, and of their `blocks`, on this rank while the block runs.
 
+    A block that is made meanwhile is logged, too; a part that is split off is not, because it is closed by itself.
     Not collective: each rank may trace other groups. Traces nest. Costs about a microsecond a collective inside the
     block, and nothing outside.
     """
     log = Trace(*comms)
-    for comm in log._comms:
-        comm._attach_trace(log)
+    for comm in comms:
+        log.follow(comm)
     try:
         yield log
     finally:

@@ -7,7 +7,6 @@ The checks are free functions of the calling communicator. Each one returns what
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from commengine.agreement import GroupMember
 from commengine.dtypes import COMPLEX_TYPES, DTYPES, REAL_TYPES, reduction_error
-from commengine.errors import CollectiveError
+from commengine.errors import CollectiveError, CollectiveMismatch, TransferError
+from commengine.mpi import load_mpi
 from commengine.operations import OPERATIONS
 
 #: a torch tensor, or an array with DLPack (NumPy, CuPy): its memory is used, not copied
@@ -40,9 +40,42 @@ class Caller(GroupMember, Protocol):
     _backend: Any
 
 
+class BusyMember(GroupMember, Protocol):
+    """A communicator, and whether a call of it is under way."""
+
+    busy: bool
+
+
 def call_error(member: GroupMember, operation: str, problem: str) -> CollectiveError:
     """Return a CollectiveError that names the rank, the group and the operation."""
     return CollectiveError(f"rank {member.rank} of group {member.name!r} (size {member.size}): {operation}: {problem}")
+
+
+def busy_error(member: GroupMember, operation: str) -> CollectiveError:
+    """Return the error of a call that begins while another thread is inside a call of the same communicator."""
+    problem = "another thread is inside a call of this communicator; call its operations from one thread at a time"
+    return call_error(member, operation, problem)
+
+
+def transport_error(member: GroupMember, operation: str, error: Exception) -> CollectiveError:
+    """Return the error of a call in which a transport failed with ``error``."""
+    text = str(error)
+    if isinstance(error, OverflowError):
+        return call_error(member, operation, f"this MPI counts at most {INT_MAX} elements in one call ({text})")
+    described = OPERATIONS.get(operation)
+    if described is None or described.pairwise or isinstance(error, TransferError):
+        return call_error(member, operation, text)
+    mpi, found = load_mpi(), getattr(error, "Get_error_class", int)()
+    # MPICH's broadcast compares sizes by itself, and has no error class of its own for the answer.
+    if found not in (mpi.ERR_TRUNCATE, mpi.ERR_IN_STATUS) and "sizes do not match" not in text:
+        return call_error(member, operation, text)
+    problem = call_error(
+        member,
+        operation,
+        "MPI moved another number of bytes than this rank expected, because the ranks gave tensors of different sizes "
+        f"or called different operations; Communicator(..., checked=True) says which ({text.splitlines()[-1].strip()})",
+    )
+    return CollectiveMismatch(str(problem))
 
 
 def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: str = "tensor") -> Tensor:
@@ -165,26 +198,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return first < second + other.nbytes if second <= first else second < first + one.nbytes
 
 
-def check_independent(member: GroupMember, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-    """Check that no call touches memory that another call writes, because one launch runs them in any order.
-
-    calls: (name, arguments) of the transport's calls.
-    """
-    spans = []
-    for number, (name, args) in enumerate(calls):
-        for tensor, written in _touched(name, args):
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, written, number, name))
-    spans = sorted(span for span in spans if span[0] < span[1])
-    reach: dict[bool, tuple[int, int, str]] = {}  # by written: (end, call, name) of the span so far that ends last
-    for start, end, written, number, name in spans:
-        for theirs, (until, other, its_name) in reach.items():
-            if start < until and number != other and (written or theirs):
-                problem = f"{its_name} and {name} of one block touch the same memory: on a device they have no order"
-                raise call_error(member, "coalesce", problem)
-        if end > reach.get(written, (0, 0, ""))[0]:
-            reach[written] = (end, number, name)
-
-
 def check_rank(group: Caller, operation: str, argument: str, rank: int) -> int:
     """Return ``rank`` as an int; it must be a rank of the group."""
     try:
@@ -194,17 +207,6 @@ def check_rank(group: Caller, operation: str, argument: str, rank: int) -> int:
     if not 0 <= number < group.size:
         raise call_error(group, operation, f"{argument}={rank!r} is not a rank of the group: 0 to {group.size - 1}")
     return number
-
-
-def _touched(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors of a transport's call, each with whether the call writes it."""
-    if name == "exchange":
-        for verb, tensor, _ in args[0]:
-            yield tensor, verb == "recv"
-        return
-    for position, value in enumerate(args):
-        if isinstance(value, Tensor):
-            yield value, position == 0  # the arguments are (output, input) or one tensor
 
 
 def is_c_int(number: Any, least: int) -> bool:

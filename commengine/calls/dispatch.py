@@ -31,9 +31,9 @@ from commengine.stream import GroupedWork, Stream, Work, finished_work
 from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace, begin
 
-from .checks import call_error, check_independent
+from .checks import busy_error, call_error, transport_error
 from .known_forms import KnownForms
-from .transport_call import TransportCall, exchanges_first
+from .transport_call import TransportCall, check_independent, exchanges_first
 
 #: the result of every call without a stream that ran on the host
 DONE = finished_work()
@@ -65,12 +65,13 @@ class Dispatcher:
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
         self.closed = False
+        self.busy = False  # a call is under way: the test and the setting of it are one step for Python's threads
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
         self._hosted: Hosted | None = None  # the same, if MPI carries them
         self._backend: Backend | None = None
         self._checked, self._streams, self._shared, self._watched = checked, streams, shared, watched
         self._least = least
-        self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError)
+        self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError, OverflowError)
         self._logs: tuple[Trace, ...] = ()
         self._block: list[tuple[TransportCall, GroupedWork]] | None = None  # the calls of an open coalesce() block
         self._direct = True
@@ -116,18 +117,39 @@ class Dispatcher:
         args: the arguments of the transport's method. tensor: the tensor that decides between host and device; None:
         the host, or the stream's device.
         """
-        if stream is None and self._direct:
-            try:
-                if tensor is None or tensor.is_cpu:
-                    getattr(self._host, name)(*args)
-                elif self._hosted is None:
-                    getattr(self._nccl, name)(*args)
-                else:
-                    self._hosted.run(name, args, self._hosted.ready())
-            except self._failures as error:
-                raise call_error(self, name, str(error)) from error
-            return DONE
-        return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
+        if stream is not None:  # threads may enqueue at once, each on a stream of its own
+            return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
+        if self.busy:
+            raise busy_error(self, name)
+        self.busy = True
+        try:
+            if not self._direct:
+                return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
+            if tensor is None or tensor.is_cpu:
+                getattr(self._host, name)(*args)
+            elif self._hosted is None:
+                getattr(self._nccl, name)(*args)
+            else:
+                self._hosted.run(name, args, self._hosted.ready())
+        except self._failures as error:
+            raise transport_error(self, name, error) from error
+        finally:
+            self.busy = False
+        return DONE
+
+    @contextlib.contextmanager
+    def _alone(self, operation: str, stream: Stream | None = None) -> Iterator[None]:
+        """Mark that a call is under way, unless it is on a stream."""
+        if stream is not None:
+            yield
+            return
+        if self.busy:
+            raise busy_error(self, operation)
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def _run_or_collect(self, call: TransportCall, stream: Stream | None) -> Work:
         """Run a call, or keep it for the end of the open coalesce() block."""
@@ -159,7 +181,7 @@ class Dispatcher:
             try:
                 perform()
             except self._failures as error:
-                raise call_error(self, call.name, str(error)) from error
+                raise transport_error(self, call.name, error) from error
             finally:
                 if record is not None:
                     record.end = time.perf_counter()
@@ -183,7 +205,7 @@ class Dispatcher:
         try:
             ready = hosted.ready()
         except self._failures as error:
-            raise call_error(self, call.name, str(error)) from error
+            raise transport_error(self, call.name, error) from error
         return functools.partial(hosted.run, call.name, call.args, ready)
 
     def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
@@ -200,7 +222,7 @@ class Dispatcher:
         try:
             transport.runtime.refuse_capture()
         except self._failures as error:
-            raise call_error(self, calls[0].name, str(error)) from error
+            raise transport_error(self, calls[0].name, error) from error
         noticed = [self._notice(call, stream) for call in calls]
         record = noticed[0][0]  # the first call of a launch gets the times of the launch
         entries = [entry for _, entry in noticed if entry is not None]
@@ -211,7 +233,7 @@ class Dispatcher:
                     for call in calls:
                         getattr(transport, call.name)(*call.args)
             except self._failures as error:
-                raise call_error(self, calls[0].name, str(error)) from error
+                raise transport_error(self, calls[0].name, error) from error
 
         return backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or DONE
 
@@ -230,17 +252,23 @@ class Dispatcher:
         finally:
             self._block = None
             self._choose_path()
-        on_device = [call for call, _ in block if self._is_nccl(call.tensor, stream)]
-        on_host = [call for call, _ in block if not self._is_nccl(call.tensor, stream)]
-        if on_device:
-            launched = exchanges_first(on_device)
-            check_independent(self, [(call.name, call.args) for call in launched])
-            for call in launched:
-                self._check_usable(call, stream)
-                self._agree(call, stream)
-            self._run_on_device(launched, stream)
-        for call in exchanges_first(on_host):
+        with self._alone("coalesce", stream):
+            self._run_block(block, stream)
+
+    def _run_block(self, block: list[tuple[TransportCall, GroupedWork]], stream: Stream | None) -> None:
+        calls = [call for call, _ in block]
+        check_independent(self, calls)
+        on_device, on_host = (
+            exchanges_first([call for call in calls if self._is_nccl(call.tensor, stream) == nccl])
+            for nccl in (True, False)
+        )
+        for call in (*on_device, *on_host):
             self._check_usable(call, stream)
+        if on_device:
+            for call in on_device:
+                self._agree(call, stream)
+            self._run_on_device(on_device, stream)
+        for call in on_host:
             self._run(call, stream)
         whole = DONE if stream is None else stream.record()
         for _, work in block:
@@ -249,9 +277,14 @@ class Dispatcher:
     # Observing ------------------------------------------------------------------------------------------------
 
     def attach(self, log: Trace) -> None:
-        """Log all calls in ``log``, too."""
-        self._logs += (log,)
+        """Log all calls in ``log``, too; once, also if it is attached already."""
+        self._logs = tuple(dict.fromkeys((*self._logs, log)))
         self._choose_path()
+
+    @property
+    def logs(self) -> tuple[Trace, ...]:
+        """The traces that log the calls."""
+        return self._logs
 
     def detach(self, log: Trace) -> bool:
         """Stop logging in ``log``. Returns whether it was attached."""
@@ -266,21 +299,23 @@ class Dispatcher:
 
         about: tensor, reduction and root, for the report. An error of MPI becomes a CollectiveError.
         """
-        entry = None if self._watched is None else self._watched.enqueue(sequence, operation, *about)
-        if entry is not None:
-            entry.start()
-        try:
-            yield
-        except self._failures as error:
-            raise call_error(self, operation, str(error)) from error
-        finally:
+        with contextlib.ExitStack() as stack:
+            if sequence == "life":
+                stack.enter_context(self._alone(operation))
+            entry = None if self._watched is None else self._watched.enqueue(sequence, operation, *about)
             if entry is not None:
-                entry.end()
+                entry.start()
+                stack.callback(entry.end)
+            try:
+                yield
+            except self._failures as error:
+                raise transport_error(self, operation, error) from error
 
     def _agree(self, call: TransportCall, stream: Stream | None) -> None:
         """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""
         if self._checked and not call.peers:
-            with self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
+            turn = contextlib.nullcontext() if stream is None else self._alone(call.name)  # else it has begun already
+            with turn, self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
                 number = 0 if stream is None else stream.index
                 agree(self, self.host.all_gather, describe(call.name, call.tensor, call.redop, call.root, number))
 

@@ -178,9 +178,13 @@ class GroupCalls:
     def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
         """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
 
-        Host collectives of the group run in their order. NCCL's are one launch and have no order: no call of the block
-        may touch memory that another one writes. The tensors may be touched when the block has ended, or, with
-        ``stream=``, when the stream has reached the group's end; the Work of each call is done when the whole group is.
-        If the block raises an exception, nothing is sent.
+        No call of a block may write memory that another call of the block reads or writes. If one does, CollectiveError
+        is raised at the end of the block, before anything is sent, on each rank whose own tensors show it. broadcast
+        and reduce count as writing their tensor on every rank, a reduce-scatter in place as writing its whole input.
+        The collectives of a block are in the same order on every rank.
+
+        The tensors may be touched when the block has ended, or, with ``stream=``, when the stream has reached the
+        block's end; the Work of each call is done when the whole block is. If the block raises an exception, nothing is
+        sent.
         """
         return self._calls.coalesce(stream)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from commengine.agreement import GroupMember
 from commengine.dtypes import REAL_TYPES
 from commengine.host.small_buffers import GatheredSmall
 from commengine.host.transport import LONG_BYTES, SMALL_BYTES, HostTransport
 
-from .checks import TensorLike, call_error
+from .checks import BusyMember, TensorLike, busy_error, transport_error
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,10 +47,11 @@ class Form(NamedTuple):
 class KnownForms:
     """The forms of one communicator's calls without a stream, on host tensors.
 
-    member: the group, for errors. host: its transport. failures: the exceptions of a transport.
+    member: the group; its ``busy`` is set while one of these calls is under way. host: its transport. failures: the
+    exceptions of a transport.
     """
 
-    def __init__(self, member: GroupMember, host: HostTransport, failures: tuple[type[Exception], ...]) -> None:
+    def __init__(self, member: BusyMember, host: HostTransport, failures: tuple[type[Exception], ...]) -> None:
         self._member, self._host, self._failures = member, host, failures
         self._windows, calls = host.windows, host.calls
         self._compare: Any = (
@@ -77,6 +77,10 @@ class KnownForms:
         together = -sent < source - target < received
         if together and source - target != own:
             return False
+        member = self._member
+        if member.busy:
+            raise busy_error(member, name)
+        member.busy = True
         try:
             if self._windows and alone and not beside_windows:  # another rank's tensor may lie in a window
                 whole = max(sent, received)
@@ -95,7 +99,9 @@ class KnownForms:
             else:
                 self._host.reduce_scatter(output, input, op)
         except self._failures as error:
-            raise call_error(self._member, name, str(error)) from error
+            raise transport_error(member, name, error) from error
+        finally:
+            member.busy = False
         return True
 
     def single(self, name: str, how: Any, tensor: TensorLike) -> bool:
@@ -108,6 +114,10 @@ class KnownForms:
         except (AttributeError, RuntimeError, TypeError):
             return False
         nbytes, _, _, alone, beside_windows, datatype, mpi_op, small = form
+        member = self._member
+        if member.busy:
+            raise busy_error(member, name)
+        member.busy = True
         try:
             if self._windows and alone and not beside_windows:
                 alone = small is None and self._compare(name, nbytes, how, tensor, tensor)
@@ -120,7 +130,9 @@ class KnownForms:
             else:
                 getattr(self._host, name)(tensor, how)
         except self._failures as error:
-            raise call_error(self._member, name, str(error)) from error
+            raise transport_error(member, name, error) from error
+        finally:
+            member.busy = False
         return True
 
     def learn_pair(self, name: str, op: str | None, output: Tensor, input: Tensor) -> None:

@@ -23,6 +23,20 @@ def test_a_trace_of_a_group_has_its_blocks(world):
         world.block(world.size + 1)
 
 
+def test_a_trace_has_the_blocks_that_are_made_inside(mpi_world):
+    with Communicator(mpi_world) as comm, trace(comm) as log:
+        with log.paused():
+            first = comm.block(1)
+        first.all_reduce(torch.ones(1))
+        second = comm.block(comm.size)
+        second.barrier()
+        second.block(1).barrier()
+        names = [first.name, *[second.name] * (comm.size > 1), f"{second.name}/block1"]
+        if comm.size > 1:  # otherwise both blocks are one
+            assert [event.group for event in log.events] == names
+        assert set(log.groups()) >= set(names)
+
+
 def test_blocks_close_with_their_group(mpi_world):
     with Communicator(mpi_world) as comm:
         block = comm.block(1)

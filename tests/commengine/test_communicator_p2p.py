@@ -131,6 +131,27 @@ def test_coalesced_group_of_everything(world, lane):
     ]
 
 
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_block_whose_calls_depend_on_each_other_sends_nothing(world, lane, swap):
+    other, mine, large = 1 - world.rank, torch.full((LARGE,), float(world.rank)), torch.ones(LARGE)
+
+    def block():
+        with world.coalesce(stream=lane):
+            if not swap:
+                world.all_reduce(mine)
+                world.recv(large, 1 if world.rank == 0 else 0)
+            world.send(mine, other)
+            if swap:
+                world.recv(mine, other)
+
+    if world.rank < 2:
+        names = "calls 1 and 2 of the block, send.* and recv" if swap else "calls 1 and 3 of the block, all_reduce"
+        with pytest.raises(CollectiveError, match=rf"rank {world.rank} of group .*coalesce: {names}.*two blocks"):
+            block()
+        assert (mine == world.rank).all() and (large == 1).all()
+    assert idle(world)
+
+
 def test_empty_group(world, lane):
     with trace(world) as log, world.coalesce(stream=lane):
         pass

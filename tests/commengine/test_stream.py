@@ -5,6 +5,7 @@ import random
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -163,12 +164,11 @@ def test_two_streams_and_the_main_thread_at_once(mpi_world):
     pending, failures = {}, []
     with Communicator(mpi_world, name="a") as a, a.split(0, a.rank, name="b") as b:
         lanes = [(a, a.new_stream(), 1), (b, b.new_stream(), 2), (a, a.new_stream(), 3)]
-        threads = [threading.Thread(target=rounds, args=(*lane, failures)) for lane in lanes]
-        for thread in threads:
-            thread.start()
-        rounds(b, None, 4, failures)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(rounds, *lane, failures) for lane in lanes]
+            rounds(b, None, 4, failures)
+        for other in others:
+            other.result()
         for seed, works in pending.items():
             for work, out, expected, i, kind in works:
                 work.wait()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commengine import CollectiveError, Communicator
+from commengine import CollectiveError, CollectiveMismatch, Communicator
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -263,6 +263,45 @@ def test_errors_are_exceptions_although_the_callers_handler_is_fatal(mpi_world):
             assert part.mpi.Get_errhandler() == MPI.ERRORS_RETURN
     assert theirs.Get_errhandler() == MPI.ERRORS_ARE_FATAL
     theirs.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "reduce_scatter"])
+def test_sizes_that_differ_are_named_where_mpi_tells(mpi_world, operation):
+    """Nothing is compared in advance. MPICH ends the job by itself in collectives that send and receive at once."""
+    comm = Communicator(mpi_world, device="cpu")
+    rank, size = comm.rank, comm.size
+    count = 8 if rank == 0 else 4
+    calls = {
+        "broadcast": (lambda: comm.broadcast(ONES(count)), rank == 1),
+        "gather": (lambda: comm.gather(ONES(4 * size) if rank == 0 else None, ONES(12 - count)), rank == 0),
+        "reduce_scatter": (  # of halves: an all-to-all
+            lambda: comm.reduce_scatter(ONES(12 - count).bfloat16(), ONES((12 - count) * size).bfloat16()),
+            rank == 0,
+        ),
+    }
+    call, told = calls[operation]
+    if told:
+        said = rf"rank {rank} of group 'world' \(size {size}\): {operation}: .*different sizes .*checked=True"
+        with pytest.raises(CollectiveMismatch, match=said):
+            call()
+    else:
+        call()
+    comm.close()
+
+
+def test_a_count_that_this_mpi_cannot_take(mpi_world):
+    """mpi4py raises OverflowError on an MPI without large counts. Ours has them, so the transport is replaced."""
+
+    class Small:
+        def all_reduce(self, tensor, op):
+            raise OverflowError("integer 4294967296 does not fit in 'int'")
+
+    with Communicator(mpi_world, device="cpu") as comm:
+        host, comm._calls.host = comm._calls.host, Small()
+        with pytest.raises(CollectiveError, match=r"all_reduce: this MPI counts at most 2147483647 elements"):
+            comm.all_reduce(ONES(4))
+        comm._calls.host = host
 
 
 def test_what_the_caller_sends_is_never_seen(mpi_world):

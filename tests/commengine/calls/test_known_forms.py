@@ -1,5 +1,8 @@
 """A call like an earlier one skips the checks, and nothing else: what could have changed is looked at."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -161,6 +164,39 @@ def test_observed_and_closed_communicators_know_nothing(world):
         with pytest.raises(CollectiveError, match="the communicator is closed"):
             group.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((2,), float(world.size**5)))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("how", [{}, {"checked": True}, {"timeout": 60.0}])
+def test_two_threads_at_once_get_an_error(mpi_world, how):
+    """Another thread may call when the first is done, as autograd does; while it waits for other ranks, none may."""
+    with Communicator(mpi_world, device="cpu", **how) as group:
+        tensor = torch.ones(2)
+        for _ in range(2):
+            group.all_reduce(tensor)  # on a plain communicator its form is known now
+        if mpi_world.rank == 0:
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(group.all_reduce, tensor)
+                while not group._calls.busy:
+                    time.sleep(1e-3)
+                others = {
+                    "all_reduce": lambda: group.all_reduce(torch.ones(2)),
+                    "broadcast": lambda: group.broadcast(torch.ones(2)),
+                    "all_gather": lambda: group.all_gather(torch.ones(2 * group.size), torch.ones(2)),
+                    "barrier": group.barrier,
+                    "empty": lambda: group.empty((4,)),
+                    "close": group.close,
+                }
+                for operation, call in others.items():
+                    with pytest.raises(CollectiveError, match=rf"{operation}: another thread is inside a call"):
+                        call()
+                mpi_world.Barrier()
+                waiting.result()
+        else:
+            mpi_world.Barrier()
+            group.all_reduce(tensor)
+        assert (tensor == group.size**3).all()
+        group.barrier()
 
 
 def test_windows_that_come_later_are_used(mpi_world):
