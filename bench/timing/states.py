@@ -12,6 +12,7 @@ Messages of 8 bytes tell the states apart: their time does not depend on what th
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bench.command.machine import usable_cores
 from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class States:
         self._buffers = [np.zeros(nbytes // 8) for nbytes in PROBE_BYTES]
         mpi = load_mpi()
         node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-        cores = len(set().union(*node.allgather(usable_cores())))  # a launcher may have bound each rank to its own
+        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        cores = len(set().union(*node.allgather(list(mine))))  # a launcher may have bound each rank to its own
         self.known = bool(comm.allreduce(node.size == comm.size <= cores and comm.size > 1, mpi.LAND))
         node.Free()
         self._probe = probe or self._message

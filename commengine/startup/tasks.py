@@ -33,18 +33,18 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ, library
     variable, count = tasks
     name = library.replace("Version:", "").split(",")[0].split("\n")[0]
     this = f"this Python's MPI is {' '.join(name.split())}" if name else "see which MPI this Python has"
-    # Slurm's PMI 2 sets PMI_SIZE as MPICH's mpiexec does, which alone sets MPI_LOCALRANKID.
+    # Slurm's PMI 2 sets PMI_SIZE as the mpiexec of MPICH and of Intel does, which alone sets MPI_LOCALRANKID.
     by_srun = variable.startswith("SLURM") or (
         variable == "PMI_SIZE" and "SLURM_PROCID" in environ and "MPI_LOCALRANKID" not in environ
     )
     if by_srun and "Open MPI" in name:
         cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmix`"
-    elif by_srun and "MPICH" in name:
+    elif by_srun and ("MPICH" in name or "Intel" in name):
         cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmi2`"
     elif by_srun:
         cause = (
-            f"srun and this MPI do not speak the same PMI ({this}): MPICH needs `srun --mpi=pmi2`, Open MPI "
-            "`srun --mpi=pmix`"
+            f"srun and this MPI do not speak the same PMI ({this}): MPICH and Intel's MPI need `srun --mpi=pmi2`, "
+            "Open MPI `srun --mpi=pmix`"
         )
     else:
         beside = Path(sys.executable).parent / "mpiexec"

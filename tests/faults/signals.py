@@ -13,6 +13,7 @@ from tests.faults import kills
 from tests.support import mpirun
 from tests.support.faults import runs
 from tests.support.faults.parts import Case
+from tests.support.lab.hosts import is_open_mpi
 
 SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
 TARGETS = ("one rank", "all ranks", "the launcher")
@@ -45,7 +46,7 @@ def run(case: Case) -> str:
     name, target, phase = KINDS[case.number]
     layout, folder, log = LAYOUTS[case.number % len(LAYOUTS)], case.folder / "run", case.folder / "stopped.log"
     draw = case.random
-    if target == "the launcher" and name == "SIGTERM" and not is_hydra():
+    if target == "the launcher" and name == "SIGTERM" and is_open_mpi():
         return "not tried: Open MPI's launcher kills its ranks"
     options = {"train_iters": CLOCK_STEPS} if target == "the clock" else {}
     wanted = runs.undisturbed(case.shared, layout, **options)
@@ -119,9 +120,3 @@ def under_the_clock(name: str, layout: str, folder: Path, log: Path, draw: rando
         process = mpirun.start(argv, env=env, stdout=file.fileno(), stderr=subprocess.STDOUT)
     status = runs.finish(process, log, 60)
     return status, time.time() - began < seconds + END_S
-
-
-def is_hydra() -> bool:
-    """Whether the launcher is MPICH's."""
-    argv = [mpirun.mpiexec(), "--version"]
-    return "HYDRA" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout

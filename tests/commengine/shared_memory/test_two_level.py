@@ -1,10 +1,9 @@
 """Groups that span nodes: MPICH can be told that the ranks of one machine are on several."""
 
-import subprocess
-
 import pytest
 
 from tests.support import mpirun
+from tests.support.lab.hosts import is_mpich
 
 pytestmark = pytest.mark.slow
 
@@ -13,8 +12,7 @@ PROGRAM = str(mpirun.JOBS / "two_levels.py")
 
 @pytest.fixture(scope="module", autouse=True)
 def _mpich():
-    version = subprocess.run([mpirun.mpiexec(), "--version"], capture_output=True, text=True, timeout=20, check=False)
-    if "hydra" not in version.stdout.lower():
+    if not is_mpich():
         pytest.skip("only MPICH can be told where nodes end")
 
 

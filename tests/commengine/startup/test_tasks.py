@@ -69,6 +69,7 @@ def test_check_world_size_believes_the_innermost_launcher():
         check_world_size(2, {"SLURM_NTASKS": "2", "PMI_SIZE": "16"})
 
 
+INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS\n"
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2\nMPICH Release date: ...", "Open MPI v5.0.8, package: Open MPI ..."
 
 
@@ -76,13 +77,14 @@ MPICH, OPEN_MPI = "MPICH Version:      5.0.2\nMPICH Release date: ...", "Open MP
     "environ, library, said",
     [
         ({"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "this Python's MPI is MPICH 5.0.2, which needs `srun --mpi=pmi2`"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, INTEL, "is Intel.* 2021.18.1 .*, which needs `srun --mpi=pmi2`"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, OPEN_MPI, "is Open MPI v5.0.8, which needs `srun --mpi=pmix`"),
         # srun --mpi=pmi2 sets PMI_SIZE, as MPICH's mpiexec does
         ({"PMI_SIZE": "2", "SLURM_PROCID": "0"}, OPEN_MPI, "srun and this MPI do not speak the same PMI: .*--mpi=pmix"),
         (
             {"PMI_SIZE": "2", "SLURM_PROCID": "0"},
-            "Intel(R) MPI Library 2021.9",
-            "MPICH needs .*pmi2`, Open MPI",
+            "MVAPICH 4.0",
+            "MPICH and Intel's MPI need .*pmi2`, Open MPI",
         ),
         ({"PMI_SIZE": "2", "SLURM_PROCID": "0", "MPI_LOCALRANKID": "0"}, OPEN_MPI, "the mpiexec on PATH belongs to"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, "the mpiexec on PATH belongs to another MPI than mpi4py's"),

@@ -34,8 +34,8 @@ def why_not() -> str | None:
         return "network namespaces need root"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "there is no /dev/net/tun to read and write"
-    if not (is_mpich() or is_open_mpi()):
-        return "only the mpiexec of MPICH and of Open MPI are known to start ranks on such hosts"
+    if not (is_mpich() or is_intel() or is_open_mpi()):
+        return "only the mpiexec of MPICH, of Intel's MPI and of Open MPI are known to start ranks on such hosts"
     probe = [sys.executable, "-c", "import namespaces; namespaces.leave(); namespaces.new_tun('wan0')"]
     done = subprocess.run(probe, cwd=HERE, capture_output=True, text=True, timeout=START_S, check=False)
     return f"namespaces or TUN devices are not allowed here: {done.stderr.strip()[-200:]}" if done.returncode else None
@@ -49,8 +49,13 @@ def _launcher_version() -> str:
 
 
 def is_mpich() -> bool:
-    """Whether the launcher is MPICH's hydra."""
+    """Whether the launcher is MPICH's."""
     return "hydra" in _launcher_version()
+
+
+def is_intel() -> bool:
+    """Whether the launcher is that of Intel's MPI, another hydra."""
+    return "intel(r) mpi" in _launcher_version()
 
 
 def is_open_mpi() -> bool:
@@ -101,6 +106,12 @@ class Hosts:
             network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "wan0"}
             launch = [
                 mpirun.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.py"),
+                "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
+            ]  # fmt: skip
+        elif is_intel():
+            network = {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wan0"}
+            launch = [
+                mpirun.mpiexec(), "-bootstrap", "ssh", "-bootstrap-exec", str(HERE / "enter.py"), "-iface", "wan0",
                 "-localhost", addresses[0], "-hosts", ",".join(addresses), "-ppn", str(ranks_each),
             ]  # fmt: skip
         else:

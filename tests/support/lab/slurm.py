@@ -102,7 +102,7 @@ def install() -> str | None:
 
 def mpi_option() -> str:
     """The ``--mpi`` of srun that speaks to the MPI of this environment."""
-    return "--mpi=pmi2" if lab_hosts.is_mpich() else "--mpi=pmix"
+    return "--mpi=pmix" if lab_hosts.is_open_mpi() else "--mpi=pmi2"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SlurmCluster:
     def environment(self) -> dict[str, str]:
         """Variables for the programs on the hosts, jobs included."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE}
+        network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE, "FI_PROVIDER": "tcp", "FI_TCP_IFACE": DEVICE}
         if self.mpi.endswith("pmix"):
             network = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": DEVICE}
         return {
