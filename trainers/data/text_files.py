@@ -124,9 +124,10 @@ def json_row(where: str, line: str, key: str) -> dict[str, Any]:
 def cut(pieces: Iterable[TextPiece], target: int = BLOCK) -> Iterator[TextPiece]:
     """The same documents in pieces of about ``target`` characters, cut where GPT-2's pattern ends a token.
 
-    It cuts before the last whitespace character of a run of whitespace. The pattern gives that character to the token
-    after it (a space joins the word, a newline stands alone) and makes one token of the rest of the run. It does the
-    same at the end of a text. A text without whitespace stays whole.
+    It cuts before a whitespace character that stands alone. The pattern gives this character to the token after it (a
+    space joins the word, a newline stands alone), and so does an added token that takes the white space before it. A
+    run of whitespace is not cut: where an added token follows, the whole run is one token. A text without such a
+    character stays whole.
     """
     held, size = "", 0
     barren = 0  # there is no place to cut below this index, so that a text without whitespace is searched once
@@ -176,7 +177,7 @@ def sentences(documents: Iterable[TextPiece], language: str) -> Iterator[TextPie
 
 def _is_cut(text: str, i: int) -> bool:
     # A character that str.isspace refuses is no whitespace to the pattern either. One that it accepts may be.
-    return text[i] in _CUT_BEFORE and not text[i + 1].isspace()
+    return text[i] in _CUT_BEFORE and not text[i - 1].isspace() and not text[i + 1].isspace()
 
 
 def _last_cut(text: str, start: int, stop: int) -> int | None:

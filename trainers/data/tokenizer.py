@@ -159,7 +159,8 @@ class Tokenizer:
     def can_cut_text(self) -> bool:
         """Whether `trainers.data.text_files.cut` may cut a document without changing its tokens.
 
-        True for byte-level BPE with GPT-2's pattern. Other tokenizers are not examined, and get whole documents.
+        True for byte-level BPE with GPT-2's pattern, unless an added token may lie on both sides of a cut. Other
+        tokenizers are not examined, and get whole documents.
         """
         split = self._backend.pre_tokenizer
         return (
@@ -167,6 +168,18 @@ class Tokenizer:
             and split.use_regex
             and not split.add_prefix_space
             and self._backend.normalizer is None
+            and self._added_tokens_end_at_white_space
+        )
+
+    @property
+    def _added_tokens_end_at_white_space(self) -> bool:
+        """Whether no added token that is found in text holds white space, or takes that which follows it.
+
+        A special token is not found (``encode_special_tokens``), but hides others that overlap it.
+        """
+        added = self._backend.get_added_tokens_decoder().values()
+        return all(token.special for token in added) or not any(
+            token.rstrip or any(map(str.isspace, token.content)) for token in added
         )
 
     def encode(self, text: str) -> list[int]:

@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from trainers.data.text_files import (
     TextFileError,
@@ -123,6 +125,55 @@ def test_cut_changes_neither_text_nor_tokens() -> None:
         assert sum(piece.size for piece in pieces) == len(text.encode())
         parts = tokenizer.encode_batch([piece.text for piece in pieces])
         assert [token for part in parts for token in part] == tokenizer.encode(text), pieces
+
+
+WORDS = ["a", "aa", "aab", "é", "漢", "1", "'s", "<x>", "x", "Z"]
+
+
+def backends() -> dict[str, tokenizers.Tokenizer]:
+    """Tokenizers of each kind, whose vocabularies have the characters of WORDS. Only the first ones can be cut."""
+    letters = sorted({letter for word in WORDS for letter in word} | set("\u2581 \n\t.-"))
+    text = [" ".join(WORDS), "  a\n\n aa 1\t\t'aa <x>", "\n \n \n\n--  --\r\n\r\n"] * 3
+    found = {"byte-level": tokenizers.Tokenizer.from_str(Tokenizer.train_bpe(text, 300).to_bytes().decode())}
+    metaspace = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((one, -2.0) for one in letters)], unk_id=0))
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
+    found["Unigram with Metaspace"] = metaspace
+    prepended = tokenizers.Tokenizer(models.BPE({one: n for n, one in enumerate(["<unk>", *letters])}, []))
+    prepended.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    found["BPE with a normalizer that prepends"] = prepended
+    pieces = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    wordpiece = tokenizers.Tokenizer(models.WordPiece({one: n for n, one in enumerate(pieces)}, unk_token="[UNK]"))
+    wordpiece.pre_tokenizer, wordpiece.normalizer = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    found["WordPiece"] = wordpiece
+    prefixed = tokenizers.Tokenizer.from_str(found["byte-level"].to_str())
+    prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return found | {"byte-level with a prefix": prefixed}
+
+
+@pytest.mark.parametrize("kind", backends())
+def test_pieces_have_the_tokens_of_the_whole_text_whatever_tokens_are_added(kind: str) -> None:
+    """Added tokens of blanks and words, with each flag, in texts of them: where `can_cut_text` allows it, pieces."""
+    rng, cuts, changed, plain = random.Random(1), 0, 0, backends()[kind].to_str()
+    for _ in range(200):
+        backend = tokenizers.Tokenizer.from_str(plain)
+        added = []
+        for _ in range(rng.randint(1, 3)):
+            content = "".join(rng.choices([*WORDS, *" \n"], [3] * len(WORDS) + [1, 1], k=rng.randint(1, 3)))
+            flags = {name: rng.random() < 0.2 for name in ("lstrip", "rstrip", "single_word", "normalized")}
+            added.append(content)
+            token = tokenizers.AddedToken(content, **flags)
+            (backend.add_special_tokens if rng.random() < 0.4 else backend.add_tokens)([token])
+        tokenizer = Tokenizer(backend)
+        for _ in range(5):
+            text = "".join(rng.choices([*WORDS, *added * 3, *"     \n\n\t\r\u00a0\u3000."], k=rng.randint(1, 30)))
+            pieces = [piece.text for piece in cut([TextPiece(text, True, 0)], rng.randint(1, 12))]
+            parts = [token for ids in tokenizer.encode_batch(pieces) for token in ids]
+            if tokenizer.can_cut_text:
+                cuts += len(pieces) > 1
+                assert parts == tokenizer.encode(text), (pieces, backend.get_added_tokens_decoder())
+            changed += parts != tokenizer.encode(text)
+    assert changed  # without `can_cut_text`
+    assert (cuts > 200) is (kind == "byte-level")
 
 
 def test_cut_keeps_documents_apart() -> None:
