@@ -196,9 +196,9 @@ class Corpus:
             mixed_counts(list(asked), [part.weight for part in parts]),
         )
 
-    def decode(self, tokens: list[int]) -> str:
-        """The tokens as text, or as numbers if there is no tokenizer."""
-        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
+    def decode(self, tokens: list[int], before: Sequence[int] = ()) -> str:
+        """What the tokens add to the text of ``before``, or the tokens as numbers if there is no tokenizer."""
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode_after(before, tokens)
 
 
 def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = None) -> Corpus:

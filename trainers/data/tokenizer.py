@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -22,6 +23,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_TEXT = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>")
 # The byte alphabet and the end-of-document token.
 SMALLEST_BPE = 257
+#: a byte of a character that SentencePiece's vocabulary does not have
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -29,13 +32,16 @@ class Tokenizer:
 
     Text is encoded as it is: nothing is added around it, cut off or padded. A ``<|endoftext|>`` that is spelt out in a
     document is encoded as these characters, so that no document can end itself.
+
+    start_token: the token that begins a text; None for the first one that the backend puts before a text, or
+    `end_token`.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, start_token: str | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        self._backend = backend
+        self._backend, self._start_token = backend, start_token
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
@@ -43,20 +49,25 @@ class Tokenizer:
 
         The merges of a vocab.json are in ``merges.txt`` beside it.
         lowercase: of a vocab.txt; see `from_vocab`. None for what ``tokenizer_config.json`` beside it says, and without
-        one True. A tokenizer.json says by itself what it does.
+        one True. A tokenizer.json says by itself what it does; `start_token` is the ``bos_token`` of that file beside
+        it, which transformers obeys, too.
 
         Raises FileNotFoundError, or ValueError if the file is not one.
         """
         if os.fspath(path).endswith(".txt"):
-            return cls.from_vocab(path, lowercase=_lowercase(Path(path)) if lowercase is None else lowercase)
+            told = _settings_beside(path).get("do_lower_case", True) is not False if lowercase is None else lowercase
+            return cls.from_vocab(path, lowercase=told)
         if Path(path).name == "vocab.json":
             return cls.from_gpt2(path, Path(path).with_name("merges.txt"))
         try:
-            return cls(tokenizers.Tokenizer.from_file(os.fspath(_existing(path))))
+            backend = tokenizers.Tokenizer.from_file(os.fspath(_existing(path)))
         except OSError:
             raise
         except Exception as error:  # the bindings raise nothing narrower
             raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+        # Beside a tokenizer.json of another name, the file is another tokenizer's.
+        settings = _settings_beside(path) if Path(path).name == "tokenizer.json" else {}
+        return cls(backend, _token_of(settings, "bos_token", backend))
 
     @classmethod
     def from_gpt2(cls, encoder_json: str | os.PathLike[str], vocab_bpe: str | os.PathLike[str]) -> Self:
@@ -151,6 +162,14 @@ class Tokenizer:
         """The first of `END_OF_TEXT` that the vocabulary has; None if it has none."""
         return next((end for end in END_OF_TEXT if self._backend.token_to_id(end) is not None), None)
 
+    @property
+    def start_token(self) -> str | None:
+        """The token that begins a text; without one, `end_token`."""
+        if self._start_token is not None:
+            return self._start_token
+        around = self._backend.encode("").tokens
+        return around[0] if around else self.end_token
+
     def wordpieces(self) -> WordPieces:
         """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""
         return WordPieces.of(self.vocabulary())
@@ -186,6 +205,17 @@ class Tokenizer:
         """The token ids of ``text``."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def encode_around(self, text: str, *, around: bool = True) -> list[int]:
+        """The token ids of ``text`` as transformers gives them: special tokens that are spelt out count as such.
+
+        around: with the tokens that the tokenizer puts around a text, such as <s>.
+        """
+        self._backend.encode_special_tokens = False
+        try:
+            return list(self._backend.encode(text, add_special_tokens=around).ids)
+        finally:
+            self._backend.encode_special_tokens = True
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, on as many threads as ``RAYON_NUM_THREADS`` allows. It releases the GIL."""
         return list(self.iter_encode_batch(texts))
@@ -203,9 +233,27 @@ class Tokenizer:
         """The token of each id, as the vocabulary spells it."""
         return [str(self._backend.id_to_token(token)) for token in ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, with special tokens spelt out."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """The text of ``ids``. special: with special tokens spelt out, and not left out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """What ``ids`` add to the text of ``before``.
+
+        It is not the text of ``ids`` alone, because some decoders (SentencePiece's) take the blank off a text's
+        beginning. A character that ``before`` leaves unfinished counts as added.
+        """
+        prefix, whole = self.decode(before), self.decode([*before, *ids])
+        while not whole.startswith(prefix):
+            prefix = prefix[:-1]
+        return whole[len(prefix) :]
+
+    def bytes_at_end(self, ids: Sequence[int]) -> int:
+        """How many of the last ids are single bytes of a run that the decoder reads as a whole (SentencePiece's).
+
+        The run's text may change until a token follows that is no byte.
+        """
+        return next((n for n, one in enumerate(reversed(ids)) if not _BYTE.fullmatch(self.tokens([one])[0])), len(ids))
 
     def to_bytes(self) -> bytes:
         """The content of a ``tokenizer.json``."""
@@ -230,15 +278,26 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
     return backend
 
 
-def _lowercase(vocab_txt: Path) -> bool:
-    """Whether a vocab.txt is of lower-case words, by the file that transformers writes beside it."""
-    beside = vocab_txt.with_name("tokenizer_config.json")
+def _settings_beside(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the file says that transformers writes beside a tokenizer; nothing if it is not there."""
+    beside = Path(path).with_name("tokenizer_config.json")
     if not beside.is_file():
-        return True
+        return {}
     try:
-        return json.loads(read_text(beside, SETTINGS_BYTES)).get("do_lower_case", True) is not False
-    except (AttributeError, ValueError, RecursionError) as error:
+        settings = json.loads(read_text(beside, SETTINGS_BYTES))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{beside}: damaged: {str(error)[:100]}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{beside}: damaged: want an object, got {type(settings).__name__}")
+    return settings
+
+
+def _token_of(settings: dict[str, Any], name: str, backend: tokenizers.Tokenizer) -> str | None:
+    """The token ``name`` of a tokenizer_config.json, as far as the vocabulary has it."""
+    token = settings.get(name)
+    if isinstance(token, dict):  # with its flags
+        token = token.get("content")
+    return token if isinstance(token, str) and backend.token_to_id(token) is not None else None
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

@@ -77,34 +77,34 @@ def _require_text(line: str | None) -> str | None:
 
 
 class History:
-    """The tokens of a conversation, of which the model sees the last ones.
+    """The text of a conversation, of which the model sees the last tokens.
 
-    encode: text to tokens. positions: of the model. room: the tokens that the next text may get.
+    encode: text to tokens. The whole text is encoded, because the tokens of its parts are not those of the whole.
+    positions: of the model. room: the tokens that the next text may get.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], positions: int, room: int) -> None:
         self._encode = encode
         # At least half of the positions are for what was said, whatever the text may get.
         self._longest = max(positions - room, positions // 2, 1)
+        self._text = ""
         self.tokens: list[int] = []
         self.forgotten = 0
 
     def say(self, line: str) -> None:
         """Add a line of the user, after a new line if there is something before it."""
-        self._add(self._encode(("\n" if self.tokens else "") + line))
+        self.answer(("\n" if self._text else "") + line)
 
     def answer(self, text: str) -> None:
         """Add a text of the model, as it was shown."""
-        self._add(self._encode(text))
+        self._text += text
+        whole = self._encode(self._text)
+        self.tokens = whole[-self._longest :]
+        self.forgotten = len(whole) - len(self.tokens)
 
     def clear(self) -> None:
         """Forget everything."""
-        self.tokens, self.forgotten = [], 0
-
-    def _add(self, tokens: list[int]) -> None:
-        whole = [*self.tokens, *tokens]
-        self.tokens = whole[-self._longest :]
-        self.forgotten += len(whole) - len(self.tokens)
+        self._text, self.tokens, self.forgotten = "", [], 0
 
 
 @contextlib.contextmanager

@@ -36,13 +36,15 @@ class StopStrings:
     def __init__(self, tokenizer: Tokenizer, strings: Collection[str]) -> None:
         self._tokenizer, self._strings = tokenizer, tuple(strings)
         # A token has at least one byte, so a string that ends in the last token begins within so many tokens.
-        self._tokens = max((len(string.encode()) for string in strings), default=0) + 1
+        self._tokens = max((len(string.encode()) for string in strings), default=0)
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether one of the strings is in the text of ``tokens``, and was not before the last token."""
+    def ends(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether one of the strings is in the text that ``tokens`` add to ``prompt``, and was not before the last."""
         if not self._strings:
             return False
-        tail = self._tokenizer.decode(tokens[-self._tokens :])
+        first = max(len(tokens) - self._tokens, 0)
+        before = tokens[first - 1 : first] if first else prompt[-1:]  # so that the first token keeps its blank
+        tail = self._tokenizer.decode_after(before, tokens[first:])
         return any(string in tail for string in self._strings)
 
     def cut(self, text: str) -> str:
@@ -82,8 +84,9 @@ def generate_texts(
     strings, end = StopStrings(tokenizer, stop), _end(tokenizer)
     shown = [0] * (len(prompts) * samples)
 
-    def text_of(tokens: Sequence[int]) -> str:
-        return strings.cut(tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in end else tokens))
+    def text_of(row: int, tokens: Sequence[int]) -> str:
+        kept = tokens[:-1] if tokens and tokens[-1] in end else tokens
+        return strings.cut(tokenizer.decode_after(prompts[row // samples], kept))
 
     def tell(row: int, text: str) -> None:
         if show is not None and len(text) > shown[row]:
@@ -92,8 +95,8 @@ def generate_texts(
 
     def after(row: int, tokens: Sequence[int]) -> bool:
         if show is not None:
-            tell(row, strings.settled(text_of(tokens)))
-        return strings.ends(tokens)
+            tell(row, strings.settled(text_of(row, tokens[: len(tokens) - tokenizer.bytes_at_end(tokens)])))
+        return strings.ends(prompts[row // samples], tokens)
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
@@ -105,13 +108,13 @@ def generate_texts(
         ended_by = "length"
         if tokens and tokens[-1] in end:
             ended_by = "end_of_text"
-        elif strings.ends(tokens):
+        elif strings.ends(prompts[prompt], tokens):
             ended_by = "stop"
         # The last token is chosen, and does not go through the model.
         slid = len(prompts[prompt]) + len(tokens) - 1 > model.config.max_position_embeddings
         texts.append(
             Text(
-                prompt if numbers is None else numbers[prompt], row % samples, text_of(tokens), tokens,
+                prompt if numbers is None else numbers[prompt], row % samples, text_of(row, tokens), tokens,
                 ended_by, slid,
             )
         )  # fmt: skip

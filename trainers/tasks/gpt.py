@@ -223,4 +223,4 @@ class GPTTask(TransformerTask):
             unigram = on_rank_zero(
                 self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, self._evaluated)
             )
-        return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample))
+        return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample, before=prompt))

@@ -6,6 +6,8 @@ import signal
 import pytest
 
 from commengine import UsageError
+from tests.support.sentencepiece import sentencepiece
+from trainers.data.tokenizer import Tokenizer
 from trainers.generation.conversation import History, Lines, converse
 
 
@@ -27,6 +29,16 @@ def test_the_end_of_what_was_said_is_kept():
     large = history(20, 1000)
     large.say("x" * 30)
     assert len(large.tokens) == 10  # half of the positions, whatever the text may get
+
+
+def test_the_tokens_are_those_of_the_whole_conversation():
+    """SentencePiece puts a blank before each text that it encodes, and a conversation is one text."""
+    backend = Tokenizer(sentencepiece(["the dog said to the cat"] * 9, 60))
+    found = History(backend.encode, 100, 8)
+    found.say("the dog")
+    found.answer(" said")
+    found.say("to the cat")
+    assert found.tokens == backend.encode("the dog said\nto the cat")
 
 
 @pytest.mark.mpi

@@ -1,7 +1,10 @@
 """The model's tokens as texts: what ends them, what is shown when, and that pieces add up to the whole."""
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from tests.support.sentencepiece import sentencepiece
 from tplayers import GPT, GPTConfig, Sampling, generate, initialize
 from trainers.data.tokenizer import Tokenizer
 from trainers.generation.texts import NO_CHARACTER, StopStrings, generate_texts
@@ -11,8 +14,21 @@ HOT = Sampling(temperature=1.3)
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def byte_level():
     return Tokenizer.train_bpe(WORDS, 290)
+
+
+@pytest.fixture(scope="module", params=["byte-level", "SentencePiece"])
+def tokenizer(request, byte_level):
+    """The second one's decoder takes a blank off the beginning of a text."""
+    return byte_level if request.param == "byte-level" else Tokenizer(sentencepiece(WORDS, 60))
+
+
+@pytest.fixture(scope="module")
+def whole_text(tokenizer):
+    """What transformers decodes a whole sequence to."""
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.to_bytes().decode()))
+    return lambda tokens: theirs.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @pytest.fixture
@@ -28,11 +44,24 @@ def test_a_string_is_found_when_its_last_token_comes(tokenizer):
     for text in ("the cat. sat", "über the wood", "no such", "aü.b"):
         for strings in ((". s",), ("ü",), ("er", "cat"), ("wood", "zzzz"), (" sat on the long mat",)):
             stop, tokens = StopStrings(tokenizer, strings), tokenizer.encode(text)
-            found = [n for n in range(1, len(tokens) + 1) if stop.ends(tokens[:n])]
+            found = [n for n in range(1, len(tokens) + 1) if stop.ends([], tokens[:n])]
             whole = [n for n in range(1, len(tokens) + 1) if any(s in tokenizer.decode(tokens[:n]) for s in strings)]
             assert found[:1] == whole[:1]
             expected = min((text.index(string) for string in strings if string in text), default=len(text))
             assert stop.cut(text) == text[:expected]
+
+
+def test_a_string_is_found_behind_a_prompt(tokenizer, whole_text):
+    """One that begins with a blank, too, and none that begins in the prompt."""
+    for prompt, text in (("the cat", "the cat sat on the mat"), ("über", "über the über"), ("a", "a 漢. 漢 dog")):
+        before, tokens = tokenizer.encode(prompt), tokenizer.encode(text)
+        rest = tokens[len(before) :]
+        assert tokens[: len(before)] == before
+        for strings in ((" sat",), (" the",), (" ü",), (" 漢",), ("cat sat",), ("r th", " on", "dog")):
+            stop = StopStrings(tokenizer, strings)
+            found = [n for n in range(len(rest) + 1) if stop.ends(before, rest[:n])]
+            added = [whole_text([*before, *rest[:n]])[len(prompt) :] for n in range(len(rest) + 1)]
+            assert found[:1] == [n for n, one in enumerate(added) if any(s in one for s in strings)][:1]
 
 
 def test_what_is_settled_never_changes(tokenizer):
@@ -41,11 +70,11 @@ def test_what_is_settled_never_changes(tokenizer):
     assert stop.settled("so then") == "so then" and stop.settled("a\n") == "a" and stop.settled("a the end b") == "a "
     assert stop.settled(f"a{NO_CHARACTER}{NO_CHARACTER}") == "a"
     nothing = StopStrings(tokenizer, [])
-    assert nothing.settled("so the") == nothing.cut("so the") == "so the" and not nothing.ends([1, 2])
+    assert nothing.settled("so the") == nothing.cut("so the") == "so the" and not nothing.ends([], [1, 2])
 
 
 @pytest.mark.mpi
-def test_texts_are_the_tokens_of_generate_up_to_what_ends_them(model, tokenizer):
+def test_texts_are_the_tokens_of_generate_up_to_what_ends_them(model, tokenizer, whole_text):
     prompts = [tokenizer.encode("the cat"), tokenizer.encode("a")]
     free = generate(model, prompts, 60, sampling=HOT, seed=2, samples=8)
     pieces = [""] * 16
@@ -58,15 +87,31 @@ def test_texts_are_the_tokens_of_generate_up_to_what_ends_them(model, tokenizer)
     for text, tokens in zip(texts, free, strict=True):
         assert text.tokens == tokens[: len(text.tokens)]
         kept = text.tokens[:-1] if text.tokens[-1] == tokenizer.eod else text.tokens
-        decoded = tokenizer.decode(kept)
+        prompt = whole_text(prompts[text.number])
+        decoded = whole_text([*prompts[text.number], *kept])
+        assert decoded.startswith(prompt)
+        decoded = decoded.removeprefix(prompt)
         ends = [decoded.find(string) for string in ("e", " the") if string in decoded]
-        assert text.text == decoded[: min(ends, default=None)] and "<|endoftext|>" not in text.text
+        assert text.text == decoded[: min(ends, default=None)] and tokenizer.end_token not in text.text
         expected = "end_of_text" if len(kept) < len(text.tokens) else "stop" if text.text != decoded else "length"
         assert text.ended_by == expected and (expected != "length" or len(text.tokens) == 60)
         assert text.slid == (len(prompts[text.number]) + len(text.tokens) > 49)
     assert {text.tokens[-1] == tokenizer.eod for text in texts} == {True, False}
     assert {"end_of_text", "stop"} <= {text.ended_by for text in texts}
     assert len({text.text for text in texts}) == 16 and any(text.text for text in texts)
+
+
+def test_bytes_at_the_end_may_still_change(tokenizer):
+    tokens = tokenizer.encode("a 漢")
+    ids = tokenizer.vocabulary()
+    expected = 3 if "<0xFF>" in ids else 0
+    assert [tokenizer.bytes_at_end(one) for one in (tokens, [*tokens, ids["a"]], [])] == [expected, 0, 0]
+
+
+def test_half_of_a_character_that_a_prompt_ends_in_is_completed(tokenizer):
+    tokens = tokenizer.encode("a 漢ü")
+    every = [tokenizer.decode_after(tokens[:n], tokens[n:]) for n in range(len(tokens) + 1)]
+    assert set(every) <= {"a 漢ü", " 漢ü", "漢ü", "ü", ""} and {"漢ü", "ü", ""} <= set(every)
 
 
 @pytest.mark.mpi
