@@ -97,10 +97,11 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
         })  # fmt: skip
     if config.predictions is not None:
         named = Path(config.predictions)
+        before = [example.strict.tokens[: -example.strict.scored].tolist() for example in found]
         words = [
-            {"target_text": trained.tokenizer.decode(row["target"]),
-             "predicted_text": trained.tokenizer.decode(row["predicted"])} for row in rows
-        ]  # fmt: skip
+            {f"{name}_text": trained.tokenizer.decode_after(context, row[name]) for name in ("target", "predicted")}
+            for context, row in zip(before, rows, strict=True)
+        ]
         merged = [word | row for word, row in zip(words, rows, strict=True)]
         on_rank_zero(grid.world, lambda: lambada.save_predictions(named, merged))
     return results.LambadaResult(

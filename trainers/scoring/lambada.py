@@ -1,7 +1,8 @@
 """LAMBADA: the last word of a passage, which only its whole context tells (paper, section 5.1, appendix E.2).
 
 Two accuracies go by this name. *Strict*: the context without its last word, white space at its end removed, and then
-a space and the word are encoded apart; all tokens of the word must be the model's most likely ones. *Last token*: the
+a space and the word; all tokens of the word must be the model's most likely ones. Both are encoded as one text, because
+some tokenizers put a blank before every text. *Last token*: the
 whole text is encoded, and its last token alone must be. The published figures differ because of this, and because of
 the text, which is OpenAI's JSON lines or the data set's own plain lines.
 """
@@ -41,7 +42,7 @@ def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tupl
     texts: as `trainers.data.text_files.read_lines` gives them. White space at the end of a text does not count. Raises
     ValueError, which names the place, for a text without a word before the last one.
     """
-    contexts, words, wholes = [], [], []
+    contexts, joined, wholes = [], [], []
     for where, text in texts:
         whole = text.rstrip()
         word = whole.split()[-1] if whole else ""  # a line of JSON may have a blank text
@@ -49,11 +50,20 @@ def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tupl
         if not context.strip():
             raise ValueError(f"{where}: want a text and its last word, got {text.strip()[:40]!r}")
         contexts.append(context.strip())
-        words.append(f" {word}")
+        joined.append(f"{context.strip()} {word}")
         wholes.append(whole)
-    ids = iter(tokenizer.encode_batch([*contexts, *words, *wholes]))
-    columns = [[np.array(next(ids), dtype=np.int32) for _ in texts] for _ in range(3)]
-    return list(zip(*columns, strict=True))
+    rows: list[tuple[Tokens, Tokens, Tokens]] = []
+    encoded_whole = tokenizer.encode_batch(wholes)
+    for (where, _), context, (ids, offsets), last in zip(
+        texts, contexts, tokenizer.encode_with_offsets(joined), encoded_whole, strict=True
+    ):
+        # The first token of the word, or of the blank before it.
+        first = next((n for n, (_, end) in enumerate(offsets) if end > len(context)), None)
+        if first is None:
+            raise ValueError(f"{where}: the tokenizer has no token of its last word")
+        before, word_ids, all_ids = (np.array(part, dtype=np.int32) for part in (ids[:first], ids[first:], last))
+        rows.append((before, word_ids, all_ids))
+    return rows
 
 
 def require_fits(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int, where: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.sentencepiece import sentencepiece
 from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import lambada
@@ -43,6 +44,18 @@ def test_a_word_of_several_tokens(tokenizer):
     assert np.array_equal(one.strict.tokens, one.last.tokens)
     passages, numbers = lambada.distinct([one, one])
     assert len(passages) == 2 and numbers == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("vocab_size", [30, 120])
+def test_the_word_has_the_tokens_that_it_has_in_the_text(vocab_size):
+    """SentencePiece's tokenizers put a blank before each text, also before a word that is encoded apart."""
+    found = Tokenizer(sentencepiece(["said the old man to the dog " * 50], vocab_size))
+    for text in ("the old man said dog", "the old zebra", "a 漢 é漢"):
+        (one,) = examples(found, [text])
+        whole = found.encode(text)
+        assert one.strict.tokens.tolist() == whole and np.array_equal(one.last.tokens, whole)
+        word = found.encode(text)[-one.strict.scored :]
+        assert found.decode_after(whole[: -len(word)], word) == f" {text.split()[-1]}"
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(tokenizer):
