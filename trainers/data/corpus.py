@@ -9,9 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
-from commengine import UsageError
+from commengine import Communicator, UsageError
 from trainers.config import TrainConfig
 from trainers.options import LENGTH, VOCABULARY, given, option, require
 
@@ -28,6 +26,7 @@ from .samples import (
     split_weights,
     unigram_cross_entropy,
 )
+from .shared_counts import target_counts, text_counts
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
 
@@ -176,24 +175,24 @@ class Corpus:
             parts.append(HeldOutPart(source.name, weight, samples, mine, min(mine * size, len(samples))))
         return parts
 
-    def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart]) -> float:
+    def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart], world: Communicator) -> float:
         """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
 
-        Both are mixtures of the sources by their weights.
+        Both are mixtures of the sources by their weights. Collective over ``world``: the ranks share the counting.
+        Raises UsageError, on all ranks, for a token outside the vocabulary.
         """
         drawn = [source for source in self.sources if source.weight]
         known = []
         for source in drawn:
             assert isinstance(source.training, TextSamples)
-            known.append(source.training.token_counts(vocab_size))
-        asked = np.zeros((len(parts), vocab_size), dtype=np.int64)
-        for counts, part in zip(asked, parts, strict=True):
+            known.append(text_counts(source.training, vocab_size, world))
+        asked = []
+        for part in parts:
             assert isinstance(part.held_out, TextSamples)
-            for n in range(part.samples):
-                counts += np.bincount(part.held_out.targets(n), minlength=vocab_size)
+            asked.append(target_counts(part.held_out, part.samples, vocab_size, world))
         return unigram_cross_entropy(
             mixed_counts(known, [float(source.weight) for source in drawn]),
-            mixed_counts(list(asked), [part.weight for part in parts]),
+            mixed_counts(asked, [part.weight for part in parts]),
         )
 
     def decode(self, tokens: list[int], before: Sequence[int] = ()) -> str:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from .indexed import IndexedDataset
 
 Sample = npt.NDArray[np.int64]
+Text = npt.NDArray[np.integer[Any]]
 Counts = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 # The use of a stream of random numbers. It keeps streams of different uses apart that have the same seed and number.
@@ -91,12 +92,21 @@ class TextSamples(Samples):
     def targets(self, n: int) -> Sample:
         """The tokens that an evaluation of sample n predicts, int64. Raises IndexError."""
 
-    @abstractmethod
+    #: of the text, for messages
+    name = ""
+
+    @property
+    def text(self) -> Text | None:
+        """The text of all samples, mapped from a file; None for samples that are drawn."""
+        return None
+
     def token_counts(self, vocab_size: int) -> Counts:
-        """How often each id occurs in the text of all samples: [vocab_size].
+        """How often each id occurs in the text of all samples: [vocab_size]. It reads every token.
 
         Raises ValueError for an id outside the vocabulary, because the data then belongs to another tokenizer.
         """
+        assert self.text is not None
+        return count_tokens(self.name, self.text, vocab_size)
 
 
 class TokenSamples(TextSamples):
@@ -139,9 +149,9 @@ class TokenSamples(TextSamples):
     def targets(self, n: int) -> Sample:
         return self[n][1:]
 
-    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """The number of times that each id occurs in the range: int64 [vocab_size]. It reads every token."""
-        return count_tokens(self.name, self.tokens, vocab_size)
+    @property
+    def text(self) -> Text:
+        return self.tokens
 
 
 class ZipfSamples(TextSamples):
@@ -240,7 +250,7 @@ class EpochPermutation:
         return keys
 
 
-def count_tokens(name: str, tokens: npt.NDArray[np.integer[Any]], vocab_size: int) -> npt.NDArray[np.int64]:
+def count_tokens(name: str, tokens: Text, vocab_size: int) -> npt.NDArray[np.int64]:
     """The number of times that each id occurs in ``tokens`` [N]: int64 [vocab_size].
 
     name: of the text. Raises ValueError for an id outside the vocabulary.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .indexed import IndexedDataset
 from .masking import Masks, budget, mask_words
-from .samples import MASKS, NoSamplesError, TextSamples, ZipfSamples, count_tokens, philox
+from .samples import MASKS, NoSamplesError, Text, TextSamples, ZipfSamples, philox
 from .sentence_map import SHORTEST, sentence_map
 from .wordpiece import WordPieces
 
@@ -156,11 +156,10 @@ class SentenceSamples(MaskedSamples):
         tokens = self._dataset.tokens[start : start + int(lengths.sum())].astype(np.int64)
         return Sentences(tokens, lengths, int(self._map.target[n]))
 
-    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """The number of times that each id occurs in the documents: int64 [vocab_size]. It reads every token."""
+    @property
+    def text(self) -> Text:
         offsets, documents = self._dataset.document_offsets, self._documents
-        tokens = self._dataset.tokens[offsets[documents.start] : offsets[documents.stop]]
-        return count_tokens(self.name, tokens, vocab_size)
+        return self._dataset.tokens[offsets[documents.start] : offsets[documents.stop]]
 
 
 class ZipfSentences(MaskedSamples):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import on_every_rank, on_rank_zero
+from commengine.rank_zero import on_every_rank
 from tplayers import BERT, BERTConfig, Randomness
 from tplayers.block import NORM_PLACEMENTS
 from tplayers.host_copy import to_device
@@ -257,7 +257,7 @@ class BERTTask(TransformerTask):
         shares = evaluate_sources(model, right, self.held_out, grid.data).means
         measures |= {name: mean.loss for name, mean in shares.items()}
         size = model.config.vocab_size
-        unigram = on_rank_zero(grid.world, lambda: self.corpus.unigram_entropy(size, self._evaluated))
+        unigram = self.corpus.unigram_entropy(size, self._evaluated, grid.world)
         return Remarks(unigram, masked, completed, measures, completes=True)
 
     def _sample(self, model: BERT) -> tuple[str, str]:

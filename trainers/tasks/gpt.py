@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from commengine.rank_zero import on_every_rank, on_rank_zero
+from commengine.rank_zero import on_every_rank
 from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.host_copy import to_device
@@ -220,7 +220,6 @@ class GPTTask(TransformerTask):
         (sample,) = generate(model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed, warn=False)
         unigram = None
         if evaluated is not None:
-            unigram = on_rank_zero(
-                self.trainer.grid.world, lambda: corpus.unigram_entropy(model.config.vocab_size, self._evaluated)
-            )
+            world = self.trainer.grid.world
+            unigram = corpus.unigram_entropy(model.config.vocab_size, self._evaluated, world)
         return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample, before=prompt))

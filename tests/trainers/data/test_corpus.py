@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commengine import UsageError
+from commengine import Communicator, UsageError
 from trainers.data.corpus import open_corpus
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
@@ -154,7 +154,8 @@ def test_a_source_without_held_out_samples_is_left_out(write: Write) -> None:
     assert open_corpus(blend(0, words[1], 1, words[3], eval_iters=0)).held_out(0, 4) == []
 
 
-def test_unigram_entropy_is_of_the_mixture(write: Write) -> None:
+@pytest.mark.mpi
+def test_unigram_entropy_is_of_the_mixture(write: Write, alone: Communicator) -> None:
     """Counted here from the documents: both the model and the text it is tried on are mixed by the weights."""
     sets = {write("a", 20, 1): 0.75, write("b", 40, 19): 0.25, write("none", 9, 7): 0.0}
     words = [word for prefix, weight in sets.items() for word in (weight, prefix)]
@@ -175,7 +176,7 @@ def test_unigram_entropy_is_of_the_mixture(write: Write) -> None:
         labels = text[1 : 8 * part.samples + 1].tolist()
         nats = [-math.log((model[token] * total + 1) / (total + 50)) for token in labels]
         losses.append(weight * sum(nats) / len(nats))
-    assert corpus.unigram_entropy(50, parts) == pytest.approx(sum(losses), rel=1e-12)
+    assert corpus.unigram_entropy(50, parts, alone) == pytest.approx(sum(losses), rel=1e-12)
 
 
 def test_a_data_set_of_sentences_is_not_gpts(tmp_path: Path) -> None:
