@@ -58,7 +58,8 @@ class GlobalBatches(ABC, Generic[Batch]):
     def _microbatch(self, numbers: range) -> Batch:
         end = len(self.samples) if isinstance(self.samples, Samples) else None
         past_end = [end is not None and number >= end for number in numbers]
-        rows = [self.sample(0 if past else number) for past, number in zip(past_end, numbers, strict=True)]
+        filler = numbers.start - numbers.start % self.size  # one of the same global batch, as long as these are
+        rows = [self.sample(filler if past else number) for past, number in zip(past_end, numbers, strict=True)]
         return self.microbatch(rows, numbers, past_end)
 
     def sample(self, number: int) -> Any:

@@ -22,6 +22,7 @@ class Numbered(EncodedSamples):
     def __init__(self, count: int, choices: int = 0, labels: tuple[int, ...] = ()) -> None:
         self._count, self._choices, self._labels = count, choices, labels
         self.read: list[int] = []
+        self.lengths = [n % 17 + 3 for n in range(count)]
 
     def __len__(self) -> int:
         return self._count
@@ -30,7 +31,7 @@ class Numbered(EncodedSamples):
         self.read.append(n)
         rows = (self._choices,) if self._choices else ()
         tokens = np.full((*rows, S), n)
-        return TaskSample(tokens, tokens * 0, np.full(rows, n % 17 + 3), np.full(self._labels, n % 3))
+        return TaskSample(tokens, tokens * 0, np.full(rows, self.lengths[n]), np.full(self._labels, n % 3))
 
     def described(self) -> str:
         return str((self._count, self._choices))
@@ -46,6 +47,17 @@ def batches(samples, ranks, rank, *, size=12, micro=2, fixed=False, multiple=1):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("choices", [0, 4])
+def test_what_fills_the_last_batch_is_no_longer_than_its_samples(ranks, choices):
+    """Sample 0 is the longest of all here, and is not in the last batch."""
+    samples = Numbered(14, choices)
+    samples.lengths = [20, *[3] * 13]
+    for rank in range(ranks):
+        for batch in batches(samples, ranks, rank)(1):
+            assert int(batch.padding.max()) <= batch.tokens.shape[-1] == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("choices", [0, 4])
 def test_each_sample_once_and_the_same_length_at_every_layout(ranks, choices):
     samples, lengths = Numbered(51, choices), {}
     seen, numbers = [], []
@@ -57,7 +69,10 @@ def test_each_sample_once_and_the_same_length_at_every_layout(ranks, choices):
                 seen += real
                 numbers += batch.numbers
                 assert batch.counts == (len(real),) and batch.usable and batch.part == "dev"
-                assert batch.tokens.flatten(1)[:, 0].tolist() == [max(index, 0) for index in batch.indices]
+                filler = k * 12  # the first sample of the global batch
+                assert batch.tokens.flatten(1)[:, 0].tolist() == [
+                    index if index >= 0 else filler for index in batch.indices
+                ]
                 assert len(batch.numbers) == batch.padding.numel()
                 assert lengths.setdefault(k, batch.tokens.shape[-1]) == batch.tokens.shape[-1]
     assert sorted(seen) == list(range(51)) and len(set(numbers)) == len(numbers) == 60 * max(choices, 1)
@@ -68,7 +83,7 @@ def test_each_sample_once_and_the_same_length_at_every_layout(ranks, choices):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_sample_is_read_once_a_pass(ranks, fixed):
-    """To read a sample is to encode it. Only the first one is read again, where it fills the last batch."""
+    """To read a sample is to encode it. Only the first one of the last batch is read again, which fills it."""
     read = []
     for rank in range(ranks):
         samples = Numbered(51)
@@ -76,7 +91,7 @@ def test_a_sample_is_read_once_a_pass(ranks, fixed):
         for k in range(len(mine)):
             assert len([*mine(k)]) == 6 // ranks
         counts = np.bincount(samples.read, minlength=51)
-        assert counts[1:].max() == 1 and (fixed or counts.min() == 1)
+        assert np.delete(counts, 48).max() == 1 and (fixed or counts.min() == 1)
         read += np.flatnonzero(counts).tolist()
     assert set(read) == set(range(51))
 
