@@ -138,7 +138,9 @@ class TrainConfig(JobConfig):
     )  # fmt: skip
     # optimizer
     lr: float = option(1.5e-4, "highest learning rate", valid=RATE)
-    min_lr: float = option(1e-5, "learning rate at the end of the decay", valid=RATE)
+    min_lr: float | None = option(
+        None, "learning rate at the end of the decay (default 1e-5, or lr if that is less)", valid=RATE
+    )
     lr_decay_style: str = option("cosine", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
     lr_decay_iters: int | None = option(
         None, "step at which min-lr is reached (default train-iters)", valid=AT_LEAST_ONE
@@ -168,7 +170,10 @@ class TrainConfig(JobConfig):
         2, "number of overflows at which the scale halves; the overflows before only skip their step",
         valid=AT_LEAST_ONE,
     )  # fmt: skip
-    min_loss_scale: float = option(1.0, "smallest dynamic scale; an overflow there ends the run", valid=FP32_SCALE)
+    min_loss_scale: float | None = option(
+        None, "smallest dynamic scale; an overflow there ends the run (default 1, or initial-loss-scale if less)",
+        valid=FP32_SCALE,
+    )  # fmt: skip
     # gradient reduction
     grad_reduce_in_fp32: bool = option(
         False, "reduce the gradients of half-precision parameters in fp32 (default: in the parameters' dtype)"
@@ -249,9 +254,10 @@ class TrainConfig(JobConfig):
         super().validate(ranks)
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16: exclude each other; leave one of them out")
         require(self.loss_scale is None or self.fp16, f"{given(self, 'loss_scale')}: needs --fp16")
-        fits, largest = self.min_loss_scale <= self.initial_loss_scale, self.initial_loss_scale
+        fits, largest = self.least_loss_scale <= self.initial_loss_scale, self.initial_loss_scale
         require(fits, f"{given(self, 'min_loss_scale')}: must not exceed --initial-loss-scale {largest}")
-        require(self.min_lr <= self.lr, f"{given(self, 'min_lr')}: must not exceed --lr {self.lr}")
+        decays = self.lr_decay_style != "constant"
+        require(not decays or self.last_lr <= self.lr, f"{given(self, 'min_lr')}: must not exceed --lr {self.lr}")
         decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
         below = decay is None or self.lr_warmup_iters < decay
         require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
@@ -276,6 +282,16 @@ class TrainConfig(JobConfig):
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
         require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
+
+    @property
+    def last_lr(self) -> float:
+        """The learning rate at the end of the decay."""
+        return min(1e-5, self.lr) if self.min_lr is None else self.min_lr
+
+    @property
+    def least_loss_scale(self) -> float:
+        """The smallest dynamic scale of the fp16 loss."""
+        return min(1.0, self.initial_loss_scale) if self.min_loss_scale is None else self.min_loss_scale
 
     @property
     def canonical_shards(self) -> int | None:

@@ -34,6 +34,28 @@ def test_which_checkpoints_are_kept_must_make_sense(settings, said):
 
 
 @pytest.mark.parametrize(
+    ("settings", "last", "least"),
+    [
+        ({"lr": 5e-6, "lr_decay_style": "constant"}, 5e-6, 1.0),
+        ({"lr": 5e-6}, 5e-6, 1.0),
+        ({"lr": 1.0, "fp16": True, "initial_loss_scale": 0.25}, 1e-5, 0.25),
+        ({"lr": 0.5, "min_lr": 0.25}, 0.25, 1.0),
+    ],
+)
+def test_a_default_that_nobody_gave_refuses_nothing(settings, last, least):
+    config = GPTTrainConfig(mock_data=True, vocab_size=8, **settings)
+    config.validate(1)
+    assert (config.last_lr, config.least_loss_scale) == (last, least)
+
+
+def test_a_rate_that_is_given_must_not_exceed_the_highest():
+    with pytest.raises(UsageError, match=r"--min-lr 0\.5: must not exceed --lr 0\.25"):
+        GPTTrainConfig(mock_data=True, vocab_size=8, lr=0.25, min_lr=0.5).validate(1)
+    with pytest.raises(UsageError, match=r"--min-loss-scale 8\.0: must not exceed --initial-loss-scale 4\.0"):
+        GPTTrainConfig(mock_data=True, vocab_size=8, fp16=True, initial_loss_scale=4.0, min_loss_scale=8.0).validate(1)
+
+
+@pytest.mark.parametrize(
     "require",
     [
         lambda **sizes: GPTTrainConfig(**sizes).require_split(2),

@@ -375,7 +375,7 @@ def test_flags_win_over_the_file(learned, report):
     state = json.loads((learned[0] / "iter_0000120" / "state.json").read_text())
     assert report["iteration"] == state["settings"]["train_iters"] == 120
     assert state["settings"]["num_layers"] == 2 and state["settings"]["overlap_grad_reduce"] is True
-    assert state["settings"]["min_lr"] == 1e-5  # in neither
+    assert state["settings"]["clip_grad"] == 1.0  # in neither
 
 
 def test_rows_are_those_asked_for(learned, report, rows):

@@ -92,7 +92,7 @@ class FinetuneFlags(TrainConfig):
         valid=AT_LEAST_ONE,
     )  # fmt: skip
     lr: float = option(2e-5, "highest learning rate", valid=RATE)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", valid=RATE)
+    min_lr: float | None = option(0.0, "learning rate at the end of the decay", valid=RATE)
     lr_decay_style: str = option("linear", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
     lr_warmup_fraction: float = option(
         0.06, "share of the steps over which lr rises from 0; --lr-warmup-iters wins", valid=FRACTION

@@ -168,7 +168,7 @@ class Trainer:
     def _rate(self, iteration: int) -> float:
         config = self.config
         return learning_rate(
-            iteration, lr=config.lr, min_lr=config.min_lr, style=config.lr_decay_style,
+            iteration, lr=config.lr, min_lr=config.last_lr, style=config.lr_decay_style,
             warmup_iters=config.lr_warmup_iters, decay_iters=config.lr_decay_iters or config.train_iters,
         )  # fmt: skip
 
@@ -194,4 +194,4 @@ class Trainer:
 def _loss_scaler(config: TrainConfig) -> LossScaler:
     if config.loss_scale is not None:
         return LossScaler(config.loss_scale, window=None)
-    return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, config.min_loss_scale)
+    return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, config.least_loss_scale)
