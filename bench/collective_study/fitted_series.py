@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.collective_study.piecewise import MISS, FittedSegment, PiecewiseFit, deviations
 from bench.collective_study.results import KEY, Series
-from bench.collective_study.tables import beside, by_size, line_style, panels, readable
+from bench.collective_study.tables import beside, by_size, crosses, line_style, panels, readable
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def as_json(
                 asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
             ],
             "points": [
-                {"bytes": size, "seconds": spent, "residual": residual, "error": error}
+                {"bytes": size, "seconds": spent, "residual": residual, "error": error,
+                 **({"disturbed": True} if size in one.series.disturbed else {})}
                 for size, spent, residual, error in points
             ],
         })  # fmt: skip
@@ -195,7 +196,8 @@ def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
             np.array([float(point[name]) for point in one["points"]])
             for name in ("bytes", "seconds", "residual", "error")
         )
-        series = Series({name: one.get(name) for name in KEY}, sizes, spent, errors)
+        disturbed = frozenset(float(point["bytes"]) for point in one["points"] if point.get("disturbed"))
+        series = Series({name: one.get(name) for name in KEY}, sizes, spent, errors, disturbed)
         found.append(
             FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"], one.get("missed", 0.0)))
         )
@@ -217,10 +219,14 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
             style, shown = line_style(one.series.key, transports, kinds), one.series.sizes > 0
             style["label"] = f"{one.series.ranks} ranks, {style['label']}"
             sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
+            # An interval of a factor, because one of plus or minus may reach 0, where a logarithmic axis has no place.
+            factor = 1 + 1.96 * one.series.errors[shown]
             left.errorbar(
-                sizes, seconds, 1.96 * one.series.errors[shown] * seconds, fmt=style["marker"], color=style["color"],
-                markersize=4,
+                sizes, seconds, [seconds - seconds / factor, seconds * factor - seconds], fmt=style["marker"],
+                color=style["color"], markersize=4,
             )  # fmt: skip
+            points = zip(one.series.sizes.tolist(), one.series.seconds.tolist(), strict=True)
+            crosses(left, [point for point in points if point[0] > 0 and point[0] in one.series.disturbed])
             starts = [0.0] if one.fit.missed else [part.from_bytes for part in one.fit.segments]
             for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
                 inside = sizes[(sizes >= start) & (sizes < end)]
@@ -237,5 +243,5 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
         right.set(title=f"{operation}, residuals", xscale="log", xlabel="size", ylabel="(measured - fit) / measured, %")
         by_size(right)
         right.grid(alpha=0.3)
-        beside(right)
+        beside(right, left)
     return figure

@@ -26,13 +26,14 @@ class Series:
     """One operation, run in one way, at several sizes.
 
     key: the fields in KEY. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
-    errors.
+    errors. disturbed: the sizes that were measured in another state of the machine only.
     """
 
     key: dict[str, Any]
     sizes: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
+    disturbed: frozenset[float] = frozenset()
 
     @property
     def operation(self) -> str:
@@ -72,7 +73,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:
         raise UsageError(f"{path}: format {data.get('format')!r}; this version reads {FORMAT}")
-    found: dict[str, tuple[dict[str, Any], list[tuple[float, float, float]]]] = {}
+    found: dict[str, tuple[dict[str, Any], list[tuple[float, float, float, bool]]]] = {}
     for number, row in enumerate(data["rows"]):
         try:
             key, point = _row(row, statistic)
@@ -83,7 +84,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     return [_series(key, points) for key, points in found.values()], {k: v for k, v in data.items() if k != "rows"}
 
 
-def _row(row: Any, statistic: str) -> tuple[dict[str, Any], tuple[float, float, float]]:
+def _row(row: Any, statistic: str) -> tuple[dict[str, Any], tuple[float, float, float, bool]]:
     if not isinstance(row, dict):
         raise TypeError(f"a row is an object, not {row!r}")
     for name in ("operation", "transport"):
@@ -109,7 +110,8 @@ def _row(row: Any, statistic: str) -> tuple[dict[str, Any], tuple[float, float, 
         if high < low:
             raise ValueError(f"ci={row['ci']}: the low end is above the high end")
         error = (high - low) / 2 / NORMAL_95 / spent
-    return {name: row.get(name) for name in KEY} | {"ranks": int(ranks)}, (size, spent, error)
+    disturbed = bool(row.get("disturbed"))
+    return {name: row.get(name) for name in KEY} | {"ranks": int(ranks)}, (size, spent, error, disturbed)
 
 
 def _number(row: dict[str, Any], name: str) -> float:
@@ -119,6 +121,6 @@ def _number(row: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _series(key: dict[str, Any], points: list[tuple[float, float, float]]) -> Series:
-    columns = np.array(sorted(points)).T
-    return Series(key, columns[0], columns[1], columns[2])
+def _series(key: dict[str, Any], points: list[tuple[float, float, float, bool]]) -> Series:
+    columns = np.array([point[:3] for point in sorted(points)]).T
+    return Series(key, columns[0], columns[1], columns[2], frozenset(point[0] for point in points if point[3]))

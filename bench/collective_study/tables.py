@@ -34,6 +34,8 @@ COLUMNS = (
     ("place", "", 5, lambda row: "in" if row["in_place"] else "out"),
     ("transport", "", 10, lambda row: row["transport"]),
 )
+#: the transports in words, in pictures and on pages; a transport without an entry has its own name
+WORDS = {"mpi4py": "plain MPI", "shared": "window"}
 OVERLAP = (
     ("overall", "(us)", 10, lambda row: _microseconds(row["overlap"]["overall"])),
     ("compute", "(us)", 10, lambda row: _microseconds(row["overlap"]["compute"])),
@@ -118,13 +120,29 @@ def panels(legends: Sequence[int]) -> tuple[Figure, Any]:
     height = sum(heights)
     figure = Figure(figsize=(14, height))
     # matplotlib's own layouts take twice as long as all the rest here
-    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.18, hspace=0.35)
+    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.22, hspace=0.35)
     return figure, figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
 
 
-def beside(axes: Any) -> None:
-    """Put the legend of the right plot of a row beside it, where no line can be."""
-    axes.legend(fontsize="small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False, handlelength=3)
+def beside(axes: Any, left: Any) -> None:
+    """Put the legend of the right plot of a row beside it, where no line can be; with the crosses of the left one."""
+    handles, labels = axes.get_legend_handles_labels()
+    for handle, label in zip(*left.get_legend_handles_labels(), strict=True):
+        if label == CROSS and label not in labels:
+            handles, labels = [*handles, handle], [*labels, label]
+    axes.legend(
+        handles, labels, fontsize="small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False, handlelength=3
+    )
+
+
+def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
+    """Draw a cross on each (size, seconds) that was measured in another state only, if there are any.
+
+    The legend of a picture names them, with the sign that tables have for them.
+    """
+    if points:
+        sizes, seconds = zip(*points, strict=True)
+        axes.plot(sizes, [1e6 * one for one in seconds], "kx", markersize=8, label=CROSS)
 
 
 def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -137,7 +155,8 @@ def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, s
     transport, dtype, redop = (row[name] for name in ("transport", "dtype", "redop"))
     place = "in place" if row["in_place"] else "out of place"
     state = row.get("state")
-    words = [transport, dtype, *([redop] if redop not in (None, "none") else []), place, *([state] if state else [])]
+    way = WORDS.get(transport, transport)
+    words = [way, dtype, *([redop] if redop not in (None, "none") else []), place, *([state] if state else [])]
     return {
         "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
         "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
@@ -169,9 +188,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
             ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
             low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
-            if other := [row for row in line if row.get("disturbed")]:
-                points = [row["bytes"] for row in other], [row["seconds"]["p50"] * 1e6 for row in other]
-                time_axes.plot(*points, "kx", markersize=8, label="_measured in another state")
+            crosses(time_axes, [(row["bytes"], row["seconds"]["p50"]) for row in line if row.get("disturbed")])
             time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
             # A group of one rank moves nothing, and a logarithmic axis has no 0.
             bandwidth_axes.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
@@ -179,10 +196,12 @@ def draw(rows: Sequence[Row]) -> Figure:
         for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
             one.set(xscale="log", yscale="log", xlabel="size", ylabel=label, title=f"{operation}, {ranks} ranks")
             readable(one)
-        beside(bandwidth_axes)
+        beside(bandwidth_axes, time_axes)
     return figure
 
 
+#: the legend's words for a cross
+CROSS = "~: in another state only"
 #: inches of a line of a legend
 LEGEND_LINE = 0.18
 #: colours that are dark enough on white, and that colour-blind people can tell apart (Okabe & Ito 2008)

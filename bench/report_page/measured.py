@@ -11,7 +11,7 @@ from typing import Any
 from bench.collective_study.fitted_series import bandwidth, draw, fits_of, tables
 from bench.collective_study.results import read
 from bench.collective_study.shown_states import disturbed_lines
-from bench.collective_study.tables import COLUMNS, OVERLAP, STATE, UNCONVERGED, flat, size_label
+from bench.collective_study.tables import COLUMNS, OVERLAP, STATE, UNCONVERGED, WORDS, flat, size_label
 from bench.collective_study.tables import draw as draw_collectives
 from bench.step_study import step_tables
 from commengine import UsageError
@@ -29,7 +29,7 @@ ABOUT = ("command", "date", "hardware", "versions")
 RATES = ("algbw", "busbw")
 OWN_UNITS = ("size", *RATES)
 #: columns that hold words
-WORDS = ("state", "type", "redop", "place", "transport")
+TEXTS = ("state", "type", "redop", "place", "transport")
 
 
 def measured(path: Path, *, tabled: bool, drawn: bool) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _collectives(path: Path, rows: Sequence[dict[str, Any]], *, drawn: bool) -> 
             for name, unit, _, _ in columns
         ]
         yield from table(
-            heads, [[_cell(one, row) for one in columns] for row in mine], [one[0] not in WORDS for one in columns]
+            heads, [[_cell(one, row) for one in columns] for row in mine], [one[0] not in TEXTS for one in columns]
         )
     if slow := sum(row.get("converged") is False for row in rows):
         yield f"<p>*: {slow} of {len(rows)} rows ran out of time before {UNCONVERGED}.</p>"
@@ -98,7 +98,7 @@ def _cell(kind: Any, row: Mapping[str, Any]) -> TableCell:
         rate = row.get(name)
         return text_cell("" if rate is None else with_prefix(rate, "B/s"), rate)
     try:
-        return text_cell(shown(row))
+        return text_cell(WORDS.get(shown(row), shown(row)) if name == "transport" else shown(row))
     except (KeyError, TypeError):
         return text_cell("")
 

@@ -47,7 +47,7 @@ from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
 from trainers.options import ABOVE_ZERO, NOT_NEGATIVE, SECONDS
 
-from . import answers, folder, sizes
+from . import answers, busy, folder, sizes
 from .halting import AGAIN, Halting
 from .projection import MeasuredMachine, through_points
 
@@ -238,6 +238,9 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
     results, stepped, model = there("collectives.json"), there("step.json"), there("model.json")
     rows = [row for row in (results or {"rows": []})["rows"] if row["ranks"] > 1]
     record.answers = [answers.cost(rows, " ".join(results.get("states", []))), answers.ways(rows)] if rows else []
+    load = record.numbers["load"] = max(record.numbers.get("load", 0.0), surroundings["load_average_before"])
+    if rows and (said := busy.remark(load, given.node, rows)):
+        record.answers[0]["answer"] = f"{said}\n\n{record.answers[0]['answer']}"
     if stepped:
         about = step.describe(recorder.from_json(stepped), stepped["ranks"])
         record.answers.append(answers.share(stepped, there("replay.json"), about))

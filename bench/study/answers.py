@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.collective_study.tables import Row, interval_percent, size_label
+from bench.collective_study.tables import WORDS, Row, interval_percent, size_label
 
 from .projection import MeasuredMachine, ProjectedStep, step_on
 
@@ -16,8 +16,6 @@ COST = "What does a collective cost here?"
 WAYS = "Which way is fastest, and from which size on?"
 SHARE = "What share of a step is communication?"
 MORE = "What would 8, 64 and 512 ranks do?"
-#: the ways of a collective in words, by the transports that measure them
-WORDS = {"engine": "engine", "mpi4py": "plain MPI", "shared": "window"}
 #: bytes, of which the nearest measured size is shown
 SHOWN = (4, 64 << 10, 1 << 20, 1 << 40)
 RANKS = (8, 64, 512)

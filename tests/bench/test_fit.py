@@ -11,7 +11,7 @@ from bench import fit
 from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, draw, fits_of, tables
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
-from bench.collective_study.results import KEY, Series
+from bench.collective_study.results import KEY, Series, read
 from bench.collective_study.tables import draw as collectives_picture
 from commengine import cost
 
@@ -244,6 +244,37 @@ def test_an_end_that_the_data_do_not_bound_reads_0_or_infinity():
     data["series"][0]["segments"][0]["beta_interval"] = [None, None]
     (again,) = fits_of(data)
     assert again.fit.segments[0].alpha_interval == again.fit.segments[0].beta_interval == (0.0, math.inf)
+
+
+def test_a_wide_interval_stays_on_the_axis_and_what_was_disturbed_has_a_cross(tmp_path):
+    """An interval of plus or minus 150% of the time reaches below 0; in the file of a model crosses are kept."""
+    sizes = [8, 64, 512, 4096]
+    rows = [
+        {"operation": "all_reduce", "transport": way, "ranks": 2, "dtype": "float32", "redop": "sum", "in_place": True,
+         "bytes": size, "seconds": {"p50": 1e-6 + 1e-9 * size}, "ci": [0.0, 3e-6] if size == 64 else None}
+        | ({"disturbed": True} if size == 512 else {})
+        for way in ("mpi4py", "shared") for size in sizes
+    ]  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps({"format": 1, "rows": rows}))
+    series, _ = read(tmp_path / "r.json")
+    fitted = [FittedSeries(one, piecewise.fit(one.sizes, one.seconds, one.errors)) for one in series]
+    again = fits_of(json.loads(json.dumps(as_json(fitted, {}, Path("r.json"), {}))))
+    for shown in (fitted, again):
+        figure = draw(shown)
+        left, right = figure.axes
+        ends = [segment[:, 1].min() for bars in left.collections for segment in bars.get_segments()]
+        assert len(ends) == 8 and min(ends) > 0.2  # microseconds, of a time of 1.1
+        crosses = [line for line in left.get_lines() if line.get_marker() == "x"]
+        assert [list(line.get_xdata()) for line in crosses] == [[512], [512]]
+        labels = [text.get_text() for text in right.get_legend().get_texts()]
+        assert labels == [
+            "2 ranks, plain MPI, float32, sum, in place", "2 ranks, window, float32, sum, in place",
+            "~: in another state only",
+        ]  # fmt: skip
+        figure.canvas.draw()
+        assert not any(
+            axis.yaxis.get_label().get_window_extent().overlaps(left.get_window_extent()) for axis in [right]
+        )
 
 
 def test_fits_have_the_lines_of_the_collectives_and_legends_beside_them():
