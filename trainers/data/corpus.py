@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
-from commengine import Communicator, UsageError
+from commengine import UsageError
 from trainers.config import TrainConfig
 from trainers.options import LENGTH, VOCABULARY, given, option, require
 
@@ -18,15 +18,11 @@ from .indexed import IndexedDataset, tokenizer_path
 from .samples import (
     NoSamplesError,
     Samples,
-    TextSamples,
     TokenSamples,
     ZipfSamples,
-    mixed_counts,
     split_documents,
     split_weights,
-    unigram_cross_entropy,
 )
-from .shared_counts import target_counts, text_counts
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
 
@@ -174,26 +170,6 @@ class Corpus:
             weight = float(source.weight / total)
             parts.append(HeldOutPart(source.name, weight, samples, mine, min(mine * size, len(samples))))
         return parts
-
-    def unigram_entropy(self, vocab_size: int, parts: Sequence[HeldOutPart], world: Communicator) -> float:
-        """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
-
-        Both are mixtures of the sources by their weights. Collective over ``world``: the ranks share the counting.
-        Raises UsageError, on all ranks, for a token outside the vocabulary.
-        """
-        drawn = [source for source in self.sources if source.weight]
-        known = []
-        for source in drawn:
-            assert isinstance(source.training, TextSamples)
-            known.append(text_counts(source.training, vocab_size, world))
-        asked = []
-        for part in parts:
-            assert isinstance(part.held_out, TextSamples)
-            asked.append(target_counts(part.held_out, part.samples, vocab_size, world))
-        return unigram_cross_entropy(
-            mixed_counts(known, [float(source.weight) for source in drawn]),
-            mixed_counts(asked, [part.weight for part in parts]),
-        )
 
     def decode(self, tokens: list[int], before: Sequence[int] = ()) -> str:
         """What the tokens add to the text of ``before``, or the tokens as numbers if there is no tokenizer."""

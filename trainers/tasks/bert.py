@@ -33,6 +33,7 @@ from trainers.training.trainer import Trainer
 
 from .training import TransformerTask, transformer_trainer
 from .transformer import TransformerTrainConfig
+from .unigram import unigram_entropy
 
 #: the number of samples among which one with masks is looked for, to be shown in the report
 SHOWN = 100
@@ -257,7 +258,7 @@ class BERTTask(TransformerTask):
         shares = evaluate_sources(model, right, self.held_out, grid.data).means
         measures |= {name: mean.loss for name, mean in shares.items()}
         size = model.config.vocab_size
-        unigram = self.corpus.unigram_entropy(size, self._evaluated, grid.world)
+        unigram = unigram_entropy(self.corpus, size, self._evaluated, grid.world)
         return Remarks(unigram, masked, completed, measures, completes=True)
 
     def _sample(self, model: BERT) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from trainers.training.trainer import Trainer
 
 from .training import TransformerTask, transformer_trainer
 from .transformer import TransformerTrainConfig
+from .unigram import unigram_entropy
 
 #: The number of tokens of held-out text that the report's sample continues.
 PROMPT_TOKENS = 16
@@ -221,5 +222,5 @@ class GPTTask(TransformerTask):
         unigram = None
         if evaluated is not None:
             world = self.trainer.grid.world
-            unigram = corpus.unigram_entropy(model.config.vocab_size, self._evaluated, world)
+            unigram = unigram_entropy(corpus, model.config.vocab_size, self._evaluated, world)
         return Remarks(unigram, corpus.decode(prompt), corpus.decode(sample, before=prompt))

@@ -15,6 +15,7 @@ from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.unigram import unigram_entropy
 
 CONFIG = GPTTrainConfig(seq_length=8, vocab_size=50, split="80,20", hidden_size=24, eval_iters=10)
 Write = Callable[..., str]
@@ -176,7 +177,7 @@ def test_unigram_entropy_is_of_the_mixture(write: Write, alone: Communicator) ->
         labels = text[1 : 8 * part.samples + 1].tolist()
         nats = [-math.log((model[token] * total + 1) / (total + 50)) for token in labels]
         losses.append(weight * sum(nats) / len(nats))
-    assert corpus.unigram_entropy(50, parts, alone) == pytest.approx(sum(losses), rel=1e-12)
+    assert unigram_entropy(corpus, 50, parts, alone) == pytest.approx(sum(losses), rel=1e-12)
 
 
 def test_a_data_set_of_sentences_is_not_gpts(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from commengine import Communicator, UsageError
-from trainers.data import shared_counts
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import TokenSamples, ZipfSamples, count_tokens
+from trainers.tasks import unigram
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 TOKENS = 1003
@@ -28,18 +28,18 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> TokenSamples:
 def test_the_ranks_count_each_token_once(
     world: Communicator, samples: TokenSamples, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_counts, "_TOKENS", max(at_once, 20))
-    monkeypatch.setattr(shared_counts, "_SAMPLES", at_once)
-    assert np.array_equal(shared_counts.text_counts(samples, 50, world), samples.token_counts(50))
+    monkeypatch.setattr(unigram, "_TOKENS", max(at_once, 20))
+    monkeypatch.setattr(unigram, "_SAMPLES", at_once)
+    assert np.array_equal(unigram.text_counts(samples, 50, world), samples.token_counts(50))
     for size in (0, 1, 50):
         expected = np.zeros(50, dtype=np.int64)
         for n in range(size):
             expected += np.bincount(samples.targets(n), minlength=50)
-        assert np.array_equal(shared_counts.target_counts(samples, size, 50, world), expected)
+        assert np.array_equal(unigram.target_counts(samples, size, 50, world), expected)
     mock = ZipfSamples(50, 8, 0, 10)
-    assert np.array_equal(shared_counts.text_counts(mock, 50, world), mock.token_counts(50))
+    assert np.array_equal(unigram.text_counts(mock, 50, world), mock.token_counts(50))
     with pytest.raises(UsageError, match="is outside the vocabulary of 30"):
-        shared_counts.text_counts(samples, 30, world)
+        unigram.text_counts(samples, 30, world)
 
 
 def test_a_long_count_is_within_the_timeout(
@@ -53,8 +53,8 @@ def test_a_long_count_is_within_the_timeout(
             time.sleep(0.5)
         return count_tokens(*args)
 
-    monkeypatch.setattr(shared_counts, "count_tokens", slow)
-    monkeypatch.setattr(shared_counts, "_TOKENS", -(-TOKENS // (rounds * mpi_world.size)))
+    monkeypatch.setattr(unigram, "count_tokens", slow)
+    monkeypatch.setattr(unigram, "_TOKENS", -(-TOKENS // (rounds * mpi_world.size)))
     with Communicator(mpi_world, timeout=2.0) as world:
-        found = shared_counts.text_counts(samples, 50, world)
+        found = unigram.text_counts(samples, 50, world)
     assert int(found.sum()) == TOKENS

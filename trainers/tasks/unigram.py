@@ -1,8 +1,8 @@
-"""How often each token occurs, counted by all ranks together."""
+"""The loss of a unigram model, whose counts all ranks make together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +10,32 @@ import torch
 
 from commengine import Communicator
 from commengine.rank_zero import on_every_rank
-
-from .samples import Counts, TextSamples, count_tokens
+from trainers.data.corpus import Corpus, HeldOutPart
+from trainers.data.samples import Counts, TextSamples, count_tokens, mixed_counts, unigram_cross_entropy
 
 #: what a rank counts before it waits for the others: tokens of a text (a second's work), or samples of an evaluation.
 #: It waits in a collective, whose timeout must not depend on how large a corpus is.
 _TOKENS, _SAMPLES = 1 << 26, 1 << 12
+
+
+def unigram_entropy(corpus: Corpus, vocab_size: int, parts: Sequence[HeldOutPart], world: Communicator) -> float:
+    """The loss of a unigram model of the training data on what ``parts`` predict, in nats per predicted token.
+
+    Both are mixtures of the sources by their weights. Collective over ``world``. Raises UsageError, on all ranks, for a
+    token outside the vocabulary.
+    """
+    drawn = [source for source in corpus.sources if source.weight]
+    known, asked = [], []
+    for source in drawn:
+        assert isinstance(source.training, TextSamples)
+        known.append(text_counts(source.training, vocab_size, world))
+    for part in parts:
+        assert isinstance(part.held_out, TextSamples)
+        asked.append(target_counts(part.held_out, part.samples, vocab_size, world))
+    return unigram_cross_entropy(
+        mixed_counts(known, [float(source.weight) for source in drawn]),
+        mixed_counts(asked, [part.weight for part in parts]),
+    )
 
 
 def text_counts(samples: TextSamples, vocab_size: int, world: Communicator) -> Counts:
