@@ -84,7 +84,7 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
 		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
 
-# At most 8 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
+# About 15 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from bench import predict
 from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
 from tests.test_readme import accepted
@@ -249,6 +250,22 @@ def test_python_of_the_cost_study_runs(folder):
     done = mpirun.command([sys.executable, "-c", text], timeout=60, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) < 60
+
+
+def test_the_step_that_a_page_predicts_for_this_machine_fits(capsys):
+    """On the CPU of the bench's own clusters."""
+    (command,) = [one for one in COMMANDS if "--cluster this-machine" in one.text and "bench.predict" in one.text]
+    words = command.words[command.words.index("bench.predict") + 1 :]
+    assert predict.main(["amd-epyc" if word == "this-machine" else word for word in words]) == 0
+    out = capsys.readouterr().out
+    assert "memory a device:" in out and "does not fit" not in out
+
+
+def test_the_papers_page_has_the_contests_ratio():
+    """The time of plain PyTorch with one thread over that of two tensor-parallel ranks, which a table of ours holds."""
+    table = (ROOT / "bench/results/step_contest.md").read_text()
+    (ratio,) = re.findall(r"^\| torch-1-thread \|[^|]*\|[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+    assert f"one thread {ratio} times as long" in " ".join((ROOT / "docs/paper.md").read_text().split())
 
 
 @pytest.mark.slow
