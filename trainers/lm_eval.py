@@ -95,7 +95,7 @@ def _service(
     length = window_length(config, config.seq_length, trained.settings)
     tokenizer = trained.tokenizer
     try:
-        _ = tokenizer.eod  # before a text without a context
+        _ = tokenizer.eod  # which ends a text
     except ValueError as error:
         raise UsageError(f"--tokenizer-model: {error}, which lm-evaluation-harness needs") from error
     service = ModelService(world, grid, trained.model, tokenizer, batch=config.micro_batch_size, seed=config.seed)

@@ -23,7 +23,7 @@ class HarnessModel(TemplateLM):
     """A language model as lm-evaluation-harness asks for one. On rank 0, while the other ranks serve.
 
     service: the model. length: the most tokens that it reads at once. The results are those of the harness's own
-    ``HFLM`` on the same weights: the same prefix token, windows and truncation.
+    ``HFLM`` on the same weights and tokenizer: the same prefix token, tokens around a text, windows and truncation.
     """
 
     def __init__(self, service: ModelService, *, length: int, max_gen_toks: int = MAX_GEN_TOKS) -> None:
@@ -38,8 +38,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without a context."""
+        """The token that ends a text."""
         return self.own_tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        return self.own_tokenizer.vocabulary()[str(self.own_tokenizer.start_token)]
 
     @property
     def tokenizer_name(self) -> str:
@@ -47,9 +52,11 @@ class HarnessModel(TemplateLM):
         return f"commengine-{self.own_tokenizer.vocab_size}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, without any token around it."""
-        del add_special_tokens, kwargs
-        return self.own_tokenizer.encode(string)
+        """The tokens of a text, and around it what the tokenizer puts there, as <s>, but for a text that has it."""
+        del kwargs
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(str(self.own_tokenizer.start_token))
+        return self.own_tokenizer.encode_around(string, around=add_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -101,10 +108,11 @@ class HarnessModel(TemplateLM):
         """The text that continues each context, before the first of its stop strings.
 
         A context that is too long loses its beginning, so that there is room for the new tokens within the model's
-        positions, or for half of them if the task asks for more.
+        positions, or for half of them if the task asks for more. The tokens are decoded apart from the context, as the
+        harness does: a decoder of SentencePiece takes the blank off such a text.
         """
         del disable_tqdm
-        prompts, asked = [], []
+        prompts, asked, ends = [], [], []
         for request in requests:
             context, given = request.args
             kwargs = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -117,7 +125,12 @@ class HarnessModel(TemplateLM):
             end = self.own_tokenizer.end_token
             stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=end) if stop]
             asked.append({"count": count, "stop": stops, "sampling": sampling})
-        texts = self.service.generate(prompts, asked)
-        for request, text in zip(requests, texts, strict=True):
+            ends.append(stops)
+        texts = []
+        for request, stops, tokens in zip(requests, ends, self.service.generate(prompts, asked), strict=True):
+            text = self.own_tokenizer.decode(tokens, special=False)
+            for stop in stops:
+                text = text.partition(stop)[0]
+            texts.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts

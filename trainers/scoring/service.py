@@ -42,14 +42,14 @@ class ModelService:
         order = {"do": "score", "scored": [one.scored for one in passages]}
         return self._scores(order, passages)
 
-    def generate(self, prompts: Sequence[Sequence[int]], asked: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The text that continues each prompt. On rank 0.
+    def generate(self, prompts: Sequence[Sequence[int]], asked: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """The tokens that continue each prompt, with those that end a text. On rank 0.
 
         prompts: tokens, at least one each. asked: for each prompt ``count``, the most new tokens; ``stop``, the strings
         that end it; and the fields of `tplayers.Sampling`, as ``sampling``.
         """
         order = {"do": "generate", "asked": [dict(one) for one in asked], "prompts": [list(one) for one in prompts]}
-        return self._texts(order)
+        return self._tokens(order)
 
     def stop(self, problem: str = "") -> None:
         """Let the other ranks leave `serve`. On rank 0. problem: raises UsageError with this text, on all ranks."""
@@ -76,7 +76,7 @@ class ModelService:
         self.busy = False
         return found
 
-    def _texts(self, order: dict[str, Any]) -> list[str]:
+    def _tokens(self, order: dict[str, Any]) -> list[list[int]]:
         self.busy = True
         found = self._generated(wait_for_json(self.world, order))
         self.busy = False
@@ -88,8 +88,8 @@ class ModelService:
         every = [Passage(*one) for one in zip(tokens, order["scored"], strict=True)]
         return score(self.model, every, self.grid.data, batch=self.batch, predict=True)
 
-    def _generated(self, order: dict[str, Any]) -> list[str]:
-        """Collective: the texts, on rank 0; each batch on one replica."""
+    def _generated(self, order: dict[str, Any]) -> list[list[int]]:
+        """Collective: the tokens, on rank 0; each batch on one replica."""
         prompts, asked = order["prompts"], order["asked"]
         batches = list(_alike(asked, [len(prompt) for prompt in prompts], self.batch))
 
@@ -98,7 +98,7 @@ class ModelService:
             place = first + data.rank
             numbers = batches[place] if place < len(batches) else []
 
-            def generated(numbers: Sequence[int] = numbers) -> list[tuple[int, str]]:
+            def generated(numbers: Sequence[int] = numbers) -> list[tuple[int, list[int]]]:
                 if not numbers:
                     return []
                 how = asked[numbers[0]]
@@ -106,13 +106,13 @@ class ModelService:
                     self.model, self.tokenizer, [prompts[number] for number in numbers], how["count"],
                     sampling=Sampling(**how["sampling"]), seed=self.seed, numbers=numbers, stop=how["stop"],
                 )  # fmt: skip
-                return [(text.number, text.text) for text in texts]
+                return [(text.number, text.tokens) for text in texts]
 
             # An error is the same on all ranks of a tensor group, and reaches those of the other groups.
             mine = on_every_rank(self.grid.world, generated)
             for of_rank in gather_json(self.grid.world, mine if self.grid.tensor.rank == 0 else []):
                 found += of_rank
-        return [text for _, text in sorted(found)]
+        return [tokens for _, tokens in sorted(found)]
 
 
 def _alike(asked: Sequence[Mapping[str, Any]], lengths: Sequence[int], batch: int) -> Iterator[list[int]]:

@@ -44,7 +44,7 @@ def written_tokenizer(model: str) -> dict[str, bytes]:
     vocabulary = found.vocabulary()
     about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if found.end_token is not None:
-        about |= {"bos_token": found.end_token, "eos_token": found.end_token}
+        about |= {"bos_token": found.start_token, "eos_token": found.end_token}
     if all(token in vocabulary for token in SPECIAL):
         about |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
     return {TOKENIZER: content, TOKENIZER_CONFIG: json.dumps(about, indent=2).encode()}

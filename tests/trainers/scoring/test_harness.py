@@ -1,12 +1,17 @@
-"""The adapter against lm-evaluation-harness's own HFLM on the same weights, on 4 ranks (TP 2 x DP 2), offline."""
+"""The adapter against lm-evaluation-harness's own HFLM on the same weights, on 4 ranks (TP 2 x DP 2), offline.
+
+The models: a GPT that a run has trained, and a Llama of random weights whose tokenizer puts <s> before a text.
+"""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.sentencepiece import sentencepiece
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
@@ -14,6 +19,8 @@ from trainers.weights.hugging_face import to_hugging_face
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
 pytest.importorskip("accelerate", reason="lm-evaluation-harness's HFLM needs accelerate")
+from trainers.scoring.harness import HarnessModel
+
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]  # most of its time is the library's start
 
 TEXT = Path(__file__).with_name("articles.raw").read_text(encoding="utf-8")
@@ -72,7 +79,24 @@ def folder(tmp_path_factory, tokenizer) -> Path:
             f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
         )
         (root / "tasks" / f"{name}.yaml").write_text(common + text)
+    save_llama(root / "llama")
     return root
+
+
+def save_llama(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    backend = sentencepiece([TEXT], 300)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    set_seed(3)
+    shape = LlamaConfig(
+        vocab_size=backend.get_vocab_size(), hidden_size=48, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=LENGTH, initializer_range=0.2,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +107,9 @@ def outcomes(pretrain, folder):
         "run": ("pretrain_gpt", 2, [*MODEL, *data, "--save", folder / "run"]),
         "bert": ("pretrain_bert", 1, [*(word for word in MODEL if word not in ("--sample-tokens", "0")),
                                       "0", *mock, "--save", folder / "bert"]),
+        "llama": ("lm_eval", 2, ["--load", f"hf:{folder / 'llama'}", "--tasks", *TASKS, "--include-path",
+                                 folder / "tasks", "--offline", "--tensor-model-parallel-size", "2",
+                                 "--samples", folder / "llama.jsonl"]),
         "tasks": ("lm_eval", 4, ["--load", folder / "run", "--tasks", *TASKS, "--include-path", folder / "tasks",
                                  "--offline", "--tensor-model-parallel-size", "2", "--json", folder / "results.json",
                                  "--samples", folder / "samples.jsonl", "--micro-batch-size", "7"]),
@@ -97,12 +124,13 @@ def outcomes(pretrain, folder):
     return dict(zip(commands, done, strict=True))
 
 
-@pytest.fixture(scope="module")
-def samples(outcomes, folder):
+@pytest.fixture(scope="module", params=["tasks", "llama"])
+def samples(request, outcomes, folder):
     """By task, (arguments, answer) of each request."""
-    assert set(outcomes["tasks"].codes) == {0}, outcomes["tasks"].err
+    assert set(outcomes[request.param].codes) == {0}, outcomes[request.param].err
     found = {name: [] for name in TASKS}
-    for line in (folder / "samples.jsonl").read_text().splitlines():
+    name = "samples.jsonl" if request.param == "tasks" else "llama.jsonl"
+    for line in (folder / name).read_text().splitlines():
         row = json.loads(line)
         arguments = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
         for asked, answer in zip(arguments, row["resps"], strict=True):
@@ -111,8 +139,18 @@ def samples(outcomes, folder):
     return found
 
 
+@pytest.fixture
+def hflm(request, outcomes, folder, samples):
+    """The harness's own model of the weights that gave ``samples``."""
+    from lm_eval.models.huggingface import HFLM
+
+    if request.node.callspec.params["samples"] == "tasks":
+        return request.getfixturevalue("gpt")
+    return HFLM(pretrained=str(folder / "llama"), batch_size=8, device="cpu", max_length=LENGTH)
+
+
 @pytest.fixture(scope="module")
-def hflm(outcomes, folder, tokenizer):
+def gpt(outcomes, folder, tokenizer):
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -132,6 +170,32 @@ def hflm(outcomes, folder, tokenizer):
     return HFLM(pretrained=model.eval(), tokenizer=theirs, batch_size=8, device="cpu", max_length=LENGTH)
 
 
+@pytest.mark.parametrize("told", [None, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
+@pytest.mark.parametrize("start", [True, False])
+def test_tokens_around_a_text_are_hflms(tmp_path, folder, told, start):
+    """What tokenizer.json and tokenizer_config.json say about <s>, and texts that spell special tokens out."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+    backend = sentencepiece([TEXT], 300, start=start)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.save_pretrained(tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings = {name: value for name, value in settings.items() if not name.startswith("add_")} | (told or {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(folder / "llama"),
+        tokenizer=AutoTokenizer.from_pretrained(tmp_path), device="cpu",
+    )  # fmt: skip
+    service = SimpleNamespace(tokenizer=Tokenizer.from_file(tmp_path / "tokenizer.json"))
+    ours = HarnessModel(service, length=LENGTH)
+    assert ours.prefix_token_id == theirs.prefix_token_id and ours.eot_token_id == theirs.eot_token_id
+    for text in ("the", " the", "<s> the", "<s>", "a</s>b <unk>", "", "漢 \n"):
+        for special in (None, True, False):
+            assert ours.tok_encode(text, special) == theirs.tok_encode(text, special), (text, special)
+
+
 def instances(kind, requests):
     from lm_eval.api.instance import Instance
 
@@ -145,7 +209,7 @@ def test_log_likelihoods_and_greedy_choices_are_hflms(samples, hflm):
     for (_, (found, greedy)), (log_likelihood, is_greedy) in zip(requests, expected, strict=True):
         assert float(found) == pytest.approx(log_likelihood, abs=1e-4)
         assert str(greedy) == str(is_greedy)
-    assert 0 < sum(str(greedy) == "True" for _, (_, greedy) in requests) < ROWS
+    assert sum(str(greedy) == "True" for _, (_, greedy) in requests) < ROWS
 
 
 def test_rolling_log_likelihoods_are_hflms(samples, hflm):
