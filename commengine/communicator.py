@@ -42,8 +42,9 @@ class Communicator(GroupCalls):
 
     mpi_comm: any mpi4py intracommunicator. Its own messages and those of the Communicator never mix.
     device: where device tensors lie. "cuda:N": this device; "cuda": one CUDA device for each rank of a node, in turn;
-        "cpu": the group has host tensors only; None: "cuda" if torch finds a device, else "cpu". Host tensors never use
-        the device.
+        "cpu": the group has host tensors only; None: "cuda" if every rank can use a device, else "cpu". Where torch
+        finds one nevertheless, `no_device` says why, and so does the error of the first device tensor. Host tensors
+        never use the device, and one rank needs no NCCL.
     checked: before each collective the group compares operation, shape, dtype, reduction, root and stream; if they
         differ, every rank raises `CollectiveMismatch`. It costs a round trip and is meant for finding faults.
     order: how host tensors are reduced, so that the bits of the result depend only on the inputs and the size of the
@@ -112,8 +113,9 @@ class Communicator(GroupCalls):
         self._set_up(own, checked, order, name, watched, points, operand_bytes)
         try:
             with self._calls.watching("device", "start"):
-                backend = open_backend(own, self._host, device, transport, cuda_aware_mpi)
+                backend, no_device = open_backend(own, self._host, device, transport, cuda_aware_mpi)
             self._use(backend)
+            self.no_device = no_device
         except CollectiveError:  # on every rank
             self.close()
             raise
@@ -131,6 +133,8 @@ class Communicator(GroupCalls):
         self.world_rank: int = load_mpi().COMM_WORLD.rank
         self.checked, self.order, self.name, self.switch_points = checked, order, name, points
         self.device = torch.device("cpu")
+        #: why the group has host tensors only although a rank finds a CUDA device and None was given as the device
+        self.no_device = None
         self._backend: Backend | None = None
         self._watched = watched
         self._shared = SharedTensors(comm)
@@ -335,6 +339,7 @@ class Communicator(GroupCalls):
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)
+        made.no_device = self.no_device
         return made
 
     def block(self, size: int) -> Communicator:

@@ -30,10 +30,10 @@ __all__ = ["WorldPart", "abort_on_error", "check_world_size", "run", "split_worl
 LEAVE_SECONDS = 5.0
 
 
-def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = "cpu") -> NoReturn:
+def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = None) -> NoReturn:
     """Run ``main(world)`` as one rank of a job, then exit the process with the code that it returns (None is 0).
 
-    main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: the Communicator's device, which
+    main: gets a Communicator over MPI.COMM_WORLD, which is closed afterwards. device: as for `Communicator`; the device
     becomes torch's current device.
 
     An uncaught exception or ``sys.exit`` with an error on any rank ends all ranks at once, with the traceback of that

@@ -21,7 +21,7 @@ with commengine.launch.abort_on_error():  # without it, a rank that fails leaves
     else:
         MPI.COMM_WORLD.Recv(state.numpy(), source=mine.rank)
         with (
-            commengine.Communicator(mine) as comm,
+            commengine.Communicator(mine, device="cpu") as comm,
             commengine.ProcessGrid(comm, tensor=2 if comm.size % 2 == 0 else 1) as grid,
         ):
             mlp = tplayers.MLP(512, 2048, grid.tensor)  # each rank holds 1 / tensor of each weight matrix

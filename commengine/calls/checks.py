@@ -37,6 +37,7 @@ class Caller(GroupMember, Protocol):
     """The communicator whose call is checked."""
 
     device: torch.device
+    no_device: str | None
     _backend: Any
 
 
@@ -96,6 +97,7 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
         return tensor
     if not here:
         problem = f"lies on {tensor.device}, the communicator's device is {group.device}"
+        problem += f": {group.no_device}" if group.no_device else ""
     elif tensor.layout is not torch.strided:
         problem = f"has layout {tensor.layout}; collectives need a dense (strided) tensor"
     elif not tensor.is_contiguous():

@@ -33,6 +33,7 @@ class GroupCalls:
     size: int
     name: str
     device: torch.device
+    no_device: str | None
     _backend: Backend | None
     _calls: Dispatcher
 

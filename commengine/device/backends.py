@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commengine.agreement import raise_together
 from commengine.dtypes import COMPLEX_TYPES, NCCL_REDUCTIONS
 from commengine.errors import CollectiveError
 from commengine.host.transport import HostTransport
 from commengine.stream import Stream, Work
 
-from .choice import TRANSPORTS, DeviceLike, choose_device
+from .choice import TRANSPORTS, DeviceLike, choose_device, stays_on_host
 from .clock import DeviceClock, DeviceTimes
-from .nccl import DeviceTransport, Runtime
+from .nccl import DeviceTransport, Runtime, load_runtime
 from .staged import Hosted, StagedTransport, device_address_transport, mpi_takes_device_addresses
 from .stream import DeviceStream, DeviceWork
 
@@ -156,23 +157,51 @@ Backend = NcclBackend | HostedBackend
 
 
 def open_backend(
-    comm: MPI.Intracomm, host: HostTransport, device: DeviceLike, transport: str, cuda_aware_mpi: bool | None
-) -> Backend | None:
-    """Return the backend for device tensors between the ranks of ``comm``; None if the device is the CPU. Collective.
+    comm: MPI.Intracomm,
+    host: HostTransport,
+    device: DeviceLike,
+    transport: str,
+    cuda_aware_mpi: bool | None,
+    *,
+    cuda: Any = torch.cuda,
+    load: Callable[[], Runtime] = load_runtime,
+) -> tuple[Backend | None, str | None]:
+    """Return the backend for device tensors between the ranks of ``comm``, or None and why there is none. Collective.
 
-    host: the transport for host tensors. device, transport, cuda_aware_mpi: see `Communicator`. Raises CollectiveError
-    on every rank when a rank cannot have what is asked for.
+    host: the transport for host tensors. device, transport, cuda_aware_mpi: see `Communicator`. Both results are None
+    if the CPU was asked for, or if ``device`` is None and no rank has a CUDA device. If ``device`` is None and some
+    rank cannot use the device that it has, the second result says why, on every rank. Raises CollectiveError on every
+    rank when a rank cannot have what is asked for.
     """
     if transport not in TRANSPORTS:
         raise CollectiveError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
-    chosen, runtime = choose_device(comm, device, transport)
-    if runtime is None:
-        return None
-    if transport == "nccl":
+    if stays_on_host(comm, device, cuda):
+        return None, None
+    try:
+        return _open(comm, host, device, transport, cuda_aware_mpi, cuda, load), None
+    except CollectiveError as error:  # on every rank
+        if device is not None:
+            raise
+        return None, str(error)
+
+
+def _open(
+    comm: MPI.Intracomm, host: HostTransport, device: DeviceLike, transport: str, cuda_aware_mpi: bool | None,
+    cuda: Any, load: Callable[[], Runtime],
+) -> Backend:  # fmt: skip
+    chosen, runtime = choose_device(comm, device, transport, cuda=cuda, load=load)
+    if runtime.nccl is not None:
         return NcclBackend(DeviceTransport.open(runtime, comm, chosen))
     if transport == "mpi" and not (mpi_takes_device_addresses() if cuda_aware_mpi is None else cuda_aware_mpi):
         raise CollectiveError(
             "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support). "
             "cuda_aware_mpi=True overrides this; transport='staged' works with any MPI"
         )
-    return HostedBackend(transport, runtime, chosen, host)
+    made, problem = None, None
+    try:
+        made = HostedBackend("mpi" if transport == "mpi" else "staged", runtime, chosen, host)
+    except RuntimeError as error:  # the device has no memory left, or is another process's alone
+        problem = f"device={str(chosen)!r}: {error}"
+    raise_together(comm, problem)
+    assert made is not None
+    return made

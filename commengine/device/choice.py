@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from commengine.agreement import raise_together
 from commengine.errors import CollectiveError
 from commengine.mpi import load_mpi
 
-from .nccl import EXTRAS, NCCL_LEAST, Runtime, load_runtime
+from .nccl import CUDA_OF_TORCH, NCCL_LEAST, WITHOUT_CUPY, Runtime, load_runtime, to_install
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,19 +32,16 @@ SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 #: first one that is set counts: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
-#: the CUDA version that torch is built for, such as "12.8"; "" if it is built without CUDA
-CUDA_OF_TORCH = str(torch.version.cuda or "")
-
 DeviceLike = str | int | torch.device | None
 
 
-def parse_device(device: DeviceLike, cuda: Any = torch.cuda) -> torch.device:
-    """Return ``device`` as a torch.device, without an index if this rank is to choose one.
+def parse_device(device: DeviceLike) -> torch.device:
+    """Return ``device`` as a torch.device, without an index if this rank is to choose one; None is "cuda".
 
     Raises CollectiveError for anything but the CPU and CUDA devices.
     """
     if device is None:
-        return torch.device("cuda" if cuda.is_available() else "cpu")
+        return torch.device("cuda")
     try:
         parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError):
@@ -53,6 +51,22 @@ def parse_device(device: DeviceLike, cuda: Any = torch.cuda) -> torch.device:
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 
 
+def stays_on_host(comm: MPI.Intracomm, device: DeviceLike, cuda: Any = torch.cuda) -> bool:
+    """Whether the group's device is the CPU without a further look. Collective over ``comm``.
+
+    That is so where every rank asks for the CPU, or leaves the choice and finds no CUDA device. Raises CollectiveError,
+    on every rank, if the ranks ask for different kinds of devices.
+    """
+    on_cpu = parse_device(device).type == "cpu"
+    mine = (on_cpu, device is None, device is None and not cuda.is_available())
+    asked = np.array(mine, dtype=np.int32)
+    comm.Allreduce(load_mpi().IN_PLACE, asked)
+    if set(asked[:2].tolist()) - {0, comm.size}:
+        kind = "the CPU" if on_cpu else "the group's choice" if device is None else "a CUDA device"
+        raise_together(comm, f"device={device!r} is {kind} here: choose one")
+    return comm.size in asked[[0, 2]].tolist()
+
+
 def choose_device(
     comm: MPI.Intracomm,
     device: DeviceLike,
@@ -60,45 +74,52 @@ def choose_device(
     *,
     cuda: Any = torch.cuda,
     load: Callable[[], Runtime] = load_runtime,
-) -> tuple[torch.device, Runtime | None]:
-    """Return this rank's device and the runtime for its tensors (None for the CPU). Collective over ``comm``.
+) -> tuple[torch.device, Runtime]:
+    """Return this rank's CUDA device and the runtime for its tensors. Collective over ``comm``.
 
-    Without an index in ``device``, the ranks of a node take its devices in turn (see `places`). Raises CollectiveError,
-    on every rank alike, when a rank cannot have its device, and for settings with which NCCL would hang or crash.
+    Without an index in ``device``, the ranks of a node take its devices in turn (see `places`). The runtime has no NCCL
+    if the transport needs none, or if a single rank has none: it has nobody to speak to. Raises CollectiveError, on
+    every rank alike, when a rank cannot have its device, and for settings with which NCCL would hang or crash.
     """
-    wanted = parse_device(device, cuda)
-    on_cpu = wanted.type == "cpu"
-    if comm.allreduce(int(on_cpu)) not in (0, comm.size):
-        raise_together(comm, f"device={device!r} is {'the CPU' if on_cpu else 'a CUDA device'} here: choose one")
-    if on_cpu:
-        return wanted, None
-    runtime, problem = None, device_problem(wanted, cuda)
+    wanted = parse_device(device)
+    runtime, names, problem = Runtime(None, cuda, 0), list[str](), device_problem(wanted, cuda)
     if problem is None:
         try:
-            runtime = load() if transport == "nccl" else Runtime(None, cuda, 0)
-            problem = runtime_problem(runtime) if transport == "nccl" else None
+            names = [identity(index, cuda) for index in range(cuda.device_count())]
+        except RuntimeError as error:  # a device that is broken, or another process's alone
+            problem = str(error)
+    if problem is None and transport == "nccl":
+        try:
+            loaded = load()
+            problem = runtime_problem(loaded)
         except CollectiveError as error:
             problem = str(error)
-    raise_together(comm, None if problem is None else f"device={str(wanted)!r}: {problem}")
-    assert runtime is not None  # otherwise there was a problem
-    index, taken = _taken(comm, wanted, cuda)
-    if transport == "nccl" and not may_share(runtime):
-        problem = sharing_problem(taken, cuda.device_count())
+        if problem is None:
+            runtime = loaded
+        elif comm.size == 1:
+            problem = None
+    asked = "" if device is None else f"device={str(wanted)!r}: "
+    raise_together(comm, None if problem is None else asked + problem)
+    index, taken = _taken(comm, wanted, names)
+    if runtime.nccl is not None and not may_share(runtime):
+        problem = sharing_problem(taken, len(names))
     raise_together(comm, problem)
     return torch.device("cuda", index), runtime
 
 
-def _taken(comm: MPI.Intracomm, wanted: torch.device, cuda: Any) -> tuple[int, list[str]]:
-    """Return the index of this rank's device, and the devices of all ranks of its node. Collective over ``comm``."""
+def _taken(comm: MPI.Intracomm, wanted: torch.device, names: list[str]) -> tuple[int, list[str]]:
+    """Return the index of this rank's device, and the devices of all ranks of its node. Collective over ``comm``.
+
+    names: of the devices that this rank sees.
+    """
     node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
     if str(wanted) != "cuda":
-        taken = node.allgather(identity(wanted.index, cuda))
+        taken = node.allgather(names[wanted.index])
         node.Free()
         return wanted.index, taken
     ranks = node.allgather((load_mpi().COMM_WORLD.rank, local_rank()))
-    count = cuda.device_count()
-    chosen = [place[node.rank] % count for place in places(ranks)]
-    offers = node.allgather([identity(index, cuda) for index in chosen])
+    chosen = [place[node.rank] % len(names) for place in places(ranks)]
+    offers = node.allgather([names[index] for index in chosen])
     node.Free()
     first, second = (list(one) for one in zip(*offers, strict=True))
     return (chosen[0], first) if len(set(first)) >= len(set(second)) else (chosen[1], second)
@@ -131,7 +152,10 @@ def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH
     version: the CUDA version that torch is built for.
     """
     if not version:
-        return f"this torch ({torch.__version__}) is built without CUDA: {EXTRAS}, or use device='cpu'"
+        return (
+            f"this torch ({torch.__version__}) is built without CUDA, and only another torch can use a GPU: "
+            f"{to_install(version)}; or use device='cpu'"
+        )
     count = cuda.device_count() if cuda.is_available() else 0
     if count == 0:
         return "torch finds no CUDA device (no GPU, no driver, or CUDA_VISIBLE_DEVICES hides it); or use device='cpu'"
@@ -147,7 +171,7 @@ def runtime_problem(runtime: Runtime, version: str = CUDA_OF_TORCH, libraries: l
     """
     ours, theirs = int(version.split(".")[0]), runtime.cuda_version // 1000
     if ours != theirs:
-        return f"torch is built for CUDA {ours} and CuPy for CUDA {theirs}: {EXTRAS}"
+        return f"torch is built for CUDA {ours} and CuPy for CUDA {theirs}: {to_install(version)}; {WITHOUT_CUPY}"
     if len(found := loaded_nccl() if libraries is None else libraries) > 1:
         return f"two NCCL libraries are loaded, {' and '.join(found)}: let torch and CuPy find the same one"
     if (least := runtime.nccl.get_version()) < NCCL_LEAST:
@@ -188,7 +212,7 @@ def sharing_problem(taken: list[str], count: int) -> str | None:
     return (
         f"{ranks} ranks of this node use {devices} CUDA device{'s' * (devices > 1)} (this rank sees {count}), and NCCL "
         f"needs one for each rank: start fewer ranks, or give each its own, or set {SHARING}=1 with NCCL "
-        f"{version_text(NCCL_SHARING)} or newer to share, or use transport='staged'"
+        f"{version_text(NCCL_SHARING)} or newer to share, or use transport='staged' or device='cpu'"
     )
 
 

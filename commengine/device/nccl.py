@@ -25,7 +25,14 @@ from commengine.mpi import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-EXTRAS = "pip install 'commengine[gpu]' (CUDA 12) or 'commengine[gpu-cuda13]' (CUDA 13)"
+#: the extra that brings CuPy and NCCL for a torch that is built for this major version of CUDA
+EXTRAS = {"12": "gpu", "13": "gpu-cuda13"}
+
+#: what else a program can do
+WITHOUT_CUPY = "transport='staged' needs no CuPy, and device='cpu' no GPU"
+
+#: the CUDA version that torch is built for, such as "12.8"; "" if it is built without CUDA
+CUDA_OF_TORCH = str(torch.version.cuda or "")
 
 #: the first NCCL with ncclAvg (2.10) and with ncclCommSplit (2.18), as ncclGetVersion writes them
 NCCL_LEAST = 21000
@@ -74,15 +81,25 @@ class Runtime:
             raise TransferError("collectives cannot be captured into a CUDA graph: call them outside of the graph")
 
 
+def to_install(version: str = CUDA_OF_TORCH) -> str:
+    """Return the command that installs what NCCL needs. It names a checkout, because the extras are on no index.
+
+    version: the CUDA version that torch is built for; "" if it is built without CUDA.
+    """
+    extra = EXTRAS.get(version.split(".")[0])
+    all_of_them = " or ".join(f"pip install '.[{name}]' (CUDA {cuda})" for cuda, name in EXTRAS.items())
+    return "in a checkout of commengine, " + (f"pip install '.[{extra}]'" if extra else all_of_them)
+
+
 def load_runtime() -> Runtime:
-    """Import the binding. Raises CollectiveError, with the package to install, if it or libnccl is missing."""
+    """Import the binding. Raises CollectiveError, with the command to install it, if it or libnccl is missing."""
     try:
         import cupy
         from cupy.cuda import nccl
     except ImportError as error:
-        raise CollectiveError(f"CuPy cannot be imported ({error}): {EXTRAS}, or use device='cpu'") from error
+        raise CollectiveError(f"CuPy cannot be imported ({error}): {to_install()}; {WITHOUT_CUPY}") from error
     if not nccl.available:
-        raise CollectiveError(f"CuPy finds no libnccl.so.2: {EXTRAS}, or use device='cpu'")
+        raise CollectiveError(f"CuPy finds no libnccl.so.2: {to_install()}; {WITHOUT_CUPY}")
     return Runtime(nccl, torch.cuda, cupy.cuda.runtime.runtimeGetVersion())
 
 

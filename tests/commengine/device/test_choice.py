@@ -17,8 +17,9 @@ from commengine.device.choice import (
     places,
     runtime_problem,
     sharing_problem,
+    stays_on_host,
 )
-from commengine.device.nccl import load_runtime
+from commengine.device.nccl import load_runtime, to_install
 from commengine.device.staged import mpi_takes_device_addresses
 from tests.support.device.nccl_stand_in import runtime_stand_in
 
@@ -36,6 +37,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         ("cuda:3", "cuda:3"),
         (3, "cuda:3"),
         (torch.device("cuda", 1), "cuda:1"),
+        (None, "cuda"),
     ],
     ids=str,
 )
@@ -47,11 +49,6 @@ def test_devices_in_every_spelling(device, parsed):
 def test_no_device(device):
     with pytest.raises(CollectiveError, match=r"device=.* must be 'cpu', 'cuda', 'cuda:N'"):
         parse_device(device)
-
-
-def test_none_is_what_there_is():
-    assert parse_device(None, runtime_stand_in(devices=2).cuda).type == "cuda"
-    assert parse_device(None, runtime_stand_in(devices=0).cuda).type == "cpu"
 
 
 def test_problems_of_the_device():
@@ -67,7 +64,7 @@ def test_problems_of_the_binding():
     runtime = runtime_stand_in()
     assert runtime_problem(runtime, "12.4", []) is None
     said = runtime_problem(runtime, "13.0", [])
-    assert "torch is built for CUDA 13 and CuPy for CUDA 12" in said and "commengine[gpu-cuda13]" in said
+    assert "torch is built for CUDA 13 and CuPy for CUDA 12" in said and "pip install '.[gpu-cuda13]'" in said
     assert "two NCCL libraries are loaded, /a and /b" in runtime_problem(runtime, "12.4", ["/a", "/b"])
     assert "NCCL 2.9.6 is too old: 2.10.0" in runtime_problem(runtime_stand_in(version=20906), "12.4", [])
 
@@ -117,7 +114,14 @@ def test_missing_cupy_names_the_extras():
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("commengine.errors.CollectiveError: CuPy cannot be imported")
-    assert "pip install 'commengine[gpu]' (CUDA 12) or 'commengine[gpu-cuda13]' (CUDA 13)" in last
+    assert to_install() in last and "transport='staged' needs no CuPy" in last
+
+
+def test_the_extra_fits_torch():
+    """The package is on no index: the command works in a checkout."""
+    assert to_install("12.8") == "in a checkout of commengine, pip install '.[gpu]'"
+    assert to_install("13.0") == "in a checkout of commengine, pip install '.[gpu-cuda13]'"
+    assert "'.[gpu]' (CUDA 12) or pip install '.[gpu-cuda13]' (CUDA 13)" in to_install("")
 
 
 def test_missing_libnccl_names_the_extras(monkeypatch):
@@ -125,7 +129,7 @@ def test_missing_libnccl_names_the_extras(monkeypatch):
     from cupy.cuda import nccl
 
     monkeypatch.setattr(nccl, "available", False)
-    with pytest.raises(CollectiveError, match=r"finds no libnccl.so.2: pip install 'commengine\[gpu\]'"):
+    with pytest.raises(CollectiveError, match=r"finds no libnccl.so.2: in a checkout of"):
         load_runtime()
 
 
@@ -203,7 +207,7 @@ def test_a_problem_of_one_rank_is_every_ranks_error(mpi_world):
             choose_device(mpi_world, "cuda", cuda=runtime_stand_in().cuda, load=load)
     assert str(error.value) == f"rank {mpi_world.size - 1}: device='cuda': no libnccl"
     with pytest.raises(CollectiveError, match=r"rank 0: device='cpu' is the CPU here: choose one; ranks? 1.*a CUDA"):
-        choose_device(mpi_world, "cuda" if mpi_world.rank else "cpu")
+        stays_on_host(mpi_world, "cuda" if mpi_world.rank else "cpu")
 
 
 @NO_GPU

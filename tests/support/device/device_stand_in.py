@@ -34,8 +34,8 @@ def opens_stand_ins(runtime, device=CUDA, chunk=64):
 
     def opened(comm, host, _, transport, aware):
         if transport == "nccl":
-            return NcclBackend(DeviceTransport.open(runtime, comm, device))
-        return Unpinned(transport, runtime, device, host)
+            return NcclBackend(DeviceTransport.open(runtime, comm, device)), None
+        return Unpinned(transport, runtime, device, host), None
 
     class Unpinned(HostedBackend):
         def __init__(self, kind, runtime, device, host):
