@@ -44,7 +44,7 @@ def alone(tensor: torch.Tensor, rounds: int) -> list[float]:
     """Microseconds that the engine adds to each of ``rounds`` calls on this rank alone, with cold caches."""
     from mpi4py import MPI
 
-    with Communicator(MPI.COMM_SELF) as single:
+    with Communicator(MPI.COMM_SELF, device="cpu") as single:
         calls = ways_of(single, tensor)
         swept = torch.zeros_like(tensor)
         times: dict[str, list[float]] = {name: [] for name in calls}

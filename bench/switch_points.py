@@ -237,8 +237,8 @@ def main(launched: Communicator, argv: Sequence[str] | None = None) -> int:
     if launched.size < 2:
         raise UsageError("a switch point needs two ranks or more: start it with mpiexec -n 2")
     with (
-        Communicator(launched.mpi, switch_points=BY_MPI) as world,
-        Communicator(launched.mpi, switch_points=BY_MEMORY) as memory,
+        Communicator(launched.mpi, device="cpu", switch_points=BY_MPI) as world,
+        Communicator(launched.mpi, device="cpu", switch_points=BY_MEMORY) as memory,
     ):
         node = memory.node_size
         if node is None:

@@ -162,7 +162,7 @@ def serve(comm: MPI.Intracomm, solver: MPI.Intercomm, exchanges: int, span: int)
         solver.Allgatherv(np.empty(0), [whole, counts])
         return torch.from_numpy(whole).float()
 
-    with Communicator(comm) as tensor:
+    with Communicator(comm, device="cpu") as tensor:
         model = Closure(tensor)
         tplayers.initialize(model, seed=0)
         optimizer = torch.optim.Adam(model.parameters())

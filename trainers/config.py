@@ -56,7 +56,7 @@ class JobConfig:
         1, "ranks that one model is split over; the other factor of the ranks is data-parallel", valid=AT_LEAST_ONE
     )
     device: str | None = option(
-        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda where there is a device)",
+        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda if every rank can have one)",
         valid=DEVICE,
     )  # fmt: skip
     device_transport: str = option(

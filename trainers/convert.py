@@ -206,4 +206,4 @@ def _say(world: Communicator, line: str) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

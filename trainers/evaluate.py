@@ -141,4 +141,4 @@ def _report(config: EvaluateConfig, result: results.PerplexityResult | results.L
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -79,4 +79,4 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -250,4 +250,4 @@ def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> 
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -155,4 +155,4 @@ def _report(config: LmEvalConfig, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -125,4 +125,4 @@ def report(result: dict[str, object], chosen: CorpusSettings) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -25,4 +25,4 @@ def main(world: Communicator) -> int:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

@@ -44,4 +44,4 @@ def main(world: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

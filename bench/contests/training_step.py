@@ -135,4 +135,4 @@ def main(world: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, device="cpu")

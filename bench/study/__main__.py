@@ -72,6 +72,7 @@ def parser() -> TrainerCommandParser:
     add("--minutes", type=float, valid=SECONDS, default=10.0,
         help="time of the whole study, all its calls together; a few sizes and steps are always measured "
         "(default: %(default)s)")  # fmt: skip
+    add("--device", choices=("cpu",), default="cpu", help="the collectives and the step are those of the host")
     add("--max-bytes", metavar="SIZE", help="largest size (default: 64M, or less if the memory is small)")
     add("--between-alpha-us", type=float, valid=NOT_NEGATIVE, default=2.0, metavar="US",
         help="for more ranks: latency between nodes, if the job has one node (default: %(default)s)")  # fmt: skip
@@ -89,10 +90,11 @@ def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[st
     if world_size < 2:
         raise ValueError("a study needs 2 ranks or more: start it with mpiexec -n 2, or srun")
     words = rest or [*SMALL, "--tensor-model-parallel-size", str(math.gcd(world_size, node, 8))]
-    config = recorder.read_traceable(given.model, words, f"python -m {COMMAND}", world_size)
+    on_host = [*words, "--device", given.device]  # a step on a GPU would not have the collectives that are measured
+    config = recorder.read_traceable(given.model, on_host, f"python -m {COMMAND}", world_size)
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     settings = {"ranks": world_size, "model": given.model, "step": words, "--max-bytes": given.max_bytes}
-    found = vars(given) | {"words": words, "dtype": dtype, "node": node}
+    found = vars(given) | {"words": on_host, "dtype": dtype, "node": node}
     found["largest"] = sizes.largest_size(given.max_bytes, dtype, world_size, memory)
     record = folder.open_record(Path(given.folder), settings, overwrite=given.overwrite)
     # Going on, the memory that is free now may be less.

@@ -150,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     solver = ShallowWater(MPI.COMM_WORLD, tuple(options.size), options.members)
-    with CartesianGrid.from_mpi(solver.cart) as grid:
+    with CartesianGrid.from_mpi(solver.cart, device="cpu") as grid:
         surrogate = Surrogate(grid, Decomposition(solver.blocks), options.width)
         train(surrogate, solver, options.steps)
         errors, frames, seconds = compare(surrogate, solver, options.leads)

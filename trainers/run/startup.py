@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from commengine import CollectiveError, Communicator, UsageError
+from commengine.errors import one_line
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers import options
 from trainers.config import JobConfig, TrainConfig
@@ -81,18 +83,29 @@ def verify_files(config: TrainConfig, world: Communicator) -> None:
 def watched(config: JobConfig, world: Communicator) -> Communicator:
     """A communicator of the ranks of ``world`` with the settings' timeout, device and transport; the caller closes it.
 
-    The device becomes torch's current device. Collective over ``world``. Raises UsageError, on every rank, where any
-    rank cannot have its device.
+    The device becomes torch's current device. Without ``--device`` it is the one that the ranks can use, and rank 0
+    says in one line why that is not the GPU that torch finds. Collective over ``world``. Raises UsageError, on every
+    rank, where any rank cannot have the device that is asked for.
     """
     timeout = 60 * config.distributed_timeout_minutes or None
+    device = "cpu" if config.device is None and config.order is not None else config.device  # devices have own orders
     try:
         made = Communicator(
-            world.mpi, timeout=timeout, device=config.device, transport=config.device_transport, order=config.order
+            world.mpi, timeout=timeout, device=device, transport=config.device_transport, order=config.order
         )
     except CollectiveError as error:
-        raise UsageError(f"--device {config.device or 'cuda (the default here)'}: {error}") from error
+        said = _as_flags(error)
+        raise UsageError(said if "--device" in said else f"--device {device}: {said}") from error
+    if made.no_device is not None and made.rank == 0:
+        print(f"running on the CPU: {one_line(_as_flags(made.no_device))}", file=sys.stderr, flush=True)
     made.make_device_current()
     return made
+
+
+def _as_flags(problem: object) -> str:
+    """A message of the engine with the flags of a command in place of the arguments of a Communicator."""
+    flagged = re.sub(r"\bdevice='(\S+?)'", r"--device \1", str(problem))
+    return re.sub(r"\btransport='(\S+?)'", r"--device-transport \1", flagged)
 
 
 def fix_products() -> None:

@@ -239,7 +239,9 @@ def require_split(shape: TransformerConfig, settings: TrainConfig, ranks: int) -
 
 
 def machine_memory(device: str | None) -> int:
-    """The bytes of memory of this machine, or of its first CUDA device if there is one and ``device`` is not "cpu"."""
-    if device != "cpu" and torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """The bytes of memory of this machine, or of its first CUDA device; the larger if ``device`` leaves the choice."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device == "cpu" or not torch.cuda.is_available():
+        return host
+    there = int(torch.cuda.get_device_properties(0).total_memory)
+    return there if device is not None else max(there, host)
