@@ -84,6 +84,8 @@ def abort_on_error() -> Iterator[None]:
     """End every rank of MPI.COMM_WORLD when the block raises an exception on this rank.
 
     Prints the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
+    ``@abort_on_error()`` before a function does it for each call. A callback of ctypes or cffi needs that: its
+    exception does not reach a block around the program that calls it.
     """
     try:
         yield

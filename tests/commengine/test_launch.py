@@ -207,6 +207,25 @@ def test_abort_on_error_in_a_program_that_is_not_ours(job):
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
 
 
+def test_abort_on_error_ends_the_job_from_a_callback_of_ctypes(job):
+    """An exception of a callback goes no further than ctypes, which prints it and returns to the C function."""
+    done, seconds = job(
+        """import ctypes
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+@launch.abort_on_error()
+def compare(one, other):
+    if world.rank == 1: raise ValueError('in the callback')
+    world.barrier()
+    return 0
+ctypes.CDLL(None).qsort((ctypes.c_int * 2)(2, 1), 2, 4, compare)
+world.barrier()""",
+        program="from mpi4py import MPI\nwith launch.abort_on_error():\n    main(Communicator(MPI.COMM_WORLD))",
+    )
+    assert_ended(done, seconds, 1)
+    assert done.stderr.count("ValueError: in the callback") == 1, done.stderr
+    assert "[rank 1]" in done.stderr
+
+
 # Wrong use, which every rank sees
 
 
