@@ -158,7 +158,10 @@ class TrainConfig(JobConfig):
     )
     # precision
     bf16: bool = option(False, "parameters and activations in bfloat16, with fp32 masters and gradient sums")
-    fp16: bool = option(False, "the same in float16, with a scaled loss")
+    fp16: bool = option(
+        False, "the same in float16, with a scaled loss; a step whose gradient overflows is skipped, and neither the "
+        "learning rate nor AdamW counts it"
+    )  # fmt: skip
     loss_scale: float | None = option(
         None, "a constant scale of the fp16 loss (default: a dynamic scale)", valid=FP32_SCALE
     )

@@ -87,10 +87,11 @@ def frequencies(
     return found if scaling is None else scaling.scaled(found)
 
 
-def require_pairs(head_size: int) -> None:
-    """Raise ValueError unless a head of this size consists of pairs."""
+def require_pairs(head_size: int, given: str = "") -> None:
+    """Raise ValueError unless a head of this size consists of pairs. given: the settings that it follows from."""
     if head_size % 2:
-        raise ValueError(f"rotary positions need heads of an even size; kv_channels={head_size} is odd")
+        named = given or f"kv_channels={head_size}"
+        raise ValueError(f"rotary positions need heads of an even size; {named} is odd")
 
 
 def rotation(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> Rotation:

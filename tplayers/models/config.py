@@ -140,4 +140,6 @@ class TransformerConfig:
         )  # fmt: skip
         split_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size, pad=pad)
         if self.position_embedding_type == "rope":
-            require_pairs(self.head_size)
+            heads_of = f"num_attention_heads={self.num_attention_heads} = {self.head_size}"
+            sizes = f"hidden_size={self.hidden_size} / {heads_of}"
+            require_pairs(self.head_size, sizes if self.kv_channels is None else "")

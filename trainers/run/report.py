@@ -19,7 +19,7 @@ NAME = "report.json"
 #: the line of a report whose model loses against the simplest one
 WORSE = (
     "THE MODEL IS WORSE THAN THE UNIGRAM MODEL: how often each token occurs predicts this text better than the model "
-    "does, which uses the text before each token. Train longer, or look at the data and the learning rate."
+    "does, which sees other tokens of the text, too. Train longer, or look at the data and the learning rate."
 )
 
 
@@ -82,12 +82,12 @@ class Report:
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
         lines = [f"{self.iteration} steps, {_count(self.parameters)} parameters, {layout}", ""]
         several = self.token_loss is not None and self.token_loss != self.validation_loss
-        of_all = f"{unit.partition('/')[0]}, the sum of its terms," if several else unit
+        unit_of_all, terms = (unit.partition("/")[0], ", the sum of all terms") if several else (unit, "")
         if self.train_loss is not None:
-            lines.append(f"training loss             {self.train_loss:8.4f} {of_all} (the last step)")
+            lines.append(f"training loss             {self.train_loss:8.4f} {unit_of_all} (the last step{terms})")
         if self.validation_loss is not None:
             items = f"{self.validation_tokens:,} {item}s"
-            lines.append(f"held-out loss             {self.validation_loss:8.4f} {of_all} over {items}")
+            lines.append(f"held-out loss             {self.validation_loss:8.4f} {unit_of_all} over {items}{terms}")
             lines += [f"{name.replace('_', ' '):<26}{_number(value):>8}" for name, value in self.measures.items()]
             if self.unigram_entropy is not None and self.token_loss is not None:
                 gain = self.unigram_entropy - self.token_loss

@@ -88,8 +88,10 @@ class PerplexityResult:
         mean = self.nll / self.targets
         rows = [("token perplexity", perplexity(self.nll, self.targets), f"{self.targets:,} targets, {mean:.4f} nats")]
         if self.words:
+            more = ", more than tokens: each space of an indented line makes one" if self.words > self.targets else ""
             rows += [
-                ("word perplexity (paper)", perplexity(self.nll, self.words), f"{self.words:,} words between spaces"),
+                ("word perplexity (paper)", perplexity(self.nll, self.words),
+                 f"{self.words:,} words between spaces{more}"),
                 ("word perplexity (lm-eval)", perplexity(self.nll, self.harness_words),
                  f"{self.harness_words:,} words between white space, the same log-likelihood"),
             ]  # fmt: skip

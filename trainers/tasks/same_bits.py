@@ -74,8 +74,10 @@ class SameBitsConfig(TrainConfig):
             f"--num-query-groups {model.query_groups}": model.query_groups,
             f"the padded vocabulary of {model.padded_vocab_size}": model.padded_vocab_size,
         }
+        padded = "; --pad-attention-heads pads for the tensor-parallel size, and not for them"
         for name, size in sizes.items():
-            require(size % shards == 0, f"{name}: is not a multiple of --deterministic-shards {shards}")
+            more = padded if model.pad_attention_heads and "heads" in name else ""
+            require(size % shards == 0, f"{name}: is not a multiple of --deterministic-shards {shards}{more}")
 
     def require_resumable(self, saved: Mapping[str, Any]) -> None:
         """See `TrainConfig.require_resumable`: a run of ``--deterministic`` keeps its shards."""

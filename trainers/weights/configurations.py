@@ -28,7 +28,8 @@ GELU_NAMES = {"tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "erf": ("g
 
 #: keys that do not change what the model computes
 _HARMLESS = {
-    "_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "_name_or_path", "_model_name_or_path", "architectures", "model_type", "transformers_version", "dtype",
+    "torch_dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
     "initializer_range", "id2label", "label2id", "num_labels", "problem_type", "return_dict", "output_attentions",
     "output_hidden_states", "chunk_size_feed_forward", "gradient_checkpointing", "classifier_dropout",
@@ -83,10 +84,18 @@ class _Keys:
             raise self.fault(key, f"is not supported, because it changes what the model computes; supported: {words}")
 
     def finish(self) -> None:
-        for key, value in self.values.items():
-            if key not in self.taken and key not in _HARMLESS and value not in (None, False, 0, [], {}, ""):
-                said = "is not known, and may change what the model computes; remove it from the file if it does not"
-                raise self.fault(key, said)
+        """Raise ValueError, naming all of them, if there are keys that are not known."""
+        unknown = {
+            key: value
+            for key, value in self.values.items()
+            if key not in self.taken and key not in _HARMLESS and value not in (None, False, 0, [], {}, "")
+        }
+        if unknown:
+            shown = ", ".join(f"{key} {json.dumps(value)[:100]}" for key, value in unknown.items())
+            raise ValueError(
+                f"{self.path}: {shown[:2000]}: not known, and may change what the model computes; remove from the file "
+                "what does not"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -129,3 +129,8 @@ def test_untied_output_has_a_gradient_of_its_own(group):
 def test_what_no_model_is_made_of(alone, fields, words):
     with pytest.raises(ValueError, match=words):
         GPT(GPTConfig(1, H, HEADS, VOCAB, S, **fields), alone.comm)
+
+
+def test_an_odd_size_of_heads_names_the_settings_that_it_follows_from():
+    with pytest.raises(ValueError, match="even size; hidden_size=20 / num_attention_heads=4 = 5 is odd"):
+        GPTConfig(1, 20, 4, VOCAB, S, position_embedding_type="rope").require_parallel(1)

@@ -56,6 +56,13 @@ def test_a_model_that_is_worse_than_the_unigram_model_is_called_so():
         assert f"the model is {abs(loss - 6):.4f} {'above' if worse else 'below'}" in text
 
 
+def test_a_report_of_several_terms_says_so():
+    report = Report(2, 10, 1, 1, 9.5, 9.25, None, 8, 100.0, "", "", [], 1.0, token_loss=8.5)
+    lines = report.text("nats/token").splitlines()
+    assert "training loss               9.5000 nats (the last step, the sum of all terms)" in lines
+    assert "held-out loss               9.2500 nats over 8 tokens, the sum of all terms" in lines
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [(832, "832"), (999, "999"), (1000, "1.0 k"), (25_440, "25.4 k"), (999_900, "999.9 k"), (999_960, "1.0 M"),

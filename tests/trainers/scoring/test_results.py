@@ -43,6 +43,12 @@ def test_the_three_perplexities_stand_side_by_side_with_their_counts(tmp_path):
         assert any(line.startswith(name) and value in line and count in line for line in lines)
 
 
+def test_more_words_than_tokens_are_explained():
+    few, many = (result([1.0, 2.5, 3.5, 3.0], counts=TextCounts(1, words, 9, 11)).text() for words in (8, 12))
+    assert "12 words between spaces, more than tokens: each space of an indented line makes one" in many
+    assert "more than tokens" not in few
+
+
 def test_sums_are_exact_in_any_order():
     values = [1e16, 1.0, -1e16, 1.0]
     assert result(values).nll == result(values[::-1]).nll == 2.0

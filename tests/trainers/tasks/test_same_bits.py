@@ -52,6 +52,7 @@ def test_without_it_nothing_is_set():
             "--seq-length 18: must be a multiple of --det",
         ),
         (1, {"num_attention_heads": 2}, "--num-attention-heads 2: is not a multiple of --deterministic-shards 4"),
+        (1, {"num_attention_heads": 2, "pad_attention_heads": True}, "; --pad-attention-heads pads for the tensor-par"),
         (1, {"ffn_hidden_size": 30}, "--ffn-hidden-size 30: is not a multiple"),
         (1, {"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2: is not a multiple"),
         (1, {"make_vocab_size_divisible_by": 1}, "the padded vocabulary of 61: is not a multiple"),

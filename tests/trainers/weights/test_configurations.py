@@ -144,6 +144,12 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path, name, key, value
         read(tmp_path, keys)
 
 
+def test_all_keys_that_are_not_known_are_told_at_once(tmp_path):
+    keys = PUBLISHED["llama"] | {"first_of_mine": 0.5, "_model_name_or_path": "a/name", "second_of_mine": [1]}
+    with pytest.raises(ValueError, match=r"config\.json: first_of_mine 0\.5, second_of_mine \[1\]: not known"):
+        read(tmp_path, keys)
+
+
 def test_a_window_that_no_sequence_leaves_is_none(tmp_path):
     assert read(tmp_path, MISTRAL_V4 | {"sliding_window": 32768}) == read(tmp_path, MISTRAL_V4)
 
