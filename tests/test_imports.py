@@ -34,7 +34,8 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks", "parameter_memory"},
+        {"host_copy", "checks", "parameter_memory", "autocast"},
+        {"derivatives"},
         {"rng", "recompute", "regions", "movement"},
         {"placement", "products"},
         {"canonical"},  # the same bits at every tensor-parallel size

@@ -48,6 +48,7 @@ TESTED_BY = {
     "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
     "tplayers/models/config.py": ["tplayers/models/test_llama.py", "tplayers/test_placement_models.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],
+    "tplayers/parameter_memory.py": ["tplayers/test_placement.py"],
     "trainers/checkpoints/disk.py": ["trainers/checkpoints/test_checkpoint_writer_failures.py"],
     "trainers/checkpoints/model_kind.py": ["trainers/comparison/test_settings.py", "trainers/test_trained.py"],
     "trainers/checkpoints/module_checkpoint.py": ["trainers/test_data_parallel_checkpoints.py"],

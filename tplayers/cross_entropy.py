@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 
 from .checks import require_targets
+from .derivatives import one_derivative
 from .regions import new_operand
 
 
@@ -49,7 +49,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
     compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at values, and plans its buffers itself
     require_targets(target, vocab_size, ignore_index)
-    return _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite and not compiling)  # type: ignore[no-untyped-call, no-any-return]
+    overwrite = overwrite and not compiling
+    losses: Tensor = _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite)[0]  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         ignore_index: int,
         overwrite: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]
         start = comm.rank * width
         real = min(max(vocab_size - start, 0), width)
@@ -91,14 +93,15 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce_(sums, comm)
 
         counted = target != ignore_index
-        ctx.save_for_backward(exponentials, sums[0], column, mine, counted)
+        tie = logits.new_empty(0)  # it leads from the gradient to the logits, which are not kept: see `one_derivative`
+        ctx.save_for_backward(exponentials, sums[0], column, mine, counted, tie)
         ctx.dtype = logits.dtype
-        return torch.where(counted, sums[0].log() - sums[1], 0.0)
+        return torch.where(counted, sums[0].log() - sums[1], 0.0), tie
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        exponentials, total, column, mine, counted = ctx.saved_tensors
+        exponentials, total, column, mine, counted, _ = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)
         factor = (scale / total).unsqueeze(-1)
         result = exponentials.mul_(factor) if ctx.overwrite else exponentials * factor

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
 from commengine.dtypes import HALF_TYPES
@@ -15,6 +14,7 @@ from commengine.dtypes import HALF_TYPES
 from .canonical.products import ColumnWeight, columns
 from .canonical.shards import CanonicalShards, unstacked
 from .checks import require_within
+from .derivatives import one_derivative
 from .linear import DEFAULT_INIT, column_parallel_linear
 from .placement import Constant, Normal, Placement, add_parameter, require_divisible
 from .regions import (
@@ -116,7 +116,7 @@ class _Masked(torch.autograd.Function):
         return new_operand(operation, found.shape, found, comm).copy_(found).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (elsewhere,) = ctx.saved_tensors
         return grads[0].masked_fill(elsewhere.unsqueeze(-1), 0.0), None, None, None
@@ -143,7 +143,7 @@ class _HostHalfLookup(torch.autograd.Function):
         return F.embedding(rows, table)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (rows,) = ctx.saved_tensors
         sums = grads[0].new_zeros(ctx.shape, dtype=torch.float32)

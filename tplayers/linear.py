@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
+from .autocast import lowered
 from .canonical.products import ColumnWeight, columns, replicated, rows
 from .canonical.shards import CanonicalShards, stacked, unstacked
+from .derivatives import one_derivative
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .products import linear_product, row_parallel_product
 from .regions import (
@@ -264,7 +265,7 @@ def column_parallel_linears(
     """
     if _needs_no_function(comm, sequence_parallel):
         return tuple(linear_product(x, *layer) for layer in layers)
-    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
+    x, *tensors = lowered(x, *(tensor for weight, bias, _ in layers for tensor in (weight, bias)))
     return _ColumnParallelLinears.apply(x, comm, sequence_parallel, overlap_stream, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -295,7 +296,7 @@ class _ColumnParallelLinears(torch.autograd.Function):
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         comm, stream = ctx.comm, ctx.stream

@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Stream
 
 from .canonical import pointwise
 from .canonical.shards import CanonicalShards
+from .derivatives import one_derivative
 from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
 from .placement import Normal
 
@@ -128,7 +128,7 @@ class _Gated(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2, dim=-1)

@@ -6,14 +6,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
 from commengine.compiled_ops import all_gather_into_, all_reduce_
 from commengine.dtypes import HALF_TYPES
 
+from .autocast import widened
 from .canonical import norms
 from .canonical.shards import CanonicalShards
+from .derivatives import one_derivative
 from .placement import Constant, Placement, add_parameter, require_divisible
 from .regions import new_whole
 
@@ -70,7 +71,7 @@ class _HostHalfNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, mean, scale = ctx.saved_tensors
         wide, like_bias = weight.float(), torch.zeros_like(weight, dtype=torch.float32)
@@ -105,7 +106,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.canonical is not None:
             return norms.rms_norm(x, self.weight, self.eps, self.canonical, split=self.sequence_parallel)
-        return _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call, no-any-return]
+        return _RootMeanSquare.apply(widened(x), self.weight, self.eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _RootMeanSquare(torch.autograd.Function):
@@ -122,7 +123,7 @@ class _RootMeanSquare(torch.autograd.Function):
         return normalised.mul_(weight)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         wide, grad, wide_weight = _wide(x), _wide(grads[0]), _wide(weight)
@@ -170,7 +171,7 @@ class ParallelLayerNorm(nn.Module):
         add_parameter(self, "bias", Placement((hidden_size,), **split), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        normalised: Tensor = _Normalise.apply(x, self.comm, self.eps)  # type: ignore[no-untyped-call]
+        normalised: Tensor = _Normalise.apply(widened(x), self.comm, self.eps)  # type: ignore[no-untyped-call]
         return torch.addcmul(self.bias, normalised, self.weight)
 
 
@@ -193,7 +194,7 @@ class _Normalise(torch.autograd.Function):
         return ((wide - mean) * scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, mean, scale = ctx.saved_tensors
         normalised, grad = (_wide(x) - mean) * scale, _wide(grads[0])

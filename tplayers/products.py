@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
 
+from .autocast import lowered
+from .derivatives import one_derivative
 from .regions import (
+    communicates,
     in_shared_memory,
     product_for,
     reduce_own_from_tensor_parallel_region,
@@ -37,8 +39,9 @@ def columns_first(weight: Tensor) -> Tensor:
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """``F.linear``; from ``packed``, a copy of the weight, if there is one, no backward and rows enough."""
-    if packed is None or torch.is_grad_enabled() or x.numel() < PACKED_ROWS * x.shape[-1]:
+    """``F.linear``; from ``packed``, a copy of the weight, if there is one, rows enough, no backward, no autocast."""
+    few = x.numel() < PACKED_ROWS * x.shape[-1]
+    if packed is None or few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return y
@@ -53,10 +56,11 @@ def row_parallel_product(
     -> this rank's shard of the sum along dim 0. packed: a copy of ``weight`` by `pack`, which a product without a
     backward may use. Every rank of ``comm`` must call it, and with ``sequence_parallel`` run its backward.
     """
+    if communicates(comm):
+        x, weight = lowered(x, weight)
     operation = "reduce_scatter" if sequence_parallel else "all_reduce"
     numel = x.numel() // x.shape[-1] * weight.shape[0]
     plain = x.dim() > 1 and (packed is None or torch.is_grad_enabled())
-    plain = plain and not torch.is_autocast_enabled("cpu")  # it knows no product with an output that is given
     if plain and in_shared_memory(operation, numel, x, comm):
         partial = _Product.apply(x, weight, comm, operation)  # type: ignore[no-untyped-call]
     else:
@@ -80,7 +84,7 @@ class _Product(torch.autograd.Function):
         return product_for(operation, x, weight.t(), comm)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = grads[0].reshape(-1, grads[0].shape[-1])

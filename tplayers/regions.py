@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
+
+from .derivatives import one_derivative
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -204,7 +205,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grads[0], ctx.comm), None
 
@@ -215,7 +216,7 @@ class _ReduceFrom(torch.autograd.Function):
         return _all_reduce(x, comm)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -228,7 +229,7 @@ class _ReduceOwn(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -246,7 +247,7 @@ def _pair(
             return forward_collective(x, comm, dim)
 
         @staticmethod
-        @once_differentiable
+        @one_derivative
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
             return backward_collective(grads[0], ctx.comm, ctx.dim), None, None
 

@@ -3,11 +3,13 @@
 import copy
 import itertools
 import math
+import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tplayers import (
     ColumnParallelLinear,
@@ -20,6 +22,7 @@ from tplayers import (
     initialize,
     placements,
 )
+from tplayers.parameter_memory import parameter_memory, unfilled_parameters
 
 
 @st.composite
@@ -249,3 +252,39 @@ def test_a_parameter_that_is_not_what_its_record_says_is_named(ranks_of):
 def test_initial_values_do_not_enter_comparison():
     assert Placement((2,), Constant(1.0)) == Placement((2,), Normal(0.1))
     assert Placement((2,), dim=0, count=2) != Placement((2,), dim=0, index=1, count=2)
+
+
+# New parameters hold NaN, unless a reader is about to fill them ----------------------------------------------------
+
+
+def is_filled(shape=(3, 4)):
+    """Whether a new parameter is written to: memory that was freed with other values is given again."""
+    for _ in range(8):
+        torch.ones(shape)
+    return bool(parameter_memory(shape, torch.float32).isnan().all())
+
+
+def test_a_parameter_is_filled_outside_of_the_block_alone(monkeypatch):
+    assert is_filled()
+    with unfilled_parameters():
+        assert not is_filled()
+        found = []
+        other = threading.Thread(target=lambda: found.append(is_filled()))
+        other.start()
+        other.join()
+        assert found == [True]  # the block is of one thread
+        assert parameter_memory((2, 5), torch.bfloat16).shape == (2, 5)
+        assert parameter_memory((2, 5), torch.bfloat16).dtype == torch.bfloat16
+    assert is_filled()
+    with pytest.raises(KeyError), unfilled_parameters():
+        raise KeyError
+    assert is_filled()
+
+
+def test_a_layer_that_is_made_in_the_block_has_its_placement(monkeypatch):
+    monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("a parameter was filled"))
+    with unfilled_parameters():
+        module = nn.Module()
+        add_parameter(module, "weight", Placement((4, 2)))
+        assert module.weight.shape == (4, 2) and module.weight.requires_grad
+        assert LayerNorm(8).weight.shape == (8,)

@@ -460,6 +460,34 @@ def test_autocast_and_a_gradient_scaler_work_and_an_overflow_on_one_rank_skips_t
         assert_equal_bits(world, net.parameters())
 
 
+@pytest.mark.every_size
+def test_autocast_around_a_model_that_a_tensor_group_holds(world, alone):
+    """Its gradients are as near to float32 as those of one rank that has the whole batch."""
+    tokens = torch.randint(VOCAB, (4 * world.size, S + 1), generator=torch.Generator().manual_seed(4))
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+    def gradients(net, mine, enabled):
+        net.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = net(mine[:, :-1], mine[:, 1:]).mean()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in net.named_parameters()}
+
+    whole = made("gpt", alone, **plain)
+    expected, rounded = (gradients(whole, tokens, enabled) for enabled in (False, True))
+
+    for tensor in (size for size in (2, 4) if world.size % size == 0):
+        with ProcessGrid(world, tensor) as grid:
+            net = made("gpt", grid.tensor, **plain)
+            with DataParallel(net, grid):
+                found = gradients(net, tokens.chunk(grid.data.size)[grid.data.rank], True)
+            errors = torch.zeros(2)
+            for name, placement in placements(net).items():
+                truth, half = (placement.part(each[name]) for each in (expected, rounded))
+                errors += torch.stack([(found[name] - truth).square().sum(), (half - truth).square().sum()])
+            assert errors[0].sqrt() <= 1.5 * errors[1].sqrt()
+
+
 def test_modules_in_half_precision_get_gradients_in_half_precision(world):
     whole = samples(EACH * world.size, torch.float32)
     x, y = part(world, whole)

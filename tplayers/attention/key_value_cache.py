@@ -128,6 +128,7 @@ class LayerCache:
             values.copy_(v)
         else:
             row, position = self.slots
-            keys[row, :, position] = k.transpose(1, 2)  # two indices around a slice: torch puts their shape first
-            values[row, :, position] = v.transpose(1, 2)
+            # Two indices around a slice: torch puts their shape first. Under autocast k and v have its dtype.
+            keys[row, :, position] = k.transpose(1, 2).to(keys.dtype)
+            values[row, :, position] = v.transpose(1, 2).to(values.dtype)
         return Seen(k, v, None, causal=True) if self.seen is None else self.seen

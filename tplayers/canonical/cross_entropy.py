@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine.compiled_ops import all_reduce_
 from tplayers.checks import require_targets
+from tplayers.derivatives import one_derivative
 
 from .pointwise import pointwise, pointwise_
 from .shards import CanonicalShards, tree_sum
@@ -26,14 +26,15 @@ def cross_entropy(
     Raises ValueError, on the host if not compiled, for another target.
     """
     require_targets(target, vocab_size, ignore_index)
-    return _CrossEntropy.apply(logits, target, shards, vocab_size, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
+    losses: Tensor = _CrossEntropy.apply(logits, target, shards, vocab_size, ignore_index)[0]  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, shards: CanonicalShards, vocab_size: int, ignore_index: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         own, width = shards.own, logits.shape[-1]
         values = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         for number, shard in enumerate(values.unbind(), shards.first):
@@ -60,14 +61,15 @@ class _CrossEntropy(torch.autograd.Function):
             all_reduce_(sums, shards.comm)
 
         counted = target != ignore_index
-        ctx.save_for_backward(rows, sums[0], mine, counted, *places)
+        tie = logits.new_empty(0)  # as in `tplayers.cross_entropy`
+        ctx.save_for_backward(rows, sums[0], mine, counted, *places, tie)
         ctx.dtype, ctx.shape = logits.dtype, logits.shape
-        return torch.where(counted, pointwise(torch.log, sums[0]) - sums[1], 0.0)
+        return torch.where(counted, pointwise(torch.log, sums[0]) - sums[1], 0.0), tie
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        rows, total, mine, counted, *places = ctx.saved_tensors
+        rows, total, mine, counted, *places, _ = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)
         found = rows.mul_((scale / total).reshape(-1, 1))
         found[tuple(places)] -= torch.where(mine, scale, 0.0).reshape(-1)

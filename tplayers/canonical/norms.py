@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine.dtypes import wide
+from tplayers.autocast import widened
+from tplayers.derivatives import one_derivative
 
 from .pointwise import pointwise
 from .shards import CanonicalShards
@@ -19,12 +20,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, shards: Cano
 
     split: x is this rank's rows of the sequence. The parameters' gradients are then summed over the tensor group.
     """
-    return _LayerNorm.apply(x, weight, bias, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+    return _LayerNorm.apply(widened(x), weight, bias, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shards: CanonicalShards, *, split: bool) -> Tensor:
     """X / sqrt(mean(x^2) + eps) * weight over the last dimension of x [s, b, h]; as `layer_norm`."""
-    return _RootMeanSquare.apply(x, weight, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+    return _RootMeanSquare.apply(widened(x), weight, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -39,7 +40,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         of_x, grad, of_weight = wide(x), wide(grads[0].contiguous()), wide(weight)
@@ -64,7 +65,7 @@ class _RootMeanSquare(torch.autograd.Function):
         return normalised.mul_(weight)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, scale = ctx.saved_tensors
         of_x, grad, of_weight = wide(x), wide(grads[0].contiguous()), wide(weight)

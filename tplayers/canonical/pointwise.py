@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from tplayers.derivatives import one_derivative
 
 #: elements of two vectors of the widest kind, 512 bits of 8-bit numbers: more than torch computes at once
 VECTOR = 128
@@ -62,7 +63,7 @@ class _Gelu(torch.autograd.Function):
         return pointwise(lambda x: torch.ops.aten.gelu(x, approximate=approximate), x)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         form = ctx.approximate
@@ -83,7 +84,7 @@ class _Gated(torch.autograd.Function):
         return pointwise(torch.ops.aten.silu, gate) * up
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2)

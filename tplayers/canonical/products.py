@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import Stream
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
+from tplayers.autocast import lowered
+from tplayers.derivatives import one_derivative
 from tplayers.regions import new_whole
 
 from .shards import CanonicalShards, tree_sum
@@ -89,7 +90,7 @@ def columns(
     gather of x and one reduce-scatter. stream: of the tensor group. On it they run while the weights' gradients are
     computed.
     """
-    flat = [tensor for layer in layers for tensor in layer[:2]]
+    x, *flat = lowered(x, *(tensor for layer in layers for tensor in layer[:2]))
     found: tuple[Tensor, ...] = _Columns.apply(x, shards, split, stream, [one.blocks for one in layers], *flat)  # type: ignore[no-untyped-call]
     return found
 
@@ -103,6 +104,7 @@ def rows(x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards
     forward, or with ``split`` one reduce-scatter forward and one all-gather backward. The gradient of the bias is whole
     on every rank.
     """
+    x, weight = lowered(x, weight)
     return _Rows.apply(x, shards, split, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -111,7 +113,7 @@ def replicated(x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards,
 
     split: x is this rank's rows of the sequence. The gradients of weight and bias are then summed over the ranks.
     """
-    return _Replicated.apply(x, weight, bias, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+    return _Replicated.apply(*lowered(x, weight, bias), shards, split)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Columns(torch.autograd.Function):
@@ -144,7 +146,7 @@ class _Columns(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         comm, own, stream = ctx.shards.comm, ctx.shards.own, ctx.stream
@@ -206,7 +208,7 @@ class _Rows(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weight, x = ctx.saved_tensors
         comm, grad = ctx.comm, grads[0].contiguous()
@@ -239,7 +241,7 @@ class _Replicated(torch.autograd.Function):
         return torch.cat([F.linear(block, weight, bias) for block in blocks])
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         shards, split, grad = ctx.shards, ctx.split, grads[0].contiguous()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Communicator, Stream
+from tplayers.autocast import in_forward_dtypes
 from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
@@ -163,6 +164,7 @@ class _Convolve(torch.autograd.Function):
         return y
 
     @staticmethod
+    @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         geometry, grad = ctx.geometry, grads[0]
         x, weight, *inputs = ctx.saved_tensors

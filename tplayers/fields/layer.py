@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
+from tplayers.derivatives import one_derivative
 from tplayers.movement.plan import PADDINGS, halo_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import sum_together
@@ -245,7 +245,7 @@ class _Replicated(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))

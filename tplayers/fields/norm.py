@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import CartesianGrid, Communicator, Decomposition
 from commengine.dtypes import wide
+from tplayers.autocast import in_forward_dtypes, widened
+from tplayers.movement.operators import all_reduce
 from tplayers.placement import Constant, Placement, add_parameter
 
 from .layer import FieldLayer, replicated
@@ -111,6 +112,7 @@ class FieldGroupNorm(FieldLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        x = widened(x)
         y = normalise(x, self.num_groups, self.grid.comm, self.eps, self._points)
         weight, bias = affine_of(self)
         if weight is None or bias is None:
@@ -147,6 +149,7 @@ class FieldLayerNorm(FieldLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        x = widened(x)
         y = normalise(x, 1, self.grid.comm, self.eps, self._points)
         weight, bias = affine_of(self)
         if weight is None or bias is None:
@@ -218,6 +221,19 @@ def _squared_deviations(x: Tensor, mean: Tensor, points: int) -> Tensor | None:
     return None if bool(cancels.any()) else squares
 
 
+def _again(x: Tensor, dims: tuple[int, ...], ctx: Any) -> Tensor:
+    """``x`` with mean 0 and variance 1 over ``dims``, by operators that differentiate any number of times."""
+
+    def mean(values: Tensor) -> Tensor:
+        total = values.sum(dims, keepdim=True)
+        if ctx.comm.size > 1:
+            total = all_reduce(total, ctx.comm)
+        return total / int(ctx.points)
+
+    deviation = wide(x) - mean(wide(x))
+    return deviation * (mean(deviation.square()) + float(ctx.eps)).rsqrt()
+
+
 class _BatchNormalise(torch.autograd.Function):
     """Batch normalisation by torch's own kernels, with statistics and sums of all ranks."""
 
@@ -229,16 +245,25 @@ class _BatchNormalise(torch.autograd.Function):
         mean, var = moments(wide(x), dims, comm, points)
         scale, shift = (None if p is None else wide(p) for p in (weight, bias))
         y = torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
-        ctx.save_for_backward(x, weight, mean, var)
+        ctx.save_for_backward(x, weight, bias, mean, var)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
         ctx.mark_non_differentiable(mean, var)
         return y, mean, var
 
     @staticmethod
-    @once_differentiable
+    @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, mean, var = ctx.saved_tensors
+        x, weight, bias, mean, var = ctx.saved_tensors
         grad = grads[0]
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
+            y = _again(x, (0, *range(2, x.dim())), ctx)
+            if weight is not None:
+                shape = (-1, *(1,) * (x.dim() - 2))
+                factor, addend = (p.view(shape) for p in replicated(ctx.comm, weight, bias))
+                y = torch.addcmul(addend, y, factor)
+            wanted = [one for one, need in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if need]
+            found = iter(torch.autograd.grad(y.to(x.dtype), wanted, grad, create_graph=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         scale = None if weight is None else wide(weight)
         ones = torch.ones_like(mean) if scale is None else scale
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
@@ -271,13 +296,16 @@ class _Normalise(torch.autograd.Function):
         mean, var = moments(of_x, (2,), comm, points)
         mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
         ctx.save_for_backward(x, mean, scale)
-        ctx.comm, ctx.points = comm, points
+        ctx.comm, ctx.eps, ctx.points = comm, eps, points
         return (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
 
     @staticmethod
-    @once_differentiable
+    @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            y = _again(x, (2,), ctx).to(x.dtype)
+            return *torch.autograd.grad(y, x, grads[0], create_graph=True), None, None, None
         normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:

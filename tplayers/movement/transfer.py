@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from commengine import Communicator, Event, Stream
 from commengine.agreement import compare_words, raise_together
+from tplayers.derivatives import one_derivative
 
 from .adjoint_pair import Pair, apply_pair
 from .compared import compare, wants_gradient
@@ -245,7 +245,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         adjoint, ctx.started._backward = ctx.started._backward, None
         return adjoint.wait(), None
@@ -260,7 +260,7 @@ class _Wait(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         started = ctx.started
         started._backward = AdjointTransfer(grads[0], started._plan, started._comm, started._stream)
