@@ -1,7 +1,9 @@
 """The test harness itself: a failure on one rank ends a run, in time, with that rank's words."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -278,3 +280,29 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
     assert of_files == "======== slowest 20 files" and re.match(r" +0\.\d\d s  serial tests +\S+\.py$", file)
     assert head == "======== slowest 20 tests" and re.match(r" +0\.2\d s  serial tests +\S+::test_good$", first)
     assert {line.split("::")[1] for line in (second, third)} == {"test_bad", "test_skipped"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_tests_run_ends_its_pytest_when_it_is_killed(tmp_path, number):
+    """Else the tests would go on, with nobody to read their output."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, time\n\n"
+        f"def test_it():\n    open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\n    time.sleep(60)\n"
+    )
+    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), str(tmp_path)]
+    process = mpirun.start(argv, env={"RANKS": "0"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        written = tmp_path / "pid"
+        while not (written.exists() and written.read_text().endswith("\n")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(process.pid, number)  # not its process group
+        assert process.wait(30) == 128 + number
+        tests = Path("/proc", written.read_text().strip())
+        for _ in range(100):  # a process that has ended may still have to be waited for
+            if not tests.exists():
+                break
+            time.sleep(0.1)
+        assert not tests.exists()
+    finally:
+        mpirun.stop(process)
