@@ -106,6 +106,7 @@ class PerplexityResult:
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -130,6 +131,8 @@ class PerplexityResult:
             axes.plot(middles, means, "-", linewidth=2, label="mean")
             figure.legend(loc="outside lower right", frameon=False)  # below: it covers no point
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(LogFormatter())  # 70, not 7 x 10^1
+            axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
         axes.set_title(f"{self.task}: perplexity {perplexity(self.nll, self.targets):,.2f} per token")
         figure.savefig(path, dpi=120)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,22 @@ def test_the_picture_shows_the_loss_by_position(tmp_path, length):
     windows_of_few_and_many = result([1.0], length)
     windows_of_few_and_many.draw(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_picture_numbers_its_axis_plainly(tmp_path, monkeypatch):
+    """Also where the positions that are drawn span less than a power of ten."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *words, **named: (figures.append(self), save(self, *words, **named))
+    )
+    few = replace(result([1.0], 100), position_nll=[1.0] * 100, position_targets=[1] * 59 + [1000] * 41)
+    few.draw(tmp_path / "a.png")
+    (axes,) = figures[0].axes
+    labels = {label.get_text() for label in axes.xaxis.get_ticklabels(which="both")} - {""}
+    assert {"60", "70", "80"} <= labels and all(label.isdecimal() for label in labels)
 
 
 def test_the_picture_leaves_out_positions_with_few_targets(tmp_path, monkeypatch):
