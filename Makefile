@@ -15,7 +15,7 @@ BERT   := trainers/configs/bert.yaml
 STDLIB := runs/data/stdlib
 SENTENCES := runs/data/stdlib-bert_text_sentence
 CONFIG ?= $(MAIN)
-HALF   := $(shell expr $(NP) / 2)
+HALF   = $(shell expr $(NP) / 2)
 DATA   ?= $(STDLIB)
 ARGS   ?=
 

@@ -1,9 +1,7 @@
 """README.md and the pages for users: the first commands, the example, and make, work as they are written."""
 
 import importlib
-import os
 import shlex
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import documents, mpirun
+from tests.support.make import make, nvidia_smi
 from trainers.options import parse
 from trainers.scoring.settings import EvaluateConfig
 
@@ -89,15 +88,6 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
     assert found[4].load == "runs/four" and found[4].train_iters > found[1].train_iters
 
 
-def make(*words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run make, without what the make that runs these tests was given. path: a folder of programs found first."""
-    given = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "NP", "DATA", "CONFIG", "MPI", "DEVICE")
-    env = {name: value for name, value in os.environ.items() if name not in given}
-    if path is not None:
-        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
-    return subprocess.run(["make", *words], cwd=mpirun.ROOT, capture_output=True, text=True, check=False, env=env)
-
-
 @pytest.mark.parametrize(
     "words, changed",
     [
@@ -146,27 +136,12 @@ def test_make_train(data, tmp_path, words, changed):
     assert f"mpiexec -n {command.split()[2]} " in after
 
 
-@pytest.fixture
-def smi(tmp_path):
-    """``smi(2, "13.0")``: a folder with an nvidia-smi that finds two GPUs and a driver for CUDA 13.0."""
-
-    def smi(gpus, cuda):
-        lines = "\n".join(f"GPU {index}: stand-in (UUID: GPU-{index})" for index in range(gpus))
-        table = f"| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: {cuda}     |"
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\nif [ \"$1\" = -L ]; then echo '{lines}'; else echo '{table}'; fi\n")
-        program.chmod(0o755)
-        return tmp_path
-
-    return smi
-
-
 @pytest.mark.parametrize(
     "gpus, cuda, extra", [(1, "13.0", "gpu-cuda13"), (4, "12.8", "gpu"), (3, "13.1", "gpu-cuda13")]
 )
-def test_make_train_on_gpus_takes_one_rank_for_each_and_the_extra_that_fits_the_driver(smi, data, gpus, cuda, extra):
-    done = make("--dry-run", "train", "DEVICE=cuda", path=smi(gpus, cuda))
-    assert f"pip install --quiet --editable '.[{extra}]'" in done.stdout
+def test_make_train_on_gpus_takes_one_rank_for_each_and_what_fits_the_driver(tmp_path, data, gpus, cuda, extra):
+    done = make("--dry-run", "train", "DEVICE=cuda", programs=nvidia_smi(tmp_path, gpus, cuda))
+    assert f"pip install --quiet --editable '.[{extra}]'" in done.stdout and done.stderr == ""
     trained, evaluated = [line for line in done.stdout.splitlines() if "mpiexec" in line]
     config = accepted(trained.partition(" ||")[0], data)
     assert f"mpiexec -n {gpus} " in trained and f"mpiexec -n {gpus} " in evaluated
@@ -179,8 +154,8 @@ def test_make_train_on_gpus_takes_one_rank_for_each_and_the_extra_that_fits_the_
     (1, "11.8", "DEVICE=cuda: the driver is one for CUDA 11, and 12 or newer is needed"),
     (1, "N/A", "DEVICE=cuda: the driver is one for CUDA of no known version, and 12 or newer is needed"),
 ])  # fmt: skip
-def test_make_train_on_a_gpu_that_it_cannot_use_says_why(smi, gpus, cuda, said):
-    done = make("--dry-run", "train", "DEVICE=cuda", path=smi(gpus, cuda))
+def test_make_train_on_a_gpu_that_it_cannot_use_says_why(tmp_path, gpus, cuda, said):
+    done = make("--dry-run", "train", "DEVICE=cuda", programs=nvidia_smi(tmp_path, gpus, cuda))
     assert done.returncode != 0 and said in done.stderr and done.stdout == ""
 
 
