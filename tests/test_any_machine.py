@@ -1,7 +1,11 @@
-"""The commands on machines with GPUs that they cannot use: without CuPy, and with more ranks than GPUs.
+"""The commands on machines with GPUs that they cannot use, and in a small container.
 
-The GPUs are pretended (tests/support/device/pretended). No command is told a device, and all end well on the CPU.
+The GPUs are pretended (tests/support/device/pretended): without CuPy, or fewer than ranks. No command is told a device,
+and all end well on the CPU.
 """
+
+import os
+import subprocess
 
 import pytest
 
@@ -97,3 +101,42 @@ def test_an_example_is_one_of_the_host(words, tmp_path):
     output = ("--output", str(tmp_path / "picture.png")) if len(words) > 1 else ()
     done = run(f"examples/{words[0]}", *words[1:], *output, gpus=4, cupy=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+# A small container ------------------------------------------------------------------------------------------------
+
+MADE = sorted((mpirun.ROOT / ".venv").glob(".installed-*"))
+MOUNTS = os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
+
+
+def in_container(writable, *words):
+    """Run make as nobody, on one core, with 64 MB of /dev/shm, in this checkout, which is read-only there."""
+    script = str(mpirun.ROOT / "tests" / "support" / "lab" / "container.sh")
+    mpi = f"MPI={MADE[0].name.removeprefix('.installed-')}"
+    argv = [script, str(mpirun.ROOT), "64", writable, "make", "--no-print-directory", mpi, *words]
+    return mpirun.command(argv, timeout=500, env={"MAKEFLAGS": "", "MAKELEVEL": ""})
+
+
+@pytest.mark.skipif(not (MADE and MOUNTS), reason="no .venv of make, or this user may not mount")
+class TestSmallContainer:
+    def test_a_checkout_without_a_place_to_write_is_one_line(self):
+        done = in_container("no", "train")
+        assert done.returncode == 2
+        said = done.stderr.splitlines()
+        assert (
+            len(said) == 2
+            and "/runs cannot be written to: mount a folder there that can, or work in a clone" in said[0]
+        )
+
+    @pytest.mark.long
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize(
+        "words, said",
+        [
+            (("train", "ARGS=--train-iters 2 --eval-iters 1"), "token perplexity"),
+            (("examples",), "picture: runs/examples"),
+        ],
+    )
+    def test_the_commands_end_well(self, words, said):
+        done = in_container("yes", *words)
+        assert done.returncode == 0 and said in done.stdout, done.stderr
