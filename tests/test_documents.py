@@ -16,7 +16,7 @@ import yaml
 from bench import predict
 from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
-from tests.support.make import make, nvidia_smi
+from tests.support.lab.make import make, nvidia_smi
 from tests.test_readme import accepted
 from trainers.options import parse
 from trainers.tasks.bert import BERTTrainConfig

@@ -81,7 +81,6 @@ TESTED_BY = {
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "trainers/tasks/run_tokenizer.py": ["trainers/test_trained.py"],
     "trainers/tasks/training.py": ["trainers/test_pretrain_gpt.py"],
-    "trainers/tasks/transformer.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/other_models.py": ["trainers/weights/test_convert.py"],
     "trainers/tasks/unfilled_model.py": ["trainers/test_trained.py"],
     "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],

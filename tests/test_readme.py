@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import documents, mpirun
-from tests.support.make import make, nvidia_smi
+from tests.support.lab.make import make, nvidia_smi
 from trainers.options import parse
 from trainers.scoring.settings import EvaluateConfig
 
