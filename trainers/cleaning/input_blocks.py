@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainers.data.text_files import TextFileError, is_json_lines, json_row, read_text, whole
-
-#: a line longer than this is an error, so that a file without newlines cannot fill the memory
-LONGEST_LINE = 1 << 30
+from trainers.data.text_files import LONGEST_LINE, TOO_LONG, TextFileError, is_json_lines, json_row, read_text, whole
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ def _lines(block: Block) -> Iterator[tuple[int, bytes]]:
 
 
 def _readline(file: BinaryIO, path: str, at: int) -> bytes:
-    raw = file.readline(LONGEST_LINE)
-    if len(raw) == LONGEST_LINE:
-        raise TextFileError(f"{path}: a line of more than {LONGEST_LINE} bytes begins at byte {at}")
+    raw = file.readline(LONGEST_LINE + 1)
+    if len(raw) > LONGEST_LINE:
+        raise _at_line(path, at, TextFileError(TOO_LONG))
     return raw
 
 

@@ -6,6 +6,7 @@ piece is a sentence.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,9 @@ from trainers.files.reading import require_regular
 
 # Characters that are read, or encoded, at a time: few enough that a batch of pieces keeps all threads busy.
 BLOCK = 1 << 14
+#: bytes of the longest line. A line is read whole, and tokens with their places take 140 times its bytes
+LONGEST_LINE = 1 << 25
+TOO_LONG = f": more than {LONGEST_LINE:,} bytes, the most that a line may have"
 _CUT_BEFORE = frozenset(" \n\t\r")
 #: ends of the names of files with a JSON object on each line; Megatron-LM calls its JSON lines .json
 _JSON_LINES = (".jsonl", ".json")
@@ -190,7 +194,12 @@ def _first_cut(text: str, start: int) -> int | None:
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
     with Path(path).open("rb") as file:
-        yield from enumerate(file, start=1)
+        for number in itertools.count(1):
+            if not (raw := file.readline(LONGEST_LINE + 1)):
+                return
+            if len(raw) > LONGEST_LINE:
+                raise TextFileError(f"{os.fspath(path)}: line {number}{TOO_LONG}")
+            yield number, raw
 
 
 def _decode(path: str | os.PathLike[str], number: int, raw: bytes) -> str:

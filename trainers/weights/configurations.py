@@ -13,6 +13,7 @@ from typing import Any
 
 from tplayers import BERTConfig, GPTConfig, RopeScaling
 from trainers.files.reading import SETTINGS_BYTES, read_text
+from trainers.options import LAYERS
 
 CONFIG = "config.json"
 
@@ -72,6 +73,13 @@ class _Keys:
         value = self.take(key, int, default, needed=needed)
         if value is not None and not 0 < value < 2**31:
             raise self.fault(key, "must be a positive number")
+        return value
+
+    def layers(self, key: str) -> int:
+        """The number of layers, of which each has tensors with names."""
+        value: int = self.size(key, needed=True)
+        if not LAYERS.holds(value):
+            raise self.fault(key, LAYERS.text)
         return value
 
     def must(self, key: str, *valid: Any) -> None:
@@ -159,7 +167,7 @@ def _gpt2(keys: _Keys) -> GPTConfig:
     if keys.take("embd_pdrop", float, 0.1) != dropout:
         keys.must("embd_pdrop", dropout)
     return GPTConfig(
-        num_layers=keys.size("n_layer", needed=True), hidden_size=keys.size("n_embd", needed=True),
+        num_layers=keys.layers("n_layer"), hidden_size=keys.size("n_embd", needed=True),
         num_attention_heads=keys.size("n_head", needed=True), vocab_size=keys.size("vocab_size", needed=True),
         max_position_embeddings=keys.size("n_positions", needed=True), ffn_hidden_size=keys.size("n_inner"),
         hidden_dropout=dropout, attention_dropout=keys.take("attn_pdrop", float, 0.1),
@@ -185,7 +193,7 @@ def _bert(keys: _Keys, placement: str) -> BERTConfig:
 
 def _sizes(keys: _Keys) -> dict[str, Any]:
     return {
-        "num_layers": keys.size("num_hidden_layers", needed=True), "hidden_size": keys.size("hidden_size", needed=True),
+        "num_layers": keys.layers("num_hidden_layers"), "hidden_size": keys.size("hidden_size", needed=True),
         "num_attention_heads": keys.size("num_attention_heads", needed=True),
         "vocab_size": keys.size("vocab_size", needed=True),
         "ffn_hidden_size": keys.size("intermediate_size", needed=True),

@@ -98,6 +98,8 @@ def _flat(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Te
     for key, value in nested.items():
         name = f"{prefix}{key}"
         if isinstance(value, Tensor):
+            if value.is_nested or value.device.type != "cpu":
+                raise ValueError(f"{name[:100]} is no tensor with values")
             if not name.endswith("_extra_state"):
                 yield _as_version_0(name), value
         elif isinstance(value, dict):
@@ -132,6 +134,8 @@ def model_config(
         "ffn_hidden_size": up * ranks, "num_attention_heads": _heads(contents, ranks, hidden, num_attention_heads),
         "max_position_embeddings": positions, "vocab_size": _vocabulary(contents, rows * ranks, ranks, vocab_size),
     }  # fmt: skip
+    if found["num_layers"] > len(tensors):
+        raise contents.wrong(f"a tensor is of layer {found['num_layers']}, and there are {len(tensors)} tensors")
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings"):
         if (said := setting(name, found[name])) != found[name]:
             raise contents.wrong(f"{name} is {said} in the settings (args), and {found[name]} by the tensors")

@@ -1,13 +1,14 @@
 """Each document is in exactly one block, wherever the blocks are cut; errors name file and line."""
 
 import json
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainers.cleaning.input_blocks import Block, Rows, blocks, row_line
-from trainers.data.text_files import TextFileError, read_json_lines, read_paragraphs
+from trainers.data.text_files import LONGEST_LINE, TextFileError, read_json_lines, read_paragraphs
 
 LINES = st.lists(st.sampled_from(["", " ", "\t", "a", "bcdef ghi", "é ü", "x" * 30]), max_size=20)
 
@@ -72,3 +73,14 @@ def test_rows_keep_what_stands_beside_the_text():
     assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
     assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()
     assert Block("x", 3, 10).size == 7
+
+
+def test_a_line_that_may_not_fit_into_memory_is_named(tmp_path):
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "x"}\n')
+        file.seek(LONGEST_LINE, os.SEEK_CUR)  # zero bytes that take no room on the disk
+        file.write(b"\n")
+    rows = Rows("text", paragraphs=False)
+    (block,) = blocks([str(tmp_path / "a.jsonl")], rows, 1 << 30)
+    with pytest.raises(TextFileError, match=r"a\.jsonl: line 2: more than 33,554,432 bytes"):
+        list(rows.read(block))

@@ -1,7 +1,9 @@
 """Documents from files, and cuts in them that no tokenizer of ours can see."""
 
 import json
+import os
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from trainers.data.text_files import (
+    LONGEST_LINE,
     TextFileError,
     TextPiece,
     cut,
@@ -98,6 +101,16 @@ def test_bad_json_line(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
     with pytest.raises(TextFileError, match=rf"a\.jsonl: line 3: .*{message}"):
         list(read_json_lines(tmp_path / "a.jsonl", "text"))
+
+
+@pytest.mark.parametrize("read", [lambda path: read_json_lines(path, "text"), read_paragraphs])
+def test_a_line_that_may_not_fit_into_memory_is_named(tmp_path: Path, read: Callable[[Path], Iterator[object]]) -> None:
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "x"}\n')
+        file.seek(LONGEST_LINE, os.SEEK_CUR)  # zero bytes that take no room on the disk
+        file.write(b"\n")
+    with pytest.raises(TextFileError, match=r"a\.jsonl: line 2: more than 33,554,432 bytes"):
+        list(read(tmp_path / "a.jsonl"))
 
 
 def test_text_in_another_encoding(tmp_path: Path) -> None:

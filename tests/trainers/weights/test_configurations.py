@@ -119,6 +119,7 @@ def test_transformers_reads_the_same_from_both_names(tmp_path, name):
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("llama", "rope_interleaved", True), ("llama", "quantization_config", {"bits": 4}),
         ("llama", "residual_multiplier", 0.5),
+        ("llama", "num_hidden_layers", 2**31 - 1), ("gpt2", "n_layer", 2**31 - 1),
         ("llama", "num_hidden_layers", "3"), ("llama", "num_hidden_layers", None), ("llama", "num_hidden_layers", -3),
         ("llama", "architectures", ["GemmaForCausalLM"]), ("llama", "architectures", []),
         ("llama", "architectures", [["x"]]), ("llama", "model_type", "gemma"), ("llama", "model_type", ["llama"]),
