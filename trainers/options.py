@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import math
 import os
@@ -139,7 +140,9 @@ class OneLineParser(ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(one_line(message))
+        word = re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message)
+        near = difflib.get_close_matches(word[1][:100], self._option_string_actions, 1) if word else []
+        raise OptionError(one_line(message) + (f" (is {near[0]} meant?)" if near else ""))
 
     def parse_known_args(  # type: ignore[override]  # of any signature of the library
         self, *arguments: Any, **settings: Any

@@ -29,6 +29,7 @@ from .data.samples import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
 from .data.tokenizer import SMALLEST_BPE, Tokenizer
 from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
+from .files.writing import require_folder
 from .options import OptionError, Parser, ValidRange, between
 
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
@@ -125,8 +126,7 @@ def _check(args: Namespace) -> None:
     folder = bin_path(args.output_prefix).parent
     if args.output_prefix.endswith(("/", os.sep)) or bin_path(args.output_prefix).name == ".bin":
         raise ValueError(f"--output-prefix: {args.output_prefix!r} ends in a folder; valid: FOLDER/NAME")
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-prefix: {folder}: not a folder that can be written to")
+    require_folder("--output-prefix", folder)
     for path in _outputs(_prefix(args)):
         if path.is_dir():
             raise ValueError(f"--output-prefix: {path} is a folder")

@@ -102,6 +102,7 @@ def refusal(*words: str) -> str:
         (["--fast=--"], "--fast"),
         (["--fast=yes"], "--fast"),
         (["--cou", "3"], "--cou"),
+        (["--cout", "3"], "unrecognized arguments: --cout 3 (is --count meant?)"),
     ],
 )
 def test_what_is_no_value_is_named_in_one_short_line(words: list[str], problem: str) -> None:

@@ -82,7 +82,7 @@ IN, OUT = ("--input", "in.jsonl"), ("--output", "x.jsonl")
         (("--input", "none.jsonl", *OUT), "--input: none.jsonl: not a file that can be read; valid: .jsonl"),
         (("--input", "folder.jsonl", *OUT), "--input: folder.jsonl: not a file"),
         ((*IN, "--output", "x.json"), "--output x.json: the name ends in .jsonl"),
-        ((*IN, "--output", "none/x.jsonl"), "--output: none: not a folder that can be written to"),
+        ((*IN, "--output", "none/x.jsonl"), "--output: none: there is no such folder"),
         ((*IN, "--output", "folder.jsonl"), "--output folder.jsonl: is a folder"),
         ((*IN, "--output", "in.jsonl"), "--output in.jsonl: in.jsonl is an --input"),
         ((*IN, "--output", "there.jsonl"), "--output there.jsonl: exists; give another name, or --overwrite"),

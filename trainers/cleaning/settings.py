@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.data.tokenizer import Tokenizer
+from trainers.files.writing import require_folder
 
 DOCUMENT, PIECES, NOTHING = "document", "pieces", "nothing"
 DEFAULT_MIN_TOKENS = 128  # the paper's, with GPT-2's tokens
@@ -84,8 +85,7 @@ class CorpusSettings:
             raise ValueError(f"--output {output}: is a folder")
         options = (("--output", output.parent), ("--work-dir", self.folder))
         for option, folder in options if self.work_dir is not None else options[:1]:
-            if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-                raise ValueError(f"{option}: {folder}: not a folder that can be written to")
+            require_folder(option, folder)
         written = [output, *(self.report(suffix) for suffix in (".json", ".txt", ".png"))]
         for path in written:
             if path.is_dir():

@@ -36,6 +36,14 @@ def check_writable(plot: str | Path | None = None, **files: str | Path | None) -
         check_picture("plot", plot)
 
 
+def require_folder(option: str, folder: Path) -> None:
+    """Raise ValueError, beginning with the option, unless files can be written into ``folder``."""
+    if not folder.exists():
+        raise ValueError(f"{option}: {folder}: there is no such folder; make it first")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {folder}: not a folder that can be written to")
+
+
 def check_picture(name: str, file: str | Path) -> None:
     """Raise ValueError unless the name of a picture ends in one of PLOTS. name: the option's attribute."""
     if Path(file).suffix not in PLOTS:
