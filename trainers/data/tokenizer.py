@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from trainers.files.reading import SETTINGS_BYTES, read_text
 
 from . import wordpiece
+from .tokenizer_probe import require_usable
 from .wordpiece import WordPieces
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -59,8 +61,9 @@ class Tokenizer:
             return cls.from_vocab(path, lowercase=told)
         if Path(path).name == "vocab.json":
             return cls.from_gpt2(path, Path(path).with_name("merges.txt"))
+        require_usable(_existing(path))
         try:
-            backend = tokenizers.Tokenizer.from_file(os.fspath(_existing(path)))
+            backend = tokenizers.Tokenizer.from_file(os.fspath(path))
         except OSError:
             raise
         except Exception as error:  # the bindings raise nothing narrower
@@ -202,8 +205,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of ``text``."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        """The token ids of ``text``. Raises ValueError, as the other ones do, where the vocabulary lacks a token."""
+        with _told():
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_around(self, text: str, *, around: bool = True) -> list[int]:
         """The token ids of ``text`` as transformers gives them: special tokens that are spelt out count as such.
@@ -212,7 +216,8 @@ class Tokenizer:
         """
         self._backend.encode_special_tokens = False
         try:
-            return list(self._backend.encode(text, add_special_tokens=around).ids)
+            with _told():
+                return list(self._backend.encode(text, add_special_tokens=around).ids)
         finally:
             self._backend.encode_special_tokens = True
 
@@ -222,12 +227,16 @@ class Tokenizer:
 
     def iter_encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The same as `encode_batch`, with the list of ids of one text alive at a time."""
-        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+        with _told():
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        for encoding in found:
             yield encoding.ids
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """For each text its token ids, and the first character and the end of each token in the text."""
-        return [(one.ids, one.offsets) for one in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        with _told():
+            found = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(one.ids, one.offsets) for one in found]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each id, as the vocabulary spells it."""
@@ -269,6 +278,17 @@ class Tokenizer:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Raise ValueError where the library panics or raises a bare Exception, as for a word that has no token."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

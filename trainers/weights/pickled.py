@@ -75,6 +75,8 @@ def _globals(file: BinaryIO, is_zip: bool) -> Iterator[str]:
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:  # it may unpack to any size; PyTorch compresses nothing
+                raise ValueError(f"its entry {entry.filename[:80]} is compressed")
             if entry.filename.endswith("/data.pkl"):
                 if entry.file_size > _LONGEST:
                     raise ValueError(f"a pickle of {entry.file_size} bytes")

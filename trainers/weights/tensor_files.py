@@ -115,7 +115,9 @@ def _views(path: Path, found: Any) -> Iterator[tuple[str, FileTensor]]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"{path}: holds no tensors by their names")
     for name, tensor in found.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        # A nested tensor has no shape, and one of the meta device no values.
+        in_memory = isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_nested
+        if not in_memory or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name[:100]} is no tensor")
         yield name, FileTensor(path, tensor.dtype, tuple(tensor.shape), _TensorBytes(tensor.detach()))
 

@@ -3,6 +3,7 @@
 import argparse
 import pickle
 import random
+import zipfile
 
 import numpy as np
 import pytest
@@ -77,3 +78,13 @@ def test_what_is_no_file_of_torch_is_named(tmp_path):
     (tmp_path / "x.pt").write_text("weights")
     with pytest.raises(InputFileError, match="damaged, cut, or no file"):
         load_pickled(tmp_path / "x.pt")
+
+
+def test_compressed_entries_are_refused_before_they_are_unpacked(tmp_path):
+    """245 kB may stand for 256 MB of a pickle that does nothing."""
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as stored, zipfile.ZipFile(tmp_path / "y.pt", "w") as packed:
+        for entry in stored.infolist():
+            packed.writestr(entry.filename, stored.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(InputFileError, match=r"y\.pt: damaged.*is compressed"):
+        load_pickled(tmp_path / "y.pt")

@@ -167,3 +167,12 @@ def test_files_are_closed(tmp_path):
     with pytest.raises(ValueError, match=r"two\.safetensors"):
         TensorFiles.open(cut_after_one)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["meta", "nested"])
+def test_a_tensor_without_values_or_shape_is_refused(tmp_path, kind):
+    odd = torch.empty(2, device="meta") if kind == "meta" else torch.nested.nested_tensor([A, A[:1]])
+    torch.save({"a": A, "odd": odd}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: odd is no tensor"):
+        TensorFiles.open(tmp_path)
