@@ -1,18 +1,19 @@
 """The ranks of a group compare what they are about to do, or tell each other what went wrong.
 
-`agree` runs before each collective of a ``Communicator(..., checked=True)``, and `compare_words` where ranks make
-something together that must be equal. `raise_together` is for set-up steps that
-can fail on one rank while the others wait for it.
+`agree` compares the ranks' words in one all-reduce of 16 bytes, and gathers the words only if they differ. It runs
+where a Communicator, a split or shared memory is made, before each collective of a ``Communicator(..., checked=True)``,
+and in `Communicator.compare`. `raise_together` is for set-up steps that can fail on one rank while the others wait
+for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from .errors import CollectiveError, CollectiveMismatch
 from .mpi import load_mpi
@@ -20,26 +21,29 @@ from .mpi import load_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: bytes of one rank's description. A longer description (a shape of very many dimensions) ends in a hash of the whole
-RECORD_BYTES = 256
+#: bytes of one rank's words that the other ranks are told. Longer words end in a hash of the whole
+RECORD_BYTES = 1024
 
-#: bytes of one rank's problem that the other ranks are told
-PROBLEM_BYTES = 1024
+#: begins the words of a rank that has a problem
+_PROBLEM = "\1"
 
 
 class GroupMember(Protocol):
     """This rank's place in a group of ranks."""
 
-    rank: int
-    size: int
-    name: str
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
 
 
-class GatheringMember(GroupMember, Protocol):
-    """A group that gathers host tensors: a Communicator."""
+class Comparing(GroupMember, Protocol):
+    """A group whose ranks compare what they are about to do: a Communicator."""
 
-    def all_gather(self, output: Tensor, input: Tensor) -> object:
-        """Give every rank the ``input`` of all ranks, along dim 0 of ``output``."""
+    def compare(self, words: str, problem: str | None = None) -> None:
+        """Raise on every rank unless all ranks give the same words and none has a problem."""
 
 
 class Described(Protocol):
@@ -53,34 +57,51 @@ class Described(Protocol):
     def is_cpu(self) -> bool: ...
 
 
-def agree(member: GroupMember, all_gather: Callable[[Tensor, Tensor], object], asked: str) -> None:
-    """Exchange what each rank is about to do; raise `CollectiveMismatch` on every rank when the ranks differ.
+def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = None) -> None:
+    """Compare what each rank is about to do; raise on every rank when the ranks differ, or one cannot do it.
 
-    asked: this rank's call in one line, from `describe`. all_gather: gathers host tensors over the group, outside of
-    any stream, also for a collective on a stream: so a rank that forgot its stream is found too. Collective.
+    asked: this rank's call, as from `describe`. Of a call in several lines, its name and its arguments, the message
+    shows the lines that differ. problem: why this rank cannot do it, or None.
+    calls: has the blocking calls ``Allreduce`` and ``Allgather`` of the group's MPI communicator: the communicator
+    itself, or `commengine.host.polling.PollingCalls`. They run outside of any stream, also for a collective on a
+    stream: so a rank that forgot its stream is found too.
+
+    Collective, and a barrier: no rank returns before every rank has called it. Raises `CollectiveError` with the
+    problems if there is one, and otherwise `CollectiveMismatch`.
     """
-    mine = torch.zeros(RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    encoded = asked.encode()
-    if len(encoded) > RECORD_BYTES:
-        digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-        encoded = encoded[: RECORD_BYTES - 20] + f"... {digest}".encode()
-    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    everybody = torch.empty((member.size, RECORD_BYTES), dtype=torch.uint8, device="cpu")
-    all_gather(everybody, mine)
-    if bool((everybody == mine).all()):
+    mpi = load_mpi()
+    words = asked if problem is None else _PROBLEM + problem
+    encoded = words.encode()
+    digest = hashlib.blake2b(encoded, digest_size=8).digest()
+    number = int.from_bytes(digest, "big") >> 1  # 63 bits, so that it can be negated
+    ends = array("q", (number, -number))
+    calls.Allreduce(mpi.IN_PLACE, (ends, mpi.INT64_T), mpi.MIN)
+    if ends[0] == -ends[1]:
+        if problem is not None:
+            raise CollectiveError(problem)
         return
+    if len(encoded) > RECORD_BYTES:
+        encoded = encoded[: RECORD_BYTES - 20] + f"... {digest.hex()}".encode()
+    everybody = bytearray(RECORD_BYTES * member.size)
+    calls.Allgather((bytearray(encoded.ljust(RECORD_BYTES, b"\0")), mpi.BYTE), (everybody, mpi.BYTE))
     ranks: dict[str, list[int]] = {}
-    for rank, record in enumerate(everybody):
-        ranks.setdefault(bytes(record.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
-    asks = "; ".join(f"rank{'s' * (len(who) > 1)} {_listed(who)} asked for {what}" for what, who in ranks.items())
+    for rank in range(member.size):
+        record = everybody[rank * RECORD_BYTES : (rank + 1) * RECORD_BYTES]
+        ranks.setdefault(record.rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    problems = [(who, said.removeprefix(_PROBLEM)) for said, who in ranks.items() if said.startswith(_PROBLEM)]
+    if problems:
+        raise CollectiveError("; ".join(f"{_named(who)}: {said}" for who, said in problems))
+    common = set.intersection(*(set(words.split("\n")[1:]) for words in ranks))
+    asks = "; ".join(f"{_named(who)} asked for {_call(words, common)}" for words, who in ranks.items())
     raise CollectiveMismatch(
         f"rank {member.rank} of group {member.name!r} (size {member.size}): the ranks disagree: {asks}"
     )
 
 
-def compare_words(comm: GatheringMember, words: str) -> None:
-    """Raise `CollectiveMismatch` on every rank of ``comm`` unless all ranks give the same words. Collective."""
-    agree(comm, lambda everybody, mine: comm.all_gather(everybody.view(-1), mine), words)
+def _call(words: str, common: Iterable[str]) -> str:
+    """Return the words of one call in one line, without the arguments that all ranks gave."""
+    name, *arguments = words.split("\n")
+    return f"{name}({', '.join(one for one in arguments if one not in common)})" if arguments else name
 
 
 def describe(
@@ -103,31 +124,15 @@ def describe(
     return f"{operation}({', '.join(parts)})"
 
 
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:16]))}{more}"
 
 
 def raise_together(comm: MPI.Intracomm, problem: str | None) -> None:
     """Exchange the ranks' problems; raise one `CollectiveError` on every rank if any rank has a problem.
 
-    problem: what went wrong on this rank, or None. Collective over ``comm``, and a barrier: no rank returns before
-    every rank has called it.
+    problem: what went wrong on this rank, or None. Collective over ``comm``, and a barrier, as `agree` is. It blocks
+    inside MPI: a program that has a Communicator calls `Communicator.compare`, which has the Communicator's timeout.
     """
-    mine = bytearray(PROBLEM_BYTES)
-    encoded = (problem or "").encode()[:PROBLEM_BYTES]
-    mine[: len(encoded)] = encoded
-    everybody = bytearray(PROBLEM_BYTES * comm.size)
-    byte = load_mpi().BYTE
-    comm.Allgather([mine, byte], [everybody, byte])
-    ranks: dict[str, list[int]] = {}
-    for rank in range(comm.size):
-        said = everybody[rank * PROBLEM_BYTES : (rank + 1) * PROBLEM_BYTES].rstrip(b"\0").decode(errors="replace")
-        if said:
-            ranks.setdefault(said, []).append(rank)
-    if not ranks:
-        return
-    if list(map(len, ranks.values())) == [comm.size]:
-        raise CollectiveError(next(iter(ranks)))
-    told = (f"rank{'s' * (len(who) > 1)} {_listed(who)}: {said}" for said, who in ranks.items())
-    raise CollectiveError("; ".join(told))
+    agree(comm, comm, "set-up", problem)

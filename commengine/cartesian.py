@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .agreement import compare_words
 from .communicator import Communicator
 from .decomposition import Decomposition, grid_coords, grid_rank
 from .errors import CollectiveError
@@ -32,6 +31,7 @@ class CartesianGrid:
 
     def __init__(self, comm: Communicator, shape: Sequence[int], periodic: bool | Sequence[bool] = False) -> None:
         self.comm, self._owned = comm, False
+        problem: str | None = None
         try:
             self.shape = tuple(map(operator.index, shape))
             many = hasattr(periodic, "__len__")
@@ -39,11 +39,7 @@ class CartesianGrid:
         except TypeError:
             self.shape = self.periodic = ()
             problem = f"shape={shape!r} and periodic={periodic!r} of a grid must be numbers of ranks and bools"
-        else:
-            problem = ""
-        compare_words(comm, problem or repr(self))
-        if problem:
-            raise CollectiveError(problem)
+        comm.compare(repr(self), problem)
         if min(self.shape, default=1) < 1 or math.prod(self.shape) != comm.size:
             raise CollectiveError(
                 f"a grid of shape {list(self.shape)} does not fit the group {comm.name!r} of {comm.size} ranks: "
@@ -105,7 +101,7 @@ class CartesianGrid:
         axes: the axes to keep, in ascending order. The result has its own Communicator, which its `close` closes.
         Collective over this grid; the same axes on every rank.
         """
-        compare_words(self.comm, f"CartesianGrid.sub({list(axes)})")
+        self.comm.compare(f"CartesianGrid.sub({list(axes)})")
         kept = [self.check_axis(axis) for axis in axes]
         if kept != sorted(set(kept)):
             raise CollectiveError(f"axes={list(axes)} must be different axes in ascending order")

@@ -15,26 +15,24 @@ from .agreement import agree
 from .calls.checks import INT_MAX, call_error, is_c_int
 from .calls.dispatch import Dispatcher
 from .calls.group_calls import GroupCalls
+from .calls.opening import open_group
 from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
-from .device.choice import DeviceLike, parse_device
+from .device.choice import DeviceLike
 from .device.stream import DeviceStream
-from .dtypes import ORDERS, Order
-from .errors import CollectiveError, TransferError
-from .host.operands import POOL_BYTES, Operands, agreed_limit
-from .host.switch_points import SwitchPoints, agreed
+from .dtypes import Order
+from .errors import CollectiveError, CollectiveMismatch
+from .host.operands import POOL_BYTES, Operands
+from .host.polling import PollingCalls
+from .host.switch_points import SwitchPoints
 from .host.transport import HostTransport
-from .mpi import load_mpi, making_communicators, ranks_in, sleep_until_all
+from .mpi import load_mpi, making_communicators, ranks_in
 from .shared_memory.windows import SharedTensors
 from .stream import Stream
 from .timeout.entries import WatchedGroup
-from .timeout.watcher import Watch, check_timeout
 from .trace import Trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-#: seconds between two looks of a rank that sleeps until the others come
-_NAP_SECONDS = 1e-4
 
 
 class Communicator(GroupCalls):
@@ -55,7 +53,8 @@ class Communicator(GroupCalls):
         copy of the tensor; in shared memory it costs nothing. NCCL has its own order on devices.
     name: the group's name in errors and traces.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the missing ranks.
-        It also holds for communicators that are split from this one, until this one is closed. For MPI below
+        The constructor, `split` and `close` are such collectives, from their first moment to their last. It also holds
+        for communicators that are split from this one, until this one is closed. For MPI below
         THREAD_MULTIPLE see `commengine.timeout.watcher`.
     transport: how device tensors travel. "nccl"; "mpi": by an MPI that takes device addresses; "staged": by any MPI,
         through pinned host memory.
@@ -63,11 +62,15 @@ class Communicator(GroupCalls):
     switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
         rank; None: the table that was measured on a processor of the same maker as rank 0's.
 
-    Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. All operations are
-    collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d tensors, empty tensors
-    and groups of one rank work. An operation with ``stream=`` is enqueued there and returns at once; its tensors may be
-    touched again after ``work.wait()``. An operation without a stream is done on return, and its Work is done, too. A
-    collective writes its output in place, and autograd does not see it: `tplayers` has the differentiable forms.
+    Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. The ranks compare the
+    arguments: if they differ, every rank raises `CollectiveMismatch`, and if one rank's are wrong, every rank raises
+    `CollectiveError`. Only the numbers of devices may differ.
+
+    All operations are collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d
+    tensors, empty tensors and groups of one rank work. An operation with ``stream=`` is enqueued there and returns at
+    once; its tensors may be touched again after ``work.wait()``. An operation without a stream is done on return, and
+    its Work is done, too. A collective writes its output in place, and autograd does not see it: `tplayers` has the
+    differentiable forms.
 
     On a device, NCCL's collectives are work of the device, and the host does not wait for them, except that the first
     one of a group or stream blocks until its ranks have connected. Without ``stream=`` they run on torch's current
@@ -92,28 +95,17 @@ class Communicator(GroupCalls):
         switch_points: SwitchPoints | None = None,
         operand_bytes: int = POOL_BYTES,
     ) -> None:
-        mpi = load_mpi()
-        parse_device(device)
-        if order is not None and order not in ORDERS:
-            raise CollectiveError(f"order={order!r} is neither None nor one of {', '.join(ORDERS)}")
-        if not mpi.Is_initialized() or mpi.Is_finalized():
-            raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
-        if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
-            raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
-        check_timeout(timeout)
-        points, operand_bytes = agreed(mpi_comm, switch_points), agreed_limit(mpi_comm, operand_bytes)
-        try:
-            with making_communicators():
-                own = mpi_comm.Dup()
-                watching: Any = None if timeout is None else mpi_comm.Dup()
-        except TransferError as error:
-            raise CollectiveError(f"Communicator {name!r}: {error}") from error
-        self._root_watch = None if timeout is None else Watch(watching, timeout)
-        watched = None if self._root_watch is None else self._root_watch.group(own, name)
-        self._set_up(own, checked, order, name, watched, points, operand_bytes)
+        given = {
+            "device": device, "checked": checked, "order": order, "transport": transport,
+            "cuda_aware_mpi": cuda_aware_mpi, "switch_points": switch_points, "operand_bytes": operand_bytes,
+        }  # fmt: skip
+        opened = open_group(mpi_comm, name, timeout, given)
+        self._root_watch = opened.watch
+        watched = None if opened.watch is None else opened.watch.group(opened.comm, name)
+        self._set_up(opened.comm, checked, order, name, watched, opened.points, opened.operand_bytes)
         try:
             with self._calls.watching("device", "start"):
-                backend, no_device = open_backend(own, self._host, device, transport, cuda_aware_mpi)
+                backend, no_device = open_backend(opened.comm, self._host, device, transport, cuda_aware_mpi)
             self._use(backend)
             self.no_device = no_device
         except CollectiveError:  # on every rank
@@ -143,6 +135,7 @@ class Communicator(GroupCalls):
         self._streams: list[Stream] = []
         self._blocks: dict[int, Communicator] = {}
         self._host = self._new_host(comm)
+        self._polled = PollingCalls(comm, self._look())
         self._calls = Dispatcher(
             self.rank,
             self.size,
@@ -209,11 +202,18 @@ class Communicator(GroupCalls):
         ranks, or if there is too little memory to share.
 
         Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. The
-        memory lives until `close`, and as long as the process if a tensor still refers to it then.
+        memory lives until `close`, and as long as the process if a tensor still refers to it then. Raises
+        CollectiveError on every rank if torch makes no such tensor, and CollectiveMismatch if the ranks differ.
         """
         self._live_mpi()
+        asked, problem = "empty", None
+        try:
+            like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            asked = f"empty({str(like.dtype).removeprefix('torch.')} {list(like.shape)})"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
         self._drain_streams()
-        with self._calls.watching("empty", "life"):
+        with self._making("empty", asked, problem):
             return self._shared.empty(shape, dtype)
 
     def operand(self, operation: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -241,14 +241,16 @@ class Communicator(GroupCalls):
     def shares_operand(self, operation: str, nbytes: int, dtype: torch.dtype) -> bool:
         """Whether `operand` takes a tensor of ``nbytes`` from shared memory, as long as there is room.
 
-        Collective at the first call for an operation and a dtype, if the size may be large enough.
+        Collective at the first call, if the size may be large enough; with ``checked``, at the first call for each
+        operation and dtype.
         """
         if nbytes < self._operands.floor:  # small collectives must not become slower
             return False
         least = self._operands.known.get((operation, dtype))
         if least is None:
             self._live_mpi()
-            with self._making("shares_operand"):
+            asked = f"shares_operand({operation}, {dtype})" if self.checked else "shares_operand"
+            with contextlib.nullcontext() if self._shared.looked and not self.checked else self._making(asked):
                 least = self._operands.look_up(operation, dtype)
         return nbytes >= least
 
@@ -263,12 +265,36 @@ class Communicator(GroupCalls):
                 stream.drain()
 
     @contextlib.contextmanager
-    def _making(self, operation: str) -> Iterator[None]:
-        """Watch what is made for operands; with ``checked``, first compare that all ranks make it."""
+    def _making(self, operation: str, asked: str | None = None, problem: str | None = None) -> Iterator[MPI.Intracomm]:
+        """Watch what all ranks make together, after they have compared that they make the same.
+
+        asked, problem: see `agree`; ``asked`` is ``operation`` if it has no arguments.
+        """
+        comm = self._live_mpi()
+        if problem is not None:
+            problem = f"group {self.name!r} (size {self.size}): {operation}: {problem}"
         with self._calls.watching(operation, "life"):
-            if self.checked:
-                agree(self, self._host.all_gather, operation)
-            yield
+            agree(self, self._comparing, asked or operation, problem)
+            yield comm
+
+    @property
+    def _comparing(self) -> Any:
+        """The calls by which the ranks compare what they make.
+
+        A checked collective that another rank calls instead compares, too, and must meet this comparison. An unchecked
+        one must not be taken for it: MPI does not match a call that blocks with one that does not.
+        """
+        return self._host.calls if self.checked else self._polled
+
+    def compare(self, words: str, problem: str | None = None) -> None:
+        """Raise CollectiveMismatch on every rank unless all ranks give the same words. Collective.
+
+        problem: why this rank cannot do what it is about to do, or None. If a rank has a problem, every rank raises
+        CollectiveError with the problems of all ranks.
+        """
+        self._live_mpi()
+        with self._calls.watching("compare", "life"):
+            agree(self, self._comparing, words, problem)
 
     def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
@@ -277,15 +303,15 @@ class Communicator(GroupCalls):
         tensors that MPI carries go on host streams. priority: of a CUDA stream, -1 (high) or 0.
         """
         mpi = load_mpi()
-        index = len(self._streams) + 1
-        comm = self._live_mpi()
+        index, problem = len(self._streams) + 1, None
         backend, name = self._backend, f"{self.name}/stream{index}"
-        nccl = isinstance(backend, NcclBackend)
-        if device not in ((None, "cpu", "cuda") if nccl else (None, "cpu")):
-            problem = f"device={device!r} is not " + ("'cuda' or 'cpu'" if nccl else "'cpu'")
-            raise call_error(self, "new_stream", problem)
+        kinds = ("cuda", "cpu") if isinstance(backend, NcclBackend) else ("cpu",)
+        device = kinds[0] if device is None else device
+        if device not in kinds:
+            problem = f"device={device!r} is not {' or '.join(map(repr, kinds))}"
+        asked = f"new_stream(number {index}, device={device!r}, priority={priority!r})"
         stream: Stream
-        with self._calls.watching("new_stream", "life"):
+        with self._making("new_stream", asked, problem) as comm:
             if isinstance(backend, NcclBackend) and device != "cpu":
                 stream = backend.new_stream(comm, name, index, priority)
                 self._alarm(stream.transport.failure)
@@ -308,28 +334,33 @@ class Communicator(GroupCalls):
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
         """Split the group: the ranks of each ``color`` form a Communicator, ordered by (key, rank).
 
-        color: 0 or more, or None to join no part; the result is then None. Collective over this group. The caller
-        closes the result.
+        color: 0 or more, or None to join no part; the result is then None. name: the same on all ranks of a color.
+        Collective over this group. The caller closes the result. Raises CollectiveError on every rank if an argument
+        is wrong on one rank.
         """
-        mpi = load_mpi()
+        problem = None
         if color is not None and not is_c_int(color, 0):
-            raise call_error(self, "split", f"color={color!r} must be None or an integer from 0 to {INT_MAX}")
-        if not is_c_int(key, -INT_MAX):
-            raise call_error(self, "split", f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}")
-        comm = self._live_mpi()
-        with self._calls.watching("split", "life"):
+            problem = f"color={color!r} must be None or an integer from 0 to {INT_MAX}"
+        elif not is_c_int(key, -INT_MAX):
+            problem = f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}"
+        return self._split(color, key, name, "split", problem)
+
+    def _split(self, color: int | None, key: int, name: str, asked: str, problem: str | None) -> Communicator | None:
+        mpi = load_mpi()
+        with self._making("split", asked, problem) as comm:
             with making_communicators():
                 part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
+            if self._watched is not None:
+                self._watched.splits += 1
             backend: Backend | None = None
-            if isinstance(self._backend, NcclBackend):
-                try:
+            try:
+                self._compare_names(part, color, name)
+                if isinstance(self._backend, NcclBackend):
                     backend = self._backend.split(comm, None if part == mpi.COMM_NULL else part, color, key)
-                except CollectiveError:  # on every rank
-                    if part != mpi.COMM_NULL:
-                        part.Free()
-                    raise
-        if self._watched is not None:
-            self._watched.splits += 1
+            except CollectiveError:  # on every rank
+                if part != mpi.COMM_NULL:
+                    part.Free()
+                raise
         if part == mpi.COMM_NULL:
             return None
         made = Communicator.__new__(Communicator)
@@ -342,6 +373,16 @@ class Communicator(GroupCalls):
         made.no_device = self.no_device
         return made
 
+    def _compare_names(self, part: Any, color: int | None, name: str) -> None:
+        """Raise CollectiveError on every rank of the group if the ranks of a part gave it different names."""
+        problem = None
+        try:
+            if part != load_mpi().COMM_NULL:
+                agree(part, PollingCalls(part, self._look()), repr(name))
+        except CollectiveMismatch:
+            problem = f"split: name={name!r} is not that of all ranks with color={color}"
+        agree(self, self._comparing, "split", problem)
+
     def block(self, size: int) -> Communicator:
         """The Communicator of ``size`` consecutive ranks that this rank is one of: ranks 0 to size - 1, and so on.
 
@@ -349,9 +390,11 @@ class Communicator(GroupCalls):
         return the same. Raises CollectiveError if ``size`` does not divide the group.
         """
         if size not in self._blocks:
-            if size < 1 or self.size % size:
-                raise call_error(self, "block", f"size={size} must divide the group's size {self.size}")
-            made = self.split(self.rank // size, name=f"{self.name}/block{size}")
+            fits = size >= 1 and self.size % size == 0
+            problem = None if fits else f"block: size={size} must divide the group's size {self.size}"
+            made = self._split(
+                self.rank // size if fits else 0, 0, f"{self.name}/block{size}", f"block({size})", problem
+            )
             assert made is not None
             self._blocks[size] = made
             for log in self._calls.logs:
@@ -385,53 +428,65 @@ class Communicator(GroupCalls):
         node has no memory left to share.
         """
         self._live_mpi()
-        node = self._shared.node
+        with contextlib.nullcontext() if self._shared.looked else self._making("node_size"):
+            node = self._shared.node
         return None if node is None else node.size
 
     def wait_for_all(self) -> None:
         """Wait until every rank is here, and leave the core to others meanwhile. Collective.
 
         `barrier` is done sooner, and keeps its core: it would slow down the ranks that still work, where there are more
-        ranks than cores. A rank sleeps 0.1 ms at a time.
+        ranks than cores. A rank soon sleeps between two looks.
         """
-        comm = self._live_mpi()
+        self._live_mpi()
         with self._calls.watching("wait_for_all", "life"):
-            sleep_until_all(comm, _NAP_SECONDS, self._look())
+            agree(self, self._polled, "wait_for_all")
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
 
-        If a collective failed on a stream and nobody waited for it, everything is freed, and then CollectiveError is
-        raised.
+        If a collective failed on a stream of this communicator or of its blocks, and nobody waited for it, everything
+        is freed, and then CollectiveError is raised. With a timeout, or if collectives are checked, the ranks first
+        compare that all of them close; CollectiveMismatch leaves everything as it is.
         """
         if self._calls.closed:
             return
-        for part in self._blocks.values():
-            part.close()
-        self._blocks.clear()
-        compiled_ops.unregister(self.handle)
-        alive = not load_mpi().Is_finalized()
+        untold = self._free()
+        if untold:
+            problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
+            raise call_error(self, "close", problem) from untold[0]
+
+    def _free(self) -> list[BaseException]:
+        """Close this communicator and its blocks. Returns the failures of their streams that nobody was told about."""
+        watched, alive = self._watched, not load_mpi().Is_finalized()
+        untold: list[BaseException] = []
         with self._calls.watching("close", "life"):
+            if alive and (self.checked or (watched is not None and not watched.watch.closed)):
+                agree(self, self._comparing, "close")
+            for part in self._blocks.values():
+                untold += [] if part._calls.closed else part._free()
+            self._blocks.clear()
+            compiled_ops.unregister(self.handle)
             self._calls.close()
             for stream in self._streams:
                 stream.close()
                 if alive:
                     stream.free()
+            untold += [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
+            self._streams.clear()
+            if watched is not None:
+                watched.alarms.clear()
             if self._backend is not None:
                 self._backend.close()
             if alive:
                 self._host.close()
                 self._shared.close()
                 self.mpi.Free()
-        untold = [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
-        self._streams.clear()
-        if self._watched is not None:
-            self._watched.watch.forget(self._watched)
-        if self._root_watch is not None:
-            self._root_watch.close()
-        if untold:
-            problem = f"a collective failed on a stream, and nobody waited: {untold[0]}"
-            raise call_error(self, "close", problem) from untold[0]
+            if self._root_watch is not None:
+                self._root_watch.close()
+        if watched is not None:
+            watched.watch.forget(watched)
+        return untold
 
     def __deepcopy__(self, memo: object) -> Communicator:
         """Return the communicator itself: a copied layer belongs to the same group."""

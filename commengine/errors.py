@@ -12,7 +12,8 @@ class CollectiveError(RuntimeError):
 class CollectiveMismatch(CollectiveError):
     """The ranks of a group asked for different collectives.
 
-    With ``Communicator(..., checked=True)`` every collective is compared on all ranks of the group. Without it, only
+    What the ranks make together (a Communicator, its parts, its streams, shared memory) is always compared. With
+    ``Communicator(..., checked=True)`` every collective is compared, too, on all ranks of the group. Without it, only
     large host collectives are compared: those that go through a node's shared memory, and, once a group has tensors
     from `Communicator.empty`, those that are large enough to go there. These compare the ranks of one node.
 

@@ -56,6 +56,9 @@ class ProcessGrid:
     world: the Communicator to split; it stays the caller's. Construction and `close` are collective over it.
     tensor: the size of a tensor group; it must divide ``world.size``. A data group has the other factor as its size.
 
+    Raises CollectiveError on every rank if ``tensor`` does not divide, and CollectiveMismatch if the ranks gave
+    different sizes.
+
     The attributes ``tensor`` and ``data`` are this rank's two Communicators, ``layout`` is the `GridLayout`.
 
     Warns on rank 0 when a tensor group crosses nodes, because its collectives run over the network for every layer.
@@ -63,7 +66,12 @@ class ProcessGrid:
 
     def __init__(self, world: Communicator, tensor: int = 1) -> None:
         self.world = world
-        self.layout = GridLayout(world.size, tensor)
+        problem = None
+        try:
+            self.layout = GridLayout(world.size, tensor)
+        except CollectiveError as error:
+            problem = str(error)
+        world.compare(f"ProcessGrid(tensor={tensor!r})", problem)
         position, replica = world.rank % tensor, world.rank // tensor
         self.tensor = _split(world, replica, position, "tensor")
         self.data = _split(world, position, replica, "data")
@@ -71,9 +79,10 @@ class ProcessGrid:
 
     def _warn_of_crossed_nodes(self) -> None:
         mpi = load_mpi()
-        node = self.tensor.mpi.Split_type(mpi.COMM_TYPE_SHARED)
-        crossing = self.world.mpi.allreduce(int(node.size < self.tensor.size), mpi.SUM)
-        node.Free()
+        with self.world._making("ProcessGrid") as world:
+            node = self.tensor.mpi.Split_type(mpi.COMM_TYPE_SHARED)
+            crossing = world.allreduce(int(node.size < self.tensor.size), mpi.SUM)
+            node.Free()
         if crossing and self.world.rank == 0:
             warnings.warn(
                 f"tensor groups cross nodes on {crossing} of {self.world.size} ranks (cyclic placement?): every "

@@ -36,6 +36,14 @@ def in_one_world(comm: MPI.Comm) -> bool:
     return mpi.UNDEFINED not in ranks_in(comm, mpi.COMM_WORLD)
 
 
+def world_ranks_of(comm: MPI.Comm) -> list[int]:
+    """Return the ranks that messages name: those in MPI.COMM_WORLD, or in ``comm`` where it has ranks of another one.
+
+    Not collective.
+    """
+    return ranks_in(comm, load_mpi().COMM_WORLD if in_one_world(comm) else comm)
+
+
 def sleep_until_all(comm: MPI.Comm, nap: float, look: Callable[[], object] | None = None) -> None:
     """A barrier in which the ranks that wait leave their cores to others. Collective over ``comm``.
 

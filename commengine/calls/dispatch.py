@@ -317,7 +317,7 @@ class Dispatcher:
             turn = contextlib.nullcontext() if stream is None else self._alone(call.name)  # else it has begun already
             with turn, self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
                 number = 0 if stream is None else stream.index
-                agree(self, self.host.all_gather, describe(call.name, call.tensor, call.redop, call.root, number))
+                agree(self, self.host.calls, describe(call.name, call.tensor, call.redop, call.root, number))
 
     def _notice(self, call: TransportCall, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
         """Tell the traces and the watcher about a call that is about to be enqueued."""

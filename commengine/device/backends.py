@@ -192,12 +192,13 @@ def _open(
     chosen, runtime = choose_device(comm, device, transport, cuda=cuda, load=load)
     if runtime.nccl is not None:
         return NcclBackend(DeviceTransport.open(runtime, comm, chosen))
+    made, problem = None, None
     if transport == "mpi" and not (mpi_takes_device_addresses() if cuda_aware_mpi is None else cuda_aware_mpi):
-        raise CollectiveError(
+        problem = (
             "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support). "
             "cuda_aware_mpi=True overrides this; transport='staged' works with any MPI"
         )
-    made, problem = None, None
+    raise_together(comm, problem)
     try:
         made = HostedBackend("mpi" if transport == "mpi" else "staged", runtime, chosen, host)
     except RuntimeError as error:  # the device has no memory left, or is another process's alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from commengine.errors import CollectiveError
 from commengine.shared_memory.windows import SharedTensors
 
 from .switch_points import NEVER, SwitchPoints
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 #: the most bytes of a node's shared memory that the operands of a rank take, unless a program says another number
 POOL_BYTES = 1 << 30
@@ -68,19 +65,12 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device="cpu") if taken is None else taken.resize_(shape)
 
 
-def agreed_limit(comm: MPI.Intracomm, limit: int) -> int:
-    """Return ``limit``, the ``operand_bytes`` of every rank. Collective over ``comm``.
-
-    Raises CollectiveError on every rank if it is not a number of bytes on some rank, or differs from rank to rank.
-    """
+def checked_limit(limit: Any) -> int:
+    """Return ``limit``, a rank's ``operand_bytes``. Raises CollectiveError if it is not a number of bytes."""
     try:
-        mine = max(operator.index(limit), -1)
+        number = operator.index(limit)
     except TypeError:
-        mine = -1
-    limits = comm.allgather(mine)
-    if -1 in limits:
-        bad = repr(limit) if mine < 0 else f"of rank {limits.index(-1)}"
-        raise CollectiveError(f"operand_bytes={bad} must be a number of bytes, 0 or more")
-    if len(set(limits)) > 1:
-        raise CollectiveError(f"operand_bytes must be equal on all ranks, not {sorted(set(limits))}")
-    return mine
+        number = -1
+    if number < 0:
+        raise CollectiveError(f"operand_bytes={limit!r} must be a number of bytes, 0 or more")
+    return number

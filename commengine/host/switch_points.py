@@ -11,16 +11,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from commengine.dtypes import HALF_TYPES
 from commengine.errors import CollectiveError
+from commengine.mpi import load_mpi
 from commengine.operations import IN_MEMORY, REDUCING_IN_MEMORY
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 NEVER = float("inf")
 
@@ -148,16 +146,20 @@ class SwitchPoints:
         return cls(table)
 
 
-def agreed(comm: MPI.Intracomm, points: SwitchPoints | None) -> SwitchPoints:
-    """Return ``points``, or the table of rank 0's processor for None. Collective over ``comm``.
-
-    Raises CollectiveError on every rank when the ranks have different tables.
-    """
-    measured: str = comm.bcast(of_this_processor().name)
-    points = SwitchPoints.load(OTHERS.with_name(measured)) if points is None else points
-    if not isinstance(points, SwitchPoints):
+def checked_digest(points: Any) -> int | None:
+    """Return a number that is equal for equal tables, and None for None. Raises CollectiveError for anything else."""
+    if points is not None and not isinstance(points, SwitchPoints):
         raise CollectiveError(f"switch_points={points!r} is not a SwitchPoints: SwitchPoints.load(FILE) reads one")
-    digests = set(comm.allgather(points.digest))
-    if len(digests) > 1:
-        raise CollectiveError("switch_points: the ranks have different tables; give every rank the same table")
-    return points
+    return None if points is None else points.digest
+
+
+def agreed(calls: Any, rank: int, points: SwitchPoints | None) -> SwitchPoints:
+    """Return ``points``, which every rank has given, or the table of rank 0's processor for None.
+
+    calls: has the blocking calls of an MPI communicator, for None, where this is collective. rank: this rank's.
+    """
+    if points is not None:
+        return points
+    told = bytearray([rank == 0 and of_this_processor() == AMD])
+    calls.Bcast((told, load_mpi().BYTE), 0)
+    return SwitchPoints.load(AMD if told[0] else OTHERS)

@@ -37,7 +37,8 @@ class SharedTensors:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._node: Node | None = None
-        self._looked = comm.size == 1
+        #: whether the ranks have looked for `node`
+        self.looked = comm.size == 1
         self.segments: list[SharedSegment] = []
         #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
         self.pool: Pool | None = None
@@ -52,8 +53,8 @@ class SharedTensors:
         The group can share memory if every node has the same number of its ranks, two or more (see `find_node`), and
         has room for at least the flags.
         """
-        if not self._looked:
-            self._node, self._looked = find_node(self._comm), True
+        if not self.looked:
+            self._node, self.looked = find_node(self._comm), True
             if self._node is not None and not fits(self._comm, 0):
                 self._node.comm.Free()
                 self._node = None

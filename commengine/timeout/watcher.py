@@ -20,12 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
 from commengine.job_end import abort, end_waiting_launcher, say
-from commengine.mpi import in_one_world, load_mpi, ranks_in
+from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .crash import CrashReport
 from .entries import Entry, WatchedGroup
@@ -55,7 +55,8 @@ REPORTED = 16
 #: the exit code of a job that ran out of time; timeout(1) uses the same
 EXIT_CODE = 124
 
-_ASKED, _TOLD, _OVER = "asked", "told", "over"
+#: "last": a question of a rank that closes, after its deadline
+_ASKED, _TOLD, _OVER, _LAST = "asked", "told", "over", "last"
 
 
 class Watch:
@@ -74,8 +75,7 @@ class Watch:
         self.closed = False
         self._comm = comm
         self._rank: int = comm.rank
-        #: the ranks that a report names; those of the root where it has ranks of another MPI.COMM_WORLD
-        self._world_ranks = ranks_in(comm, mpi.COMM_WORLD if in_one_world(comm) else comm)
+        self._world_ranks = world_ranks_of(comm)
         self._groups: dict[str, WatchedGroup] = {}
         self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is
         self._heard: dict[int, float] = {}  # when the last message of each rank came
@@ -86,6 +86,7 @@ class Watch:
         self._sent: dict[int, tuple[Any, bytes]] = {}  # by rank: its message that it has not received yet
         self._telling: int | None = None  # the rank to which a message is being sent
         self._looked = 0.0
+        self._last = False  # every rank closes this watcher, and asks no more unless the end of the job is decided
         self._before = min(ASK_SECONDS, timeout / 4)
         self._ending = threading.Event()
         self._threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
@@ -120,25 +121,51 @@ class Watch:
         group.alarms.clear()  # the last collectives, which reports list, still hold the group
 
     def close(self) -> None:
-        """End the watcher. Collective over the root communicator."""
+        """End the watcher. Collective over the root communicator.
+
+        The caller has an entry that runs, and this call is watched to its end.
+        """
+        alive = not load_mpi().Is_finalized()
+        if alive:
+            sleep_until_all(self._comm, SLEEP_SECONDS, self.look)
         self._stop()
+        if alive:
+            self._leave()
         self.closed = True
         self.running.clear()
         atexit.unregister(self._stop)
         if self._crash is not None:
             self._crash.close()
-        if load_mpi().Is_finalized():
-            return
-        # A message left behind would be received by the communicator that gets this one's number next. The sends are
-        # synchronous: a rank whose sends are all received enters the barrier, and reads until all ranks have entered.
+        if alive:
+            self._comm.Free()
+
+    def _leave(self) -> None:
+        """Wait until every rank has received all messages. Every rank is in `close`.
+
+        A message left behind would be received by the communicator that gets this one's number next. The sends are
+        synchronous: a rank whose sends are all received enters the barrier, and reads until all ranks have entered. So
+        nobody may ask any more, or answer, unless a rank does not come to the barrier in time: the job then ends.
+        """
+        self._last, self._asked_for = True, None
         barrier = None
-        while barrier is None or not barrier.Test():
-            self._listen(answer=False)
+        while barrier is None or self._decided or not barrier.Test():
+            self._listen()
+            if time.monotonic() - self._looked > TICK_SECONDS:
+                try:
+                    self._look()
+                except CollectiveTimeout as timeout:
+                    if not self._threaded:
+                        raise
+                    self._end(timeout)
             self._forget_received()
             if barrier is None and not self._sent:
                 barrier = self._comm.Ibarrier()
             time.sleep(SLEEP_SECONDS)
-        self._comm.Free()
+
+    @property
+    def _decided(self) -> bool:
+        """Whether this rank has asked while it closes, and will end the job."""
+        return self._last and self._asked_for is not None
 
     # Looking --------------------------------------------------------------------------------------------------
 
@@ -152,15 +179,19 @@ class Watch:
             try:
                 self._look()
             except CollectiveTimeout as timeout:
-                say(str(timeout))  # before all else: whatever calls MPI now may crash
-                with contextlib.suppress(Exception):
-                    self._tell(_OVER, self._reachable)
-                time.sleep(LINGER_SECONDS)
-                end_waiting_launcher()
-                abort(EXIT_CODE)
+                self._end(timeout)
             except Exception as error:  # of MPI, for example: a rank must not go on without its watcher
                 say(self._report(None, f"the watcher of collectives failed: {error!r}"))
                 abort(1)
+
+    def _end(self, timeout: CollectiveTimeout) -> NoReturn:
+        """Print the report and end the job."""
+        say(str(timeout))  # before all else: whatever calls MPI now may crash
+        with contextlib.suppress(Exception):
+            self._tell(_OVER, self._reachable)
+        time.sleep(LINGER_SECONDS)
+        end_waiting_launcher()
+        abort(EXIT_CODE)
 
     def look(self) -> None:
         """Look if it is time to, on a rank that waits and has no watcher thread. Raises CollectiveTimeout."""
@@ -187,7 +218,7 @@ class Watch:
         if oldest is None:
             return
         left = oldest.started + self.timeout - now
-        if left < self._before:
+        if left < (0 if self._last else self._before):
             if self._asked_for is not oldest:
                 self._asked_for, self._asked_at = oldest, now
                 self._unasked = set(range(self._comm.size))
@@ -195,7 +226,7 @@ class Watch:
                 self._told = {
                     rank: said for rank, said in self._told.items() if now - self._heard[rank] < FRESH_SECONDS
                 }
-            self._unasked -= self._tell(_ASKED, self._unasked)
+            self._unasked -= self._tell(_LAST if self._last else _ASKED, self._unasked)
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
             self._reachable = list(self._told)
             raise CollectiveTimeout(self._report(oldest))
@@ -211,7 +242,7 @@ class Watch:
 
     # Telling --------------------------------------------------------------------------------------------------
 
-    def _listen(self, *, answer: bool = True) -> int | None:
+    def _listen(self) -> int | None:
         """Read the messages of the other ranks, and answer. Returns the world rank of one that ran out of time."""
         mpi = load_mpi()
         over, asked, status = None, False, mpi.Status()
@@ -221,10 +252,10 @@ class Watch:
             message = json.loads(buffer)
             self._told[status.Get_source()] = message
             self._heard[status.Get_source()] = self._looked
-            asked |= message["kind"] == _ASKED
+            asked |= message["kind"] == _LAST or (message["kind"] == _ASKED and not self._last)
             if message["kind"] == _OVER:
                 over = int(message["world_rank"])
-        if asked and answer:
+        if asked:
             self._tell(_TOLD, range(self._comm.size))
         return over
 
@@ -272,7 +303,10 @@ class Watch:
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raise CollectiveError unless ``timeout`` is None or a positive number of seconds."""
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+def check_timeout(timeout: Any) -> float | None:
+    """Return ``timeout`` in seconds. Raises CollectiveError unless it is None or a positive number."""
+    if timeout is None:
+        return None
+    if not (isinstance(timeout, int | float) and timeout > 0):
         raise CollectiveError(f"timeout={timeout!r} must be a positive number of seconds, or None for no limit")
+    return float(timeout)

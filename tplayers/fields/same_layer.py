@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CollectiveMismatch, Communicator, Decomposition
-from commengine.agreement import compare_words, raise_together
 from commengine.copies import difference_between
 from tplayers.movement.compared import wants_gradient
 
@@ -22,9 +21,9 @@ def require_same_layer(layer: nn.Module, x: Tensor, problem: str | None, comm: C
     if the layer's arguments, its mode, the shapes of its parameters, or batch, channels, dtype or ``requires_grad`` of
     ``x`` differ, and if a tensor of the layer's state dict has other values. Other buffers belong to the rank's block.
     """
-    raise_together(comm.mpi, problem)
-    compare_words(comm, f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}")
-    compare_words(comm, _described(layer))
+    words = "" if problem else f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}"
+    comm.compare(words, problem)
+    comm.compare(_described(layer))
     found = difference_between(comm, [(name, _checksum(tensor)) for name, tensor in layer.state_dict().items()])
     if found is not None:
         raise CollectiveMismatch(

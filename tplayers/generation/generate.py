@@ -11,7 +11,6 @@ from operator import index
 import torch
 from torch import Tensor
 
-from commengine.agreement import compare_words
 from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.host_copy import to_device
 from tplayers.models.gpt import GPT
@@ -66,7 +65,7 @@ def generate(
     if model.comm.size > 1:
         asked = (prompts, max_new_tokens, sampling, seed, samples, numbers, sorted(stops), slide)
         digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
-        compare_words(model.comm, f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
+        model.comm.compare(f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
     _require(model, prompts, max_new_tokens, samples, numbers, slide)
     rows = [
         _Row(place * samples + sample, numbers[place], sample, prompt)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from commengine.agreement import compare_words
 from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 
 #: the dtypes that autograd differentiates; their places are what ranks tell each other
@@ -125,7 +124,7 @@ def compare_first(operation: str, x: Tensor, shape: Sequence[int] | None, comm: 
     if shape is not None:
         fits = tuple(x.shape[len(lead) :]) == tuple(shape)
         words += " + the block" if fits else f" + a wrong block (the tensor is {list(x.shape)})"
-    compare_words(comm, f"{words}, requires_grad={wants_gradient(x)}")
+    comm.compare(f"{words}, requires_grad={wants_gradient(x)}")
     compared.add((operation, *key))
 
 

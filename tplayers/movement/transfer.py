@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Event, Stream
-from commengine.agreement import compare_words, raise_together
 from tplayers.derivatives import one_derivative
 
 from .adjoint_pair import Pair, apply_pair
@@ -88,9 +87,8 @@ def check_block(x: Tensor, shape: Sequence[int], comm: Communicator) -> None:
     if tuple(x.shape[len(lead) :]) != tuple(shape):
         problem = f"a tensor of shape {list(x.shape)} is not this rank's block: its last sizes must be {list(shape)}"
     if comm.checked:
-        raise_together(comm.mpi, problem)
+        comm.compare(f"a transfer with requires_grad={wants_gradient(x)}", problem)
         compare("transfer", x.new_empty(lead), comm)
-        compare_words(comm, f"a transfer with requires_grad={wants_gradient(x)}")
     elif problem is not None:
         raise ValueError(problem)
 

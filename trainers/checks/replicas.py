@@ -14,7 +14,6 @@ import xxhash
 from torch import Tensor, nn
 
 from commengine import Communicator, ProcessGrid
-from commengine.agreement import raise_together
 from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
@@ -82,7 +81,7 @@ def require_same_structure(world: Communicator, module: nn.Module) -> None:
             break
     if problem is None and list(mine) != list(first):
         problem = "the module differs between ranks: it has the parameters of rank 0 in another order"
-    raise_together(world.mpi, problem)
+    world.compare("the module", problem)
 
 
 def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
@@ -99,7 +98,7 @@ def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
         return
     held = [(name, p, placed[name].sharded) for name, p in parameters.items()]
     problem = differing(grid, [*held, *((name, buffer, True) for name, buffer in buffers.items())])
-    raise_together(grid.world.mpi, problem and f"make_equal=False, and the replicas differ: {problem}")
+    grid.world.compare("the values", problem and f"make_equal=False, and the replicas differ: {problem}")
 
 
 def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
@@ -137,7 +136,7 @@ def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
             f"{', '.join(found)}. In a network on split fields each layer with parameters must be one of tplayers, "
             "such as FieldConv with kernel_size=1, because another layer's gradient is that of this rank's block only"
         )
-    raise_together(grid.world.mpi, problem)
+    grid.world.compare("the gradients", problem)
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
