@@ -185,12 +185,13 @@ class MaskedBatches(GlobalBatches[BERTMicrobatch]):
             torch.from_numpy(np.stack(column))
             for column in zip(*((row.tokens, row.types, row.positions, row.labels) for row in rows), strict=True)
         )
-        order = torch.tensor([row.order for row in rows])
-        padding = torch.tensor(past_end)
+        order = torch.tensor([row.order for row in rows], dtype=torch.int64, device="cpu")
+        padding = torch.tensor(past_end, dtype=torch.bool, device="cpu")
         labels[padding] = IGNORED
         order[padding] = IGNORED
+        lengths = torch.tensor([row.length for row in rows], dtype=torch.int64, device="cpu")
         return BERTMicrobatch(
-            tokens, types, torch.tensor([row.length for row in rows]), labels, order if self.binary_head else None,
+            tokens, types, lengths, labels, order if self.binary_head else None,
             positions, tuple(numbers), self.vocab_size,
         )  # fmt: skip
 

@@ -166,7 +166,7 @@ class TokenBatches(GlobalBatches[TokenMicrobatch]):
     ) -> TokenMicrobatch:
         data = torch.from_numpy(np.stack(rows))
         labels = data[:, 1:].clone()
-        labels[torch.tensor(past_end)] = IGNORED
+        labels[torch.tensor(past_end, dtype=torch.bool, device="cpu")] = IGNORED
         return TokenMicrobatch(data[:, :-1].contiguous(), labels, tuple(numbers), self.vocab_size)
 
 
