@@ -7,7 +7,7 @@ from commengine import Communicator
 from commengine.copies import difference_between
 from commengine.dtypes import reduction_error
 from commengine.rank_zero import broadcast_json, gather_json, on_every_rank
-from tests.support.explicit import DEFAULTS
+from tests.support.device.torch_defaults import DEFAULTS
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commengine import Communicator
-from tests.support.explicit import DEFAULTS, Explicit
+from tests.support.device.torch_defaults import DEFAULTS, Explicit
 from tests.support.small_models import KINDS, arguments, made, total
 
 pytestmark = pytest.mark.mpi

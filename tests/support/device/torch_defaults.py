@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parent.parent.parent.parent
 _PACKAGES = tuple(f"{_ROOT / name}/" for name in ("commengine", "tplayers", "trainers"))
 #: parameters and buffers of layers follow torch's defaults, as those of torch's own layers do
 _FOLLOWING = tuple(str(_ROOT / "tplayers" / name) for name in ("parameter_memory.py", "fields/norm.py"))
