@@ -167,3 +167,14 @@ def test_make_knows_two_devices():
 def test_make_train_does_not_make_up_data(tmp_path):
     done = make("--dry-run", "train", f"DATA={tmp_path / 'none'}")
     assert done.returncode != 0 and f"{tmp_path / 'none'}.bin" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not [*(mpirun.ROOT / ".venv").glob(".installed-*")], reason="no .venv of make")
+@pytest.mark.parametrize("chosen", [(), ("DEVICE=cpu",)], ids=["nothing", "the CPU"])
+def test_make_train_tells_who_has_chosen_nothing_of_the_gpu(data, tmp_path, chosen):
+    mpi = next((mpirun.ROOT / ".venv").glob(".installed-*")).name.removeprefix(".installed-")
+    words = (f"MPI={mpi}", f"DATA={data}", "ARGS=--no-such-option", *chosen)
+    done = make("train", *words, programs=nvidia_smi(tmp_path, 1))
+    said = "make: this machine has a GPU: make train DEVICE=cuda trains on it\n"
+    assert done.stderr.count(said) == (not chosen) and "--no-such-option" in done.stderr.replace(said, "")
