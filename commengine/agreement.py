@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -92,10 +92,19 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
     if problems:
         raise CollectiveError("; ".join(f"{_named(who)}: {said}" for who, said in problems))
     common = set.intersection(*(set(words.split("\n")[1:]) for words in ranks))
-    asks = "; ".join(f"{_named(who)} asked for {_call(words, common)}" for words, who in ranks.items())
-    raise CollectiveMismatch(
-        f"rank {member.rank} of group {member.name!r} (size {member.size}): the ranks disagree: {asks}"
-    )
+    calls_of = [(who, _call(said, common)) for said, who in ranks.items()]
+    raise disagreement(member.rank, member.name, member.size, calls_of)
+
+
+def disagreement(
+    rank: int, name: str, size: int, asked: Sequence[tuple[list[int], str]], fault: str = "the ranks disagree"
+) -> CollectiveMismatch:
+    """Return the error of ranks that give different calls.
+
+    rank, name, size: this rank's place in the group. asked: ranks, and what these asked for.
+    """
+    asks = "; ".join(f"{_named(who)} asked for {what}" for who, what in asked)
+    return CollectiveMismatch(f"rank {rank} of group {name!r} (size {size}): {fault}: {asks}")
 
 
 def _call(words: str, common: Iterable[str]) -> str:

@@ -129,7 +129,7 @@ class Communicator(GroupCalls):
         self.no_device = None
         self._backend: Backend | None = None
         self._watched = watched
-        self._shared = SharedTensors(comm)
+        self._shared = SharedTensors(comm, name)
         self._operands = Operands(self._shared, points, operand_bytes)
         self._operand_bytes = operand_bytes
         self._streams: list[Stream] = []

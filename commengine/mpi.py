@@ -69,13 +69,3 @@ def making_communicators() -> Iterator[None]:
             "a timeout, and up to 6 more once its large collectives share memory; a stream holds up to 4, a tensor of "
             "Communicator.empty 1, as long as the process if it outlives its Communicator. Close what is not used"
         ) from error
-
-
-def check_spare(comm: MPI.Intracomm, count: int) -> None:
-    """Raise `TransferError` on every rank unless MPI can still make ``count`` communicators. Collective.
-
-    Where MPI makes communicators by itself, as for a window, MPICH crashes if there are none.
-    """
-    with making_communicators(), contextlib.ExitStack() as stack:
-        for _ in range(count):
-            stack.callback(comm.Dup().Free)

@@ -21,7 +21,7 @@ from torch import Tensor
 from commengine.dtypes import TREE, Order
 from commengine.mpi import making_communicators
 from commengine.operations import REDUCING_IN_MEMORY
-from commengine.shared_memory.flags import PRIVATE, Flags, fits
+from commengine.shared_memory.flags import LINES_BYTES, PRIVATE, Flags
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.slots import Bounce
 from commengine.shared_memory.two_level import AcrossNodes, TwoLevel
@@ -68,26 +68,23 @@ class MemoryRoutes:
         self._window: Any = None  # the collectives in windows, made with the flags
         self._bounce: Any = None  # the slots, if there are any
         self._rank, self._size = 0, 1  # of this rank in its node, once there are flags
-        self._bounce_tried = False
+        self._flags_tried = self._bounce_tried = False
         self._two_level: TwoLevel | None = None
-        self._levels: list[Any] = []  # in a group of several nodes: this node's ranks, and the ranks of this slice
+        self._across: Any = None  # in a group of several nodes: the ranks of this slice
 
     def open(self) -> None:
-        """Make all windows now. Collective; every rank calls it on its main thread, where a window may be made."""
-        if self._shared.node is None:
+        """Make flags and slots now. Collective; every rank calls it on its main thread."""
+        if self._shared.node is None or not self._open_flags():
             return
-        self._open_flags()
         if self._points.private_too(self._shared.node.size, spanning=not self._shared.node.alone):
             self._open_bounce()
 
     def close(self) -> None:
         """Free what was made. Collective."""
-        if self._bounce is not None:
-            self._bounce.close()
-        if self._flags is not None:
-            self._flags.close()
-        for comm in self._levels:
-            comm.Free()
+        self._flags = self._window = self._bounce = self._two_level = None
+        if self._across is not None:
+            self._across.Free()
+            self._across = None
 
     # The collectives --------------------------------------------------------------------------------------------
 
@@ -210,13 +207,14 @@ class MemoryRoutes:
         chosen = not self._node.alone or nbytes >= (point.bounce if private else point.window)
         if chosen and (self._bounce if private else self._window) is not None:
             return _PRIVATE if private else place  # the calls are compared when they begin
+        if (windows or chosen) and not self._open_flags():
+            return None
         if windows:
             places = self._compare(operation, nbytes, (dtype, how), place)
             if places is not None and PRIVATE in places and not private:
                 private, chosen = True, nbytes >= point.bounce
         if not chosen:
             return None
-        self._open_flags()
         if private and self._open_bounce() is None:
             return None
         return _PRIVATE if private else place
@@ -263,9 +261,7 @@ class MemoryRoutes:
         A rank whose tensor lies elsewhere may choose another route. It would wait in memory for a rank that waits in
         MPI. Routes that are ready compare the calls themselves when they begin.
         """
-        if self._flags is None:
-            self._open_flags()
-            assert self._flags is not None
+        assert self._flags is not None
         return self._flags.begin(operation, PRIVATE if place is None else place.number, nbytes, how)
 
     def _as_private(self, operation: str, tensor: Tensor) -> tuple[Any, bool]:
@@ -289,28 +285,40 @@ class MemoryRoutes:
         assert node is not None  # otherwise `_look_up` has found that no route ever pays
         return node
 
-    def _open_flags(self) -> None:
-        """Make the flags and the second level, unless they are there. Collective the first time."""
-        if self._flags is None:
-            node = self._node
-            local: Any = self._comm
-            if not node.alone:
-                with making_communicators():
-                    local = self._comm.Split(node.index, self._comm.rank)
-                    self._levels = [local, self._comm.Split(local.rank, node.index)]
-            self._flags = Flags(local, self._wait)
-            self._rank, self._size = self._flags.rank, self._flags.size
-            self._window = InWindow(self._flags)
-            if not node.alone:
-                across = self._transport(self._levels[1])
-                self._two_level = TwoLevel(self._window, self._open_bounce(), across, node.table, local.rank)
+    def _open_flags(self) -> bool:
+        """Make the flags and the second level, unless they are there; whether they are. Collective the first time."""
+        if self._flags_tried:
+            return self._flags is not None
+        self._flags_tried = True
+        node, shared = self._node, self._shared
+        segment = shared.share(LINES_BYTES)
+        if segment is None:
+            return False
+        self._rank, self._size = node.comm.rank, node.size
+        self._flags = Flags(
+            segment,
+            self._rank,
+            progress=self._comm.Iprobe,
+            wait=self._wait,
+            name=shared.name,
+            size=self._comm.size,
+            ranks=node.table[node.index],
+        )
+        self._window = InWindow(self._flags)
+        if not node.alone:
+            with making_communicators():
+                self._across = self._comm.Split(self._rank, node.index)
+            across = self._transport(self._across)
+            self._two_level = TwoLevel(self._window, self._open_bounce(), across, node.table, self._rank)
+        return True
 
     def _open_bounce(self) -> Bounce | None:
         """Return the slots, or None on all ranks if some node has no memory for them. Collective the first time."""
         if not self._bounce_tried and self._flags is not None:
             self._bounce_tried = True
-            if fits(self._comm, Bounce.nbytes() * self._flags.size):
-                self._bounce = Bounce(self._flags)
+            segment = self._shared.share(Bounce.nbytes())
+            if segment is not None:
+                self._bounce = Bounce(self._flags, segment)
         made: Bounce | None = self._bounce
         return made
 

@@ -7,17 +7,15 @@ collective through memory begins with a comparison: each rank tells the others w
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import zlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
-from commengine.errors import CollectiveMismatch
-from commengine.mpi import check_spare, load_mpi
+from commengine.agreement import disagreement
+from commengine.errors import TransferError
 from commengine.operations import IN_MEMORY
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .segment import SharedSegment, ThisProcess
 
 #: how often a waiting rank looks at another rank's flag between two calls of MPI
 LOOKS_PER_PROGRESS = 256
@@ -33,12 +31,6 @@ _ROUND, _ASKED, _WORDS, _STAGES = 0, 1, 3, 8
 #: the stages of a chunk that goes through slots (`commengine.shared_memory.slots`)
 FILLED, REDUCED = range(2)
 
-#: bytes of shared memory that are left for MPI itself
-MARGIN_BYTES = 8 << 20
-
-#: the communicators that MPICH makes for a window
-WINDOW_COMMUNICATORS = 2
-
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
@@ -53,43 +45,49 @@ _NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
 class Flags:
     """The flags of one node's ranks, for one sequence of collectives.
 
-    comm: the MPI communicator of the sequence, over the ranks of the node. wait: waits until a function returns True.
-    Collective to make, on the ranks' main threads, and to close.
+    segment: memory of LINES_BYTES a rank, which is zero. rank: this rank's number in the node. progress: lets MPI make
+    progress. wait: waits until a function returns True. name, size, ranks: the group's name and size, and the ranks in
+    the group of the node's ranks, for errors.
     """
 
-    def __init__(self, comm: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> None:
-        self.rank, self.size = comm.rank, comm.size
-        self.comm = comm
-        self._wait = wait
-        self._progress = comm.Iprobe
-        self._window = new_window(comm, LINES_BYTES)
-        self._window.Lock_all()  # MPI_Win_sync needs a passive access epoch
-        self._sync = self._window.Sync
-        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self.size)]
-        self._flags = [memoryview(part).cast("q") for part in memory]
-        self._mine = self._flags[self.rank]
+    def __init__(
+        self,
+        segment: SharedSegment,
+        rank: int,
+        *,
+        progress: Callable[[], object],
+        wait: Callable[[Callable[[], bool]], None],
+        name: str,
+        size: int,
+        ranks: Sequence[int],
+    ) -> None:
+        self.rank, self.size = rank, len(segment.memory)
+        self._progress, self._wait = progress, wait
+        self._name, self._group_size, self._ranks = name, size, ranks
+        self._flags = [part.cast("q") for part in segment.memory]
+        self._mine = self._flags[rank]
         self._others = [flags for flags in self._flags if flags is not self._mine]
-        for word in range(len(self._mine)):
-            self._mine[word] = 0
         self._round = 0
         self._words = _ASKED  # where the words of the present call begin
         self._asked = (PRIVATE, 0, 0)  # this rank's words
         self._checksums: dict[object, int] = {}
-        comm.Barrier()  # every flag is 0 before any rank looks
+        self._process = ThisProcess()
+        # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
+        # seen before what comes after. MPI_Win_sync is one, but needs a window.
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
 
-    def close(self) -> None:
-        """Free the window. Collective."""
-        self._others.clear()
-        for flags in self._flags:
-            flags.release()
-        self._flags.clear()
-        self._window.Unlock_all()
-        self._window.Free()
+    def refuse_child(self) -> None:
+        """Raise `TransferError` in a forked child: its parent goes on to use the flags and slots."""
+        if self._process.forked:
+            raise TransferError("a forked child cannot run collectives: the group's rank is its parent process")
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
     def begin(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> list[int] | None:
         """Wait until every rank begins a collective, and compare the calls: `ask`, then `agree`."""
+        self.refuse_child()
         self.ask(operation, place, nbytes, how)
         return self.agree()
 
@@ -112,7 +110,8 @@ class Flags:
         self._asked = place, about, checksum
         mine[word], mine[word + 1], mine[word + 2] = place, about, checksum
         self._round += 1
-        self._sync()
+        self._release()
+        self._acquire()
         mine[_ROUND] = self._round
 
     def agree(self) -> list[int] | None:
@@ -135,13 +134,18 @@ class Flags:
             places = [flags[word] for flags in self._flags]
             if _fit(places):
                 return places
-        asked = "; ".join(f"rank {rank}: {_described(flags, word)}" for rank, flags in enumerate(self._flags))
-        raise CollectiveMismatch(f"the ranks gave different operations, tensors, dtypes, reductions or roots: {asked}")
+        calls: dict[tuple[int, ...], list[int]] = {}
+        for rank, flags in zip(self._ranks, self._flags, strict=True):
+            calls.setdefault(tuple(flags[word : word + _WORDS]), []).append(rank)
+        asked = [(ranks, _described(*words)) for words, ranks in calls.items()]
+        fault = "the ranks gave different operations, tensors, dtypes, reductions or roots"
+        raise disagreement(self._ranks[self.rank], self._name, self._group_size, asked, fault)
 
     def meet(self) -> None:
         """Wait until every rank is here. Each rank then sees everything that the others wrote before."""
         self._round += 1
-        self._sync()
+        self._release()
+        self._acquire()
         self._mine[_ROUND] = self._round
         self._await(_ROUND, self._round)
 
@@ -149,7 +153,8 @@ class Flags:
 
     def post(self, stage: int, count: int) -> None:
         """Tell the other ranks that this rank has done ``count`` chunks of a pipeline's ``stage``, and publish them."""
-        self._sync()
+        self._release()
+        self._acquire()
         self._mine[_STAGES + stage] = count
 
     def wait_for(self, stage: int, count: int) -> None:
@@ -168,7 +173,8 @@ class Flags:
                     break
             else:
                 self._wait(self._progressing(flags, word, value))
-        self._sync()
+        self._release()
+        self._acquire()
 
     def _progressing(self, flags: memoryview, word: int, value: int) -> Callable[[], bool]:
         """Return whether the wait is over, as a function.
@@ -199,37 +205,7 @@ def _comes_and_goes(place: int) -> bool:
     return place == PRIVATE or place >= BLOCK
 
 
-def new_window(comm: MPI.Intracomm, nbytes: int) -> MPI.Win:
-    """Make a window of ``nbytes`` bytes a rank. Collective, on the ranks' main threads.
-
-    The ranks meet in a barrier first. While MPICH makes a window it lets no other thread of the process into MPI, and
-    another rank may be waiting for that thread. Raises `TransferError` on all ranks if MPI has no communicator left.
-    """
-    check_spare(comm, WINDOW_COMMUNICATORS)
-    comm.Barrier()
-    window: MPI.Win = load_mpi().Win.Allocate_shared(nbytes, 1, comm=comm)
-    return window
-
-
-def fits(comm: MPI.Intracomm, nbytes: int) -> bool:
-    """Whether every node has ``nbytes`` bytes of shared memory left. Collective over ``comm``; the same on all ranks.
-
-    Touching a window that the node has no memory for would end the process.
-    """
-    return bool(comm.allreduce(nbytes <= room(), load_mpi().LAND))
-
-
-def room() -> int:
-    """The bytes of shared memory that this node has left, without those that are left for MPI. Not collective."""
-    try:
-        space = os.statvfs("/dev/shm")  # where Linux keeps shared memory; often 64 MB in a container
-    except OSError:
-        return sys.maxsize
-    return space.f_bavail * space.f_frsize - MARGIN_BYTES
-
-
-def _described(flags: memoryview, word: int) -> str:
-    place, about = flags[word : word + 2]
+def _described(place: int, about: int, _: int) -> str:
     nbytes, operation = divmod(about, 1 << 8)
     where = "of a private tensor"
     if place >= BLOCK:

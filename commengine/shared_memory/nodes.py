@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from commengine.mpi import in_one_world, load_mpi, making_communicators, ranks_in
+from commengine.mpi import load_mpi, making_communicators, ranks_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,25 +38,14 @@ class Node:
 def find_node(comm: MPI.Intracomm) -> Node | None:
     """Return this rank's node. Collective over ``comm``.
 
-    Returns None, on all ranks, when a node has only one rank of the group, when the nodes have different numbers of
-    them, or when ranks of a node were spawned apart and MPI cannot make a window for them (MPICH).
+    Returns None, on all ranks, when a node has only one rank of the group, or when the nodes have different numbers of
+    them.
     """
     with making_communicators():
         local: Any = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
     mine = ranks_in(local, comm)
-    every = comm.allgather((mine, in_one_world(local) or _takes_a_window(local)))
-    table = [list(ranks) for ranks in sorted({tuple(ranks) for ranks, _ in every})]
-    if len(mine) == 1 or any(len(ranks) != len(mine) or not shares for ranks, shares in every):
+    table = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in comm.allgather(mine)})]
+    if len(mine) == 1 or any(len(ranks) != len(mine) for ranks in table):
         local.Free()
         return None
     return Node(local, table.index(mine), table)
-
-
-def _takes_a_window(local: Any) -> bool:
-    """Whether MPI makes a window for ranks that were spawned apart. Collective over ``local``; all ranks learn it."""
-    mpi = load_mpi()
-    try:
-        mpi.Win.Allocate_shared(8, 1, comm=local).Free()
-    except mpi.Exception:
-        return False
-    return True

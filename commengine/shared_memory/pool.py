@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .flags import room
-from .segment import SharedSegment
+from .files import Way
+from .segment import PAGE, SharedSegment, ThisProcess
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+#: a block begins, and ends, at a multiple of this many bytes
+BLOCK_UNIT = PAGE
 
-#: a block begins, and ends, at a multiple of this many bytes: a page
-BLOCK_UNIT = 4096
+#: memory is reserved in steps of at least this many bytes
+RESERVE_BYTES = 1 << 20
 
 
 class _Block(weakref.ref[memoryview]):
@@ -38,29 +38,31 @@ class Pool(SharedSegment):
     what autograd or a stream keeps. torch then drops the buffer of `torch.frombuffer`, on any thread and at any moment;
     the pool hears of it through a weak reference, and takes the block back when the next one is asked for.
 
-    Memory is taken from the node when a block is first used, so a rank's memory grows to the most that was in use at
-    one time, and to the gaps between blocks of different sizes. It is given back when the window is freed.
+    Memory is reserved when a block first needs it, so a rank's memory grows to the most that was in use at one time,
+    and to the gaps between blocks of different sizes. It is given back when no tensor refers to the window any more.
 
-    nbytes: the most bytes of a rank's blocks. Collective to make, as a `SharedSegment` is. Everything else is local,
-    and any thread may call it.
+    whole, stride, nbytes, rank: as for a `SharedSegment`; nbytes is the most bytes of a rank's blocks. file: the file
+    of the memory, which the pool closes. way: how memory is reserved there. All methods are local, and any thread may
+    call them. A forked child gets no blocks: it would write over its parent's.
     """
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        self._ranks = comm.size
-        self._touched = 0  # bytes from the start that have memory: blocks in use, or free
+    def __init__(self, whole: Tensor, stride: int, nbytes: int, rank: int, file: int, way: Way) -> None:
+        super().__init__(whole, stride, nbytes, rank)
+        self._file, self._way, self._begin = file, way, stride * rank
+        self._cut_off = 0  # bytes from the start that blocks have had: in use, or free
+        self._reserved = 0  # bytes from the start that have memory
         self._in_use: dict[int, _Block] = {}
         self._dropped: deque[_Block] = deque()
         self._free: dict[int, list[int]] = {}  # size -> starts
         self._lock = threading.Lock()
-        super().__init__(comm, nbytes)
-        self._memory = memoryview(self._mine)
-        self._own = self.parts[comm.rank]
-
-    def _touch_first(self, part: Tensor) -> None:
-        """Touch nothing: `take` does."""
+        self._process = ThisProcess()
+        #: give the file back; this pool hands out no memory that it has not reserved yet
+        self.close = weakref.finalize(self, os.close, file)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised flat tensor in a block of its own; None if no room is left. Not collective."""
+        if self._process.forked:
+            return None
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // BLOCK_UNIT) * BLOCK_UNIT
         with self._lock:  # programs with several streams may have a thread for each
@@ -70,7 +72,7 @@ class Pool(SharedSegment):
             start = starts.pop() if starts else self._cut(size)
             if start is None:
                 return None
-            memory = self._memory[start : start + nbytes]
+            memory = self._mine[start : start + nbytes]
             block = _Block(memory, self._dropped.append)
             block.start, block.size = start, size
             self._in_use[id(block)] = block
@@ -78,16 +80,8 @@ class Pool(SharedSegment):
 
     @property
     def touched(self) -> int:
-        """The bytes of this rank's memory that the pool has taken from the node."""
-        return self._touched
-
-    def unused(self) -> bool:
-        """Whether no tensor refers to a block. Drops our own tensors."""
-        self.parts.clear()
-        self._typed.clear()
-        while self._dropped:
-            self._give_back(self._dropped.popleft())
-        return not self._in_use
+        """The bytes of this rank's memory that blocks have had."""
+        return self._cut_off
 
     def _give_back(self, block: _Block) -> None:
         del self._in_use[id(block)]
@@ -101,8 +95,8 @@ class Pool(SharedSegment):
             start, length = min(fitting, key=lambda gap: gap[1])
             gaps.remove((start, length))
         else:
-            start, length = self._touched, 0
-            if gaps and sum(gaps[-1]) == self._touched:
+            start, length = self._cut_off, 0
+            if gaps and sum(gaps[-1]) == self._cut_off:
                 start, length = gaps.pop()
             if not self._grow(size - length):
                 return None
@@ -125,10 +119,15 @@ class Pool(SharedSegment):
         return gaps
 
     def _grow(self, nbytes: int) -> bool:
-        """Take ``nbytes`` more of the node's memory. False if that is more than there is for every rank to do so."""
-        end = self._touched + nbytes
-        if end > self.nbytes or nbytes * self._ranks > room():
+        """Let blocks have ``nbytes`` more. False if the pool or the node has no more."""
+        end = self._cut_off + nbytes
+        if end > self.nbytes:
             return False
-        self._own[self._touched : end].zero_()  # as in `SharedSegment._touch_first`
-        self._touched = end
+        if end > self._reserved:
+            enough = min(self.nbytes, max(end, self._reserved + RESERVE_BYTES))
+            begin = self._begin
+            self._reserved = self._way.reserve(self._file, begin + self._reserved, begin + enough) - begin
+        if end > self._reserved:
+            return False
+        self._cut_off = end
         return True

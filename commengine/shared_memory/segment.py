@@ -1,41 +1,67 @@
-"""SharedSegment: one window that the ranks of a node share, seen as tensors."""
+"""Memory of a node, of which each rank has a part that all ranks see: `SharedSegment`, and `NodeMemory` makes it."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+import contextlib
+import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .flags import new_window
+from commengine.mpi import load_mpi
+
+from .files import Way
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: parts begin, and memory is given out, at multiples of this many bytes
+PAGE = 4096
+
+
+class ThisProcess:
+    """The process in which an object was made. A forked child sees the object, and the memory of its parent.
+
+    `number` is up to date in children: asking the system takes 0.2 us.
+    """
+
+    number = os.getpid()
+
+    def __init__(self) -> None:
+        self._made_in = self.number
+
+    @property
+    def forked(self) -> bool:
+        """Whether the process that asks is a child of the one that made this object."""
+        return self._made_in != ThisProcess.number
+
+
+def _in_child() -> None:
+    ThisProcess.number = os.getpid()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 
 class SharedSegment:
-    """One window of ``nbytes`` bytes a rank: this rank's part, and the other ranks' parts. Collective to make."""
+    """``nbytes`` bytes for each rank of a node: this rank's part, and the other ranks' parts. It is zero at first.
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
+    whole: the memory of all ranks, in parts of ``stride`` bytes. The system frees it when no tensor on any rank refers
+    to it any more.
+    """
+
+    def __init__(self, whole: Tensor, stride: int, nbytes: int, rank: int) -> None:
         self.nbytes = nbytes
-        self.window = new_window(comm, nbytes)
-        memory = [self.window.Shared_query(rank)[0] for rank in range(comm.size)]
-        self._mine: Any = memory[comm.rank]
-        self.address: int = self._mine.address
+        every = whole.numpy().data
+        #: the parts of all ranks
+        self.memory = [every[start : start + nbytes] for start in range(0, whole.numel(), stride)]
+        self._mine = self.memory[rank]
         # These are not views of the user's tensor: autograd must not notice that a collective writes there.
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-            self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
+            self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in self.memory]
+        self.address: int = self.parts[rank].data_ptr()
         self._typed: dict[torch.dtype, list[Tensor]] = {}
-        self._touch_first(self.parts[comm.rank])
-        comm.Barrier()
-
-    def _touch_first(self, part: Tensor) -> None:
-        """Touch every page of this rank's part.
-
-        The system would count untouched memory as free, give it away, and end the process at the first write.
-        """
-        part.zero_()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return this rank's part, for the user."""
@@ -49,11 +75,67 @@ class SharedSegment:
                 self._typed[dtype] = [part[:whole].view(dtype) for part in self.parts]
         return self._typed[dtype]
 
-    def unused(self) -> bool:
-        """Whether no tensor of the user refers to the memory, so that it can be unmapped. Drops our own tensors."""
-        self.parts.clear()
-        self._typed.clear()
-        return sys.getrefcount(self._mine) == 2  # this object's reference and the call's
 
-    def free(self) -> None:
-        self.window.Free()
+class NodeMemory:
+    """Makes the memory that the ranks of each node of a group share.
+
+    group: an MPI communicator over all ranks, which agree. node: over the ranks of this node. way: how they share.
+    """
+
+    def __init__(self, group: MPI.Intracomm, node: MPI.Intracomm, way: Way) -> None:
+        self._group, self._node, self.way = group, node, way
+
+    def make(self, nbytes: int) -> SharedSegment | None:
+        """Return memory of ``nbytes`` bytes a rank; None, on all ranks, if a rank gets none. Collective.
+
+        Everything is reserved: no rank ends because a page that it writes to is not there.
+        """
+        made = self._make(nbytes, nbytes)
+        if made is None:
+            return None
+        os.close(made[2])
+        return SharedSegment(made[0], made[1], nbytes, self._node.rank)
+
+    def unreserved(self, nbytes: int) -> tuple[Tensor, int, int] | None:
+        """Return memory of ``nbytes`` bytes a rank that is reserved later, the bytes of a part, and the file."""
+        return self._make(nbytes, 0)
+
+    def _make(self, nbytes: int, reserved: int) -> tuple[Tensor, int, int] | None:
+        stride, rank, ranks = -(-nbytes // PAGE) * PAGE, self._node.rank, self._node.size
+        file = self._open()
+        if file is None:
+            return None
+        whole = None
+        with contextlib.suppress(OSError, RuntimeError):  # torch raises RuntimeError where the system maps nothing
+            os.truncate(file, stride * ranks)
+            start = stride * rank
+            if self.way.reserve(file, start, start + reserved, ranks) == start + reserved:
+                with torch.inference_mode(False):
+                    # This mapping keeps no descriptor; one of Python's mmap does.
+                    whole = torch.from_file(
+                        f"/proc/self/fd/{file}", True, stride * ranks, dtype=torch.uint8, device="cpu"
+                    )
+        if not self._all(whole is not None) or whole is None:
+            os.close(file)
+            return None
+        return whole, stride, file
+
+    def _open(self) -> int | None:
+        """Return a new file, which the ranks of the node have open; None, on all ranks, if a rank cannot open it."""
+        file = place = None
+        with contextlib.suppress(OSError):
+            if self._node.rank == 0:
+                file, place = self.way.create()
+        place = self._node.bcast(place)
+        with contextlib.suppress(OSError):
+            if self._node.rank and place is not None:
+                file = self.way.open(*place)
+        everybody = self._all(file is not None)
+        if self._node.rank == 0 and place is not None:
+            self.way.opened(place[0])
+        if not everybody and file is not None:
+            os.close(file)
+        return file if everybody else None
+
+    def _all(self, mine: bool) -> bool:
+        return bool(self._group.allreduce(mine, load_mpi().LAND))

@@ -11,7 +11,6 @@ its call with those of the other ranks, so that the two need one wait together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch import Tensor
 from commengine.dtypes import reduce_unseen, unseen
 from commengine.mpi import load_mpi
 
-from .flags import FILLED, PRIVATE, REDUCED, Flags, new_window
+from .flags import FILLED, PRIVATE, REDUCED, Flags
+from .segment import SharedSegment
 
 #: bytes of a slot, and slots of a rank
 SLOT_BYTES = 512 << 10
@@ -36,39 +36,26 @@ Work = Callable[[int, int], object]
 
 
 class Bounce:
-    """The slots of one sequence of collectives. Collective to make, on the main threads, and to close.
+    """The slots of one sequence of collectives.
+
+    segment: memory of `nbytes` bytes a rank.
 
     In every method rank r of the node has row r of the flat tensor: ``rows`` are the bounds of the rows. An all-reduce
     of two ranks does not use them. ``begun``: the ranks have compared their calls already.
     """
 
-    def __init__(self, flags: Flags) -> None:
+    def __init__(self, flags: Flags, segment: SharedSegment) -> None:
         self._flags, self._rank, self._size = flags, flags.rank, flags.size
         self._slot_bytes, self._slots = SLOT_BYTES, SLOTS
-        self._window = new_window(flags.comm, self._slot_bytes * self._slots)
-        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(flags.size)]
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-            self._bytes = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
-        self._bytes[flags.rank].zero_()  # touch every page, as in `SharedTensors`
-        self._memory = [memoryview(part).cast("B") for part in memory]
+        self._bytes, self._memory = segment.parts, segment.memory
         self._address = load_mpi().memory.fromaddress
         self._views: dict[tuple[object, ...], Tensor] = {}
         self._chunks = 0  # chunks of all collectives so far
-        flags.comm.Barrier()
 
     @staticmethod
     def nbytes() -> int:
         """Bytes of shared memory that each rank needs for its slots."""
         return SLOT_BYTES * SLOTS
-
-    def close(self) -> None:
-        """Free the window. Collective."""
-        self._views.clear()
-        self._bytes.clear()
-        for part in self._memory:
-            part.release()
-        self._memory.clear()
-        self._window.Free()
 
     # The collectives --------------------------------------------------------------------------------------------
 
@@ -217,6 +204,7 @@ class Bounce:
         count: chunks, as many on every rank.
         """
         flags, first = self._flags, self._chunks
+        flags.refuse_child()  # the first chunk is filled before the ranks compare their calls
         with unseen(written):
             for chunk in range(count):
                 number = first + chunk + 1

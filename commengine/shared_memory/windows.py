@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a node share (MPI-3 windows).
+"""Tensors in windows: memory that the ranks of a node share.
 
 A tensor made by `Communicator.empty` lies in a window in which every rank of the node sees every other rank's part.
 The `Pool` of a communicator is one more window, in which each rank has blocks for tensors that come and go.
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from commengine.mpi import load_mpi
-
-from .flags import BLOCK, fits, room
+from .files import WAYS
+from .flags import BLOCK
 from .nodes import Node, find_node
 from .pool import BLOCK_UNIT, Pool
-from .segment import SharedSegment
+from .segment import NodeMemory, SharedSegment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,13 +31,17 @@ OFFSET = (1 << 48) - 1
 
 
 class SharedTensors:
-    """The windows of one communicator, which the caller owns. `empty` and `close` are collective."""
+    """The windows of one communicator, which the caller owns. `empty` and `close` are collective.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    name: the group's, for errors.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str) -> None:
+        self._comm, self.name = comm, name
         self._node: Node | None = None
         #: whether the ranks have looked for `node`
         self.looked = comm.size == 1
+        self._memory: NodeMemory | None = None
         self.segments: list[SharedSegment] = []
         #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
         self.pool: Pool | None = None
@@ -51,14 +54,21 @@ class SharedTensors:
         """This rank's node; None, on all ranks alike, if the group cannot share memory. Collective the first time.
 
         The group can share memory if every node has the same number of its ranks, two or more (see `find_node`), and
-        has room for at least the flags.
+        if all ranks of a node can open one file.
         """
         if not self.looked:
             self._node, self.looked = find_node(self._comm), True
-            if self._node is not None and not fits(self._comm, 0):
-                self._node.comm.Free()
-                self._node = None
+            if self._node is not None:
+                memories = (NodeMemory(self._comm, self._node.comm, way) for way in WAYS)
+                self._memory = next((memory for memory in memories if memory.make(1) is not None), None)
+                if self._memory is None:
+                    self._node.comm.Free()
+                    self._node = None
         return self._node
+
+    def share(self, nbytes: int) -> SharedSegment | None:
+        """Return memory of ``nbytes`` bytes a rank, 1 or more; None, on all ranks, if a rank gets none. Collective."""
+        return None if self.node is None or self._memory is None else self._memory.make(nbytes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that all ranks of the node can reach, or a private one if that is impossible.
@@ -66,25 +76,25 @@ class SharedTensors:
         Collective; the same shape and dtype on every rank. Raises torch's errors, for a negative size for example.
         """
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        node = self.node
-        if node is None or like.numel() == 0 or not fits(self._comm, like.nbytes * node.size):
+        segment = self.share(like.nbytes) if like.numel() else None
+        if segment is None:
             return torch.empty_like(like, device="cpu")
-        segment = SharedSegment(node.comm, like.nbytes)
         self._add(segment)
         return segment.tensor(like.numel(), dtype).view(like.shape)
 
     def open_pool(self, nbytes: int) -> None:
-        """Make `pool`, of at most ``nbytes`` bytes a rank, and of half of what the node has left. Collective.
+        """Make `pool`, of at most ``nbytes`` bytes a rank. Collective.
 
         There is none if the group spans nodes. Memory is taken from the node as blocks need it, not now.
         """
         node = self.node
-        if node is None or not node.alone:
+        nbytes = nbytes // BLOCK_UNIT * BLOCK_UNIT
+        if node is None or self._memory is None or not node.alone or nbytes <= 0:
             return
-        left = self._comm.allreduce(room(), load_mpi().MIN)
-        nbytes = min(nbytes, left // 2 // node.size) // BLOCK_UNIT * BLOCK_UNIT
-        if nbytes > 0:
-            self.pool = Pool(node.comm, nbytes)
+        made = self._memory.unreserved(nbytes)
+        if made is not None:
+            whole, stride, file = made
+            self.pool = Pool(whole, stride, nbytes, node.comm.rank, file, self._memory.way)
             self._add(self.pool)
 
     def _add(self, segment: SharedSegment) -> None:
@@ -98,7 +108,7 @@ class SharedTensors:
         return bool(self.segments) and self.find(tensor) is not None
 
     def find(self, tensor: Tensor) -> WindowTensor | None:
-        """Return where in a window ``tensor`` lies, or None if it lies in no window."""
+        """Return where in a window ``tensor`` lies; None if it lies in no window, or at no multiple of its itemsize."""
         address = tensor.data_ptr()
         before = bisect.bisect(self._bounds, address)
         if before % 2 == 0:  # tested first: private tensors must not become slower
@@ -110,7 +120,8 @@ class SharedTensors:
         index = self._numbers[before // 2]
         segment = self.segments[index]
         offset = address - segment.address
-        if offset + nbytes > segment.nbytes:
+        # An address between two elements is no place: the ranks' parts are seen as tensors of the dtype.
+        if offset + nbytes > segment.nbytes or offset % dtype.itemsize:
             return None
         if len(self._found) >= MOST_PLACES:
             self._found.clear()
@@ -119,21 +130,15 @@ class SharedTensors:
         return found
 
     def close(self) -> None:
-        """Free the windows that no tensor uses any more on any rank. The others live as long as the process."""
-        mpi = load_mpi()
-        left = False
-        self.pool = None  # nobody takes a block from memory that is unmapped
+        """Let go of the windows. Memory that a tensor refers to stays as long as the tensor. Collective."""
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
         self._found.clear()
         self._bounds.clear()
         self._numbers.clear()
-        for segment in self.segments:
-            if self._comm.allreduce(segment.unused(), mpi.LAND):
-                segment.free()
-            else:
-                left = True
         self.segments.clear()
-        if self._node is not None and not left:
-            # MPICH numbers windows by their communicators: a number in use must not be given out again.
+        if self._node is not None:
             self._node.comm.Free()
 
 

@@ -64,7 +64,7 @@ def test_a_limit_that_is_no_number_of_bytes_is_an_error_on_all_ranks(mpi_world, 
 
 def test_the_pool_is_made_once(mpi_world):
     with Communicator(mpi_world, switch_points=POINTS) as comm:
-        shared = SharedTensors(comm.mpi)
+        shared = SharedTensors(comm.mpi, comm.name)
         operands = Operands(shared, POINTS, 1 << 20)
         assert operands.look_up("all_reduce", torch.float32) == (1 << 12 if comm.size > 1 else float("inf"))
         operands.open()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import os
 import random
 import sys
 import threading
@@ -15,7 +16,7 @@ from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import pool as pools
 from commengine.shared_memory import windows
-from commengine.shared_memory.flags import new_window
+from commengine.shared_memory.files import NAMELESS, WAYS
 from tests.support.exact import ALWAYS, expected, ops_of, values
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_size]
@@ -129,7 +130,7 @@ def test_a_rank_whose_pool_is_full(mpi_world, points):
         for stream in (None, lane):
             for numel in (NUMEL, 300_000):  # one chunk of a slot, and several
                 check_all(comm, torch.float32, stream, numel)
-        with pytest.raises(CollectiveMismatch, match=r"rank 0: .*block of the pool"):
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for .*block of the pool"):
             comm.all_reduce(comm.operand("all_reduce", (NUMEL,)).fill_(1), "max" if comm.rank else "sum")
         check_all(comm, torch.float32)
 
@@ -217,7 +218,7 @@ def test_a_window_is_gathered_into_blocks_and_private_tensors(mpi_world, points)
 @pytest.mark.parametrize("limit", [0, None], ids=["switched off", "no room at first"])
 def test_without_a_pool_tensors_are_private(mpi_world, monkeypatch, limit):
     if limit is None and mpi_world.rank == 1:  # one rank's node has none left
-        monkeypatch.setattr(windows, "room", lambda: 100)
+        monkeypatch.setattr(windows, "WAYS", [way._replace(left=lambda: 0) for way in WAYS])
     given = {} if limit is None else {"operand_bytes": limit}
     with Communicator(mpi_world, switch_points=ALWAYS, **given) as comm:
         check_all(comm, torch.float32)
@@ -225,17 +226,18 @@ def test_without_a_pool_tensors_are_private(mpi_world, monkeypatch, limit):
         assert not comm.shares_operand("all_reduce", 1 << 40, torch.float32)
 
 
-def test_no_room_later(mpi_world, monkeypatch):
+def test_no_room_later(mpi_world):
     """Nothing touches memory that the node has not; a rank that finds room again uses it."""
     with Communicator(mpi_world, switch_points=ALWAYS) as comm:
         check_all(comm, torch.float32)
         kept = comm.operand("all_reduce", (NUMEL,))
-        with monkeypatch.context() as patched:
-            if comm.rank == 1:
-                patched.setattr(pools, "room", lambda: PAGE)
-            big = comm.operand("all_reduce", (1 << 20,))
-            assert comm._shared.reaches(big) == (comm.rank != 1)
-            check_all(comm, torch.float32, numel=1 << 18)
+        pool = comm._shared.pool
+        if comm.rank == 1:
+            pool._way = NAMELESS._replace(left=lambda: PAGE)
+        big = comm.operand("all_reduce", (1 << 20,))
+        assert comm._shared.reaches(big) == (comm.rank != 1)
+        check_all(comm, torch.float32, numel=1 << 18)
+        pool._way = NAMELESS
         assert comm._shared.reaches(comm.operand("all_reduce", (1 << 20,)))
         del kept, big
 
@@ -281,4 +283,28 @@ def test_a_new_window_beside_a_pool(comm):
     with pytest.raises(CollectiveMismatch, match="shared tensor"):
         comm.all_reduce(one if comm.rank else two)
     del one, two, three, tensor
-    new_window(comm.mpi, 8).Free()
+
+
+def test_a_forked_child_takes_no_block_and_writes_no_flag(comm):
+    """It sees its parent's pool: what is free there may be in use in the parent a moment later."""
+    kept = [comm.operand("all_reduce", (NUMEL,)).fill_(number) for number in range(3)]
+    comm.all_reduce(torch.ones(1 << 16))  # there are slots
+    comm.all_reduce(kept[0])
+    child = os.fork()
+    if child == 0:
+        kept.clear()
+        wrong = 0
+        taken = comm.operand("all_reduce", (NUMEL,)).fill_(-1.0)
+        wrong |= comm._shared.reaches(taken)
+        for tensor in (taken, torch.full((1 << 16,), -1.0), comm._shared.segments[0].tensor(NUMEL, torch.float32)):
+            try:
+                comm.all_reduce(tensor)
+                wrong |= 2
+            except CollectiveError as error:
+                wrong |= 4 * ("forked child" not in str(error))
+        os._exit(wrong)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [one.unique().tolist() for one in kept] == [[0.0], [1.0], [2.0]]
+    comm.all_reduce(kept[1])  # the ranks are in step
+    assert kept[1].eq(comm.size).all()
+    kept.clear()

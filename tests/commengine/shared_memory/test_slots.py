@@ -11,7 +11,8 @@ from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.dtypes import DTYPES
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import slots as bounce
-from commengine.shared_memory.flags import MARGIN_BYTES
+from commengine.shared_memory import windows
+from commengine.shared_memory.files import WAYS
 from commengine.shared_memory.slots import Bounce
 from tests.support.device.device_stand_in import communicator_stand_in, on_device
 from tests.support.exact import ALWAYS, NEVER, expected, ops_of, values
@@ -176,15 +177,13 @@ def test_different_calls_are_an_error_on_all(world):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("room", [1, MARGIN_BYTES], ids=["for nothing", "for flags"])
+@pytest.mark.parametrize("room", [0, 8192], ids=["for nothing", "for flags"])
 def test_too_little_shared_memory_is_mpis(mpi_world, monkeypatch, bounced, room):
     """On all ranks, if one finds so; for streams too. Where there is nothing left, not even flags are shared."""
     if mpi_world.rank == 1:
-        monkeypatch.setattr(
-            "commengine.shared_memory.flags.os.statvfs", lambda path: os.statvfs_result([1] * 4 + [room] + [1] * 5)
-        )
+        monkeypatch.setattr(windows, "WAYS", [way._replace(left=lambda: room) for way in WAYS])
     with Communicator(mpi_world, switch_points=ALWAYS) as comm:
-        assert (comm.node_size is None) == (room == 1)
+        assert (comm.node_size is None) == (room == 0)
         for stream in (None, comm.new_stream()):
             tensor = torch.ones(8000)
             comm.all_reduce(tensor, stream=stream).wait()

@@ -1,0 +1,120 @@
+"""The files of shared memory where ranks have namespaces of their own, where /dev/shm is small, and after kills."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from commengine.shared_memory.files import PREFIX
+from tests.support import mpirun
+
+pytestmark = pytest.mark.slow
+
+#: large collectives of every kind of memory, of two groups one inside the other, against the results; prints the way
+PROGRAM = """
+import os, sys
+import torch
+from commengine import Communicator, launch
+from commengine.shared_memory import files, windows
+if "named" in sys.argv:
+    windows.WAYS = (files.NAMED,)
+def main(world):
+    with Communicator(world.mpi, timeout=60) as comm, comm.split(0) as part:
+        stream = comm.new_stream()
+        for group in (comm, part):
+            for number in range(3):
+                kept = group.empty((1 << 20,)).fill_(number)
+                for tensor in (kept, torch.full((1 << 18,), float(number)),
+                               group.operand("all_reduce", (1 << 20,)).fill_(number)):
+                    group.all_reduce(tensor)
+                    if group is comm:
+                        group.all_reduce(tensor, stream=stream).wait()
+                    assert tensor.eq(number * group.size ** (2 if group is comm else 1)).all()
+        memory = comm._shared._memory
+        way = "private" if memory is None else "named" if memory.way.left is files.disk_left else "nameless"
+        shared = comm._shared.reaches(comm.empty((1 << 20,)))
+    sys.stdout.write(f"{way} {shared}\\n")
+    sys.stdout.flush()
+def again(world):
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    while True:
+        with Communicator(world.mpi) as comm:
+            comm.empty((1 << 20,))
+launch.run(again if "again" in sys.argv else main)
+"""
+
+#: a rank in a namespace of its own: the pid is another process there, or /proc does not let it open the other's files
+SPACES = {
+    "user": ("--user", "--map-root-user"),
+    "pid": ("--pid", "--fork", "--mount-proc", "--kill-child"),
+}
+
+
+def allowed(*words):
+    done = subprocess.run(["unshare", *words], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip()
+
+
+def program(folder):
+    (folder / "program.py").write_text(PROGRAM)
+    return [sys.executable, str(folder / "program.py")]
+
+
+def in_small_shm(megabytes, command):
+    """``command`` in a mount namespace whose /dev/shm has that many megabytes."""
+    return ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && {command}"]
+
+
+needs_mounts = pytest.mark.skipif(
+    bool(allowed("-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt")), reason="this user may not mount a disk of its own"
+)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
+    reason = allowed(*SPACES[space], "true")
+    if reason:
+        pytest.skip(reason)
+    argv = [mpirun.mpiexec(), "-n", "2", "unshare", *SPACES[space], *program(tmp_path)]
+    done = mpirun.command(argv, timeout=90)
+    assert done.returncode == 0 and done.stdout.count("named True\n") == 2, done  # UCX tells of its own failures
+
+
+@needs_mounts
+@pytest.mark.parametrize(("megabytes", "way", "told"), [(20, "", "nameless True"), (24, "named", "named False")])
+def test_a_small_dev_shm(tmp_path, megabytes, way, told):
+    """Memory without a name needs none of it; named files leave MPI its part, and the group goes on without more."""
+    argv = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), way])
+    done = mpirun.command(in_small_shm(megabytes, argv), timeout=90)
+    assert (done.returncode, done.stdout) == (0, f"{told}\n" * 2), done
+
+
+@needs_mounts
+def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
+    """Each reserves, so neither writes to what the other has taken."""
+    job = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), "named"])
+    both = f"{job} & first=$!; {job}; second=$?; wait $first && exit $second"
+    for _ in range(3):
+        done = mpirun.command(in_small_shm(40, both), timeout=100)
+        assert done.returncode == 0 and done.stdout.count("named") == 4, done
+
+
+@needs_mounts
+@pytest.mark.parametrize("way", ["", "named"])
+def test_a_kill_while_memory_is_made_leaves_nothing_of_it(tmp_path, way):
+    """SIGKILL for all at a moment that is drawn: at most an empty file with a name, which the next start removes."""
+    draw = random.Random(4)
+    listing = tmp_path / "left"
+    for _ in range(4):
+        argv = [mpirun.mpiexec(), "-n", "2", *program(tmp_path), "again", way]
+        pids = "ps -o pid= --ppid $(ps -o pid= --ppid $job)"
+        script = (
+            f"{' '.join(argv)} > {tmp_path}/out & job=$!; "
+            f"while [ $(grep -c ready {tmp_path}/out) -lt 2 ]; do sleep 0.05; done; sleep {draw.random():.4f}; "
+            f"kill -9 $job $({pids}) $(ps -o pid= --ppid $job); wait; ls -s /dev/shm | tail -n +2 > {listing}"
+        )
+        mpirun.command(in_small_shm(64, f"({script}) 2>/dev/null"), timeout=60)
+        left = [line.split() for line in listing.read_text().splitlines()]
+        assert [(size, name) for size, name in left if PREFIX in name and (size != "0" or not way)] == []
