@@ -2,8 +2,8 @@
 
 MPICH and Open MPI unlink these files in MPI_Finalize only. A job that is killed leaves them, and a requeued job, whose
 files get the same names, fails in MPI_Init or hangs there. A file that is unlinked while it is mapped stays usable, and
-the system frees it with the last process. The windows and slots of this package have no names: both MPIs unlink theirs
-when they make them.
+the system frees it with the last process. MPICH's file for a window of a program, and a file of
+`commengine.shared_memory.files`, have a name only while ranks open them; a kill at that moment leaves it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from .tasks import first_on_node
 #: where Linux keeps shared memory
 FOLDER = Path("/dev/shm")
 
-#: the files of MPICH, of Open MPI 5 and of Open MPI 4, which warns at the end if its file is gone
-NAMES = ("mpich_shm_", "sm_segment.", "vader_segment.")
+#: the files of MPICH (its own and those of windows), of Open MPI 5, of Open MPI 4, which warns at the end if its file
+#: is gone, and of this package
+NAMES = ("mpich_shm_", "mpich_shar_tmp", "sm_segment.", "vader_segment.", "commengine-")
 UNMISSED = ("mpich_shm_", "sm_segment.")
 
 #: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it

@@ -27,7 +27,7 @@ def main(world):
         comm.all_reduce(kept)
         assert kept.eq(world.size).all()
         with open("/proc/self/maps") as maps:
-            found = sorted({line.split(None, 5)[5].strip() for line in maps if " /dev/shm/" in line})
+            found = sorted({line.split(None, 5)[5].strip() for line in maps if "shm/" in line or "memfd:" in line})
         sys.stdout.write("".join(f"{os.getpid()} {path}\\n" for path in found) + "ready\\n")
         sys.stdout.flush()
         if "wait" in sys.argv:
@@ -91,13 +91,15 @@ def test_only_what_no_process_maps_is_stale(tmp_path, monkeypatch):
 
     monkeypatch.setattr(segments, "_mapped", lambda process, folder, real=segments._mapped: real(process, tmp_path))
     stale = aged(tmp_path / "mpich_shm_12ab_0", 60)
+    window = aged(tmp_path / "mpich_shar_tmpXy12Zz", 60)
+    ours = aged(tmp_path / "commengine-12ab", 60)
     also = aged(tmp_path / "sm_segment.node.0.12ab.0", 60)
     used = aged(tmp_path / "mpich_shm_34cd_0", 60)
     young = aged(tmp_path / "mpich_shm_56ef_0", 5)
     other = aged(tmp_path / "sem.mine", 60)
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert segments.remove_stale(tmp_path, {"SLURM_LOCALID": "1"}) == []
-        assert sorted(segments.remove_stale(tmp_path, {})) == [stale, also]
+        assert sorted(segments.remove_stale(tmp_path, {})) == sorted([stale, also, window, ours])
         assert used.exists() and young.exists() and other.exists()
         assert segments.unlink_own(tmp_path) == [used]
     assert segments.unlink_own(tmp_path) == []
