@@ -202,8 +202,9 @@ class Communicator(GroupCalls):
         ranks, or if there is too little memory to share.
 
         Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. The
-        memory lives until `close`, and as long as the process if a tensor still refers to it then. Raises
-        CollectiveError on every rank if torch makes no such tensor, and CollectiveMismatch if the ranks differ.
+        memory lives until `close`, and as long as a tensor on some rank still refers to it then. A tensor at an address
+        that is no multiple of its itemsize counts as private. Raises CollectiveError on every rank if torch makes no
+        such tensor, and CollectiveMismatch if the ranks differ.
         """
         self._live_mpi()
         asked, problem = "empty", None
@@ -226,8 +227,8 @@ class Communicator(GroupCalls):
         for the backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective
         takes the way of private tensors on all ranks.
 
-        The first call for tensors of that size is collective; later calls are local. `close` frees the pool if no
-        tensor on any rank refers to it any more. Otherwise it lives as long as the process.
+        The first call for tensors of that size is collective; later calls are local. After `close` the pool's memory
+        lives as long as a tensor on some rank refers to it.
         """
         if not self.shares_operand(operation, math.prod(shape) * dtype.itemsize, dtype):
             return torch.empty(shape, dtype=dtype, device="cpu")

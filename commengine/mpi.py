@@ -66,6 +66,6 @@ def making_communicators() -> Iterator[None]:
             raise
         raise TransferError(
             "MPI has no communicator left to give (MPICH has 2048 in a process). A Communicator holds 2, one more with "
-            "a timeout, and up to 6 more once its large collectives share memory; a stream holds up to 4, a tensor of "
-            "Communicator.empty 1, as long as the process if it outlives its Communicator. Close what is not used"
+            "a timeout, and up to 2 more once its large collectives share memory; a stream holds up to 2. Close what "
+            "is not used"
         ) from error

@@ -52,7 +52,7 @@ class HostTransport:
     comm: an MPI intracommunicator that nothing else communicates on.
     polling: give the core away while waiting (see `PollingCalls`).
     look: called now and then while waiting; implies ``polling``.
-    shared: the tensors in shared windows. With it, large collectives go through the memory of a node, from the sizes in
+    shared: the tensors in windows. With it, large collectives go through the memory of a node, from the sizes in
         ``points`` on (see `commengine.host.routes`). Without it, everything goes by MPI.
     order: reduce every dtype in rank order, or in a binary tree of the ranks (`Communicator`); None: as is fastest.
     """
@@ -126,7 +126,7 @@ class HostTransport:
         return self.address(tensor.data_ptr(), tensor.nbytes), self.types.move[tensor.dtype]
 
     def open_routes(self) -> None:
-        """Make the windows for large collectives now, because a worker thread must not make one. Collective."""
+        """Make flags and slots now; a worker thread would wait for the other ranks in calls that keep the core."""
         if self.routes is not None:
             self.routes.open()
 

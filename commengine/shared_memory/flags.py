@@ -1,4 +1,4 @@
-"""Flags in a shared window, by which the ranks of a node meet and compare their calls without a message.
+"""Flags in shared memory, by which the ranks of a node meet and compare their calls without a message.
 
 Each sequence of collectives has flags of its own: one sequence is the caller's, and each stream has another. Each
 collective through memory begins with a comparison: each rank tells the others what it is about to do.

@@ -1,4 +1,4 @@
-"""Collectives of private tensors inside a node: through slots in a shared window, one chunk at a time.
+"""Collectives of private tensors inside a node: through slots in shared memory, one chunk at a time.
 
 A rank copies a chunk of its tensor into a slot that all ranks see, waits until the others have done so, and takes the
 chunks of the others from their slots. The ranks reduce in rank order. The slots stay in the caches.

@@ -102,6 +102,7 @@ def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
 
 
 @needs_mounts
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["", "named"])
 def test_a_kill_while_memory_is_made_leaves_nothing_of_it(tmp_path, way):
     """SIGKILL for all at a moment that is drawn: at most an empty file with a name, which the next start removes."""

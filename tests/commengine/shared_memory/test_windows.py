@@ -1,6 +1,8 @@
 """Collectives on tensors that the ranks share: the values of the same call on private tensors, and more."""
 
 import gc
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,53 @@ def test_windows_that_nobody_uses_are_unmapped(mpi_world):
             comm.all_reduce(comm.empty((4 << 20,)).fill_(1.0))
         sizes.append(mapped())
     assert sizes[-1] - sizes[0] < 16 << 20, "three windows of 16 MB a rank were left behind"
+
+
+WIDE_TYPES = [dtype for dtype in sorted(DTYPES, key=str) if dtype.itemsize > 1]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("points", [ALWAYS, WINDOWS_ONLY], ids=["through slots", "by MPI"])
+def test_addresses_between_two_elements(mpi_world, points):
+    """Drawn for every operation and dtype: right where no rank's address is a multiple, else an error on all ranks.
+
+    In each case the bytes around the tensor stay.
+    """
+    draw = random.Random(11)
+    with Communicator(mpi_world, switch_points=points, timeout=30) as comm:
+        for dtype, operation, odd in itertools.product(
+            WIDE_TYPES, ("all_reduce", "reduce_scatter", "all_gather", "broadcast"), (None, 0, comm.size - 1)
+        ):
+            rows = draw.randrange(100, 900)
+            numel, item = rows * comm.size, dtype.itemsize
+            starts = [item * draw.randrange(20) + draw.randrange(1, item) for _ in range(comm.size)]
+            start = starts[comm.rank] if odd in (None, comm.rank) else starts[0] // item * item
+            end = start + numel * item
+            whole = comm.empty((numel * item + 400,), torch.uint8).fill_(7)
+            tensor = torch.frombuffer(whole.numpy(), dtype=dtype, count=numel, offset=start)
+            mine, part = values(dtype, numel, comm.rank), torch.zeros(rows, dtype=dtype)
+            tensor.copy_(mine)
+            call = {
+                "all_reduce": lambda: comm.all_reduce(tensor),  # noqa: B023
+                "reduce_scatter": lambda: comm.reduce_scatter(part, tensor),  # noqa: B023
+                "all_gather": lambda: comm.all_gather(tensor, mine[:rows]),  # noqa: B023
+                "broadcast": lambda: comm.broadcast(tensor, comm.size - 1),  # noqa: B023
+            }[operation]
+            about = dtype, operation, odd, start
+            if odd is None:
+                call()
+                if operation == "reduce_scatter":
+                    sums = expected(dtype, numel, comm.size, "sum").view(comm.size, -1)
+                    assert torch.equal(part, sums[comm.rank]) and torch.equal(tensor, mine), about
+                else:
+                    right = {
+                        "all_reduce": expected(dtype, numel, comm.size, "sum"),
+                        "all_gather": torch.cat([values(dtype, numel, rank)[:rows] for rank in range(comm.size)]),
+                        "broadcast": values(dtype, numel, comm.size - 1),
+                    }[operation]
+                    assert torch.equal(tensor, right), about
+            else:
+                with pytest.raises(CollectiveMismatch, match=r"of a private tensor"):
+                    call()
+                assert torch.equal(tensor, mine) and part.eq(0).all(), about
+            assert whole[:start].eq(7).all() and whole[end:].eq(7).all(), about
