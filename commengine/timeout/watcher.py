@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
-from commengine.job_end import abort, end_waiting_launcher, say
+from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, say
 from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .crash import CrashReport
@@ -48,6 +49,9 @@ UNSEEN_SECONDS = 1.0
 
 #: seconds from a rank's report to the end of the job: the other ranks print theirs within a look or two
 LINGER_SECONDS = 1.5
+
+#: a message that has not begun after so many seconds never will: Intel's MPI over TCP connects to a dead rank for ever
+STUCK_SECONDS = 4.0
 
 #: the number of last collectives that a report lists
 REPORTED = 16
@@ -277,10 +281,20 @@ class Watch:
         for rank in ranks:
             if rank != self._rank and rank not in self._sent:
                 self._telling = rank
+                stuck = threading.Timer(STUCK_SECONDS, self._end_stuck)
+                stuck.daemon = True
+                stuck.start()
                 self._sent[rank] = self._comm.Issend([message, mpi.BYTE], rank), message
+                stuck.cancel()
                 reached.add(rank)
         self._telling = None
         return reached
+
+    def _end_stuck(self) -> None:
+        """Report and end this process without a call of MPI: a message of the watcher does not return."""
+        say(self._report_without_mpi("the watcher's question to another rank does not return", "the question is to it"))
+        time.sleep(FORWARD_SECONDS)
+        os._exit(EXIT_CODE)
 
     def _forget_received(self) -> None:
         self._sent = {rank: sent for rank, sent in self._sent.items() if not sent[0].Test()}
@@ -293,11 +307,17 @@ class Watch:
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
 
     def _report_crash(self, problem: str) -> str:
-        """Return the report of a crash, without a call of MPI: a thread that crashed may hold MPI's lock."""
+        return self._report_without_mpi(problem, "the crash was in a message to it")
+
+    def _report_without_mpi(self, problem: str, why: str) -> str:
+        """Return the report without a call of MPI: a thread that crashed or hangs may hold MPI's lock.
+
+        why: what is said of the rank to which this watcher is sending.
+        """
         missing = None
         entry = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
         if self._telling is not None:
-            missing = [f"rank {self._world_ranks[self._telling]} (the crash was in a message to it)"]
+            missing = [f"rank {self._world_ranks[self._telling]} ({why})"]
         elif entry is not None:
             missing = suspects(entry, self._rank)
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))

@@ -27,7 +27,7 @@ comm.all_reduce(tensor)
 """
 
 
-@pytest.mark.skipif(not lab.is_mpich(), reason="Open MPI's launcher ends all ranks when one dies")
+@pytest.mark.skipif(lab.is_open_mpi(), reason="Open MPI's launcher ends all ranks when one dies")
 @pytest.mark.parametrize("learns", ["at once", pytest.param("late", marks=pytest.mark.long)])
 def test_survivors_report_a_rank_that_died(tmp_path, learns):
     """The launcher leaves the survivors alone, as `srun -K0` does.
