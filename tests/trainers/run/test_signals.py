@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from tests.support import mpirun
+from tests.support.lab.hosts import is_intel
 from trainers.config import SIGNALS
 from trainers.run import signals
 
@@ -170,7 +171,9 @@ IN_MPI_INIT = "subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -TERM {{os.getpid
 def test_a_signal_to_one_rank_before_mpi_has_started_ends_all_ranks(tmp_path, command, when, number, status):
     argv = [mpirun.mpiexec(), "-n", "2", sys.executable, "-c", ONE_OF_TWO, command]
     done = mpirun.command(argv, timeout=50, env=at_import(tmp_path, when.format(number)))
-    assert done.returncode == status, done.stderr
+    # Intel's launcher has a status of its own for a rank that ends inside MPI_Init.
+    expected = 255 if is_intel() and when == IN_MPI_INIT else status
+    assert done.returncode == expected, done.stderr
     assert done.stderr.count(f"{BEFORE}") == 1 and "Traceback" not in done.stderr
 
 
