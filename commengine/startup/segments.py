@@ -19,9 +19,9 @@ from .tasks import first_on_node
 #: where Linux keeps shared memory
 FOLDER = Path("/dev/shm")
 
-#: the files of MPICH (its own and those of windows), of Open MPI 5, of Open MPI 4, which warns at the end if its file
-#: is gone, and of this package
-NAMES = ("mpich_shm_", "mpich_shar_tmp", "sm_segment.", "vader_segment.", "commengine-")
+#: the files of MPICH (its own and those of windows), of Intel's MPI, which unlinks them in MPI_Init, of Open MPI 5, of
+#: Open MPI 4, which warns at the end if its file is gone, and of this package
+NAMES = ("mpich_shm_", "mpich_shar_tmp", "Intel_MPI_", "sm_segment.", "vader_segment.", "commengine-")
 UNMISSED = ("mpich_shm_", "sm_segment.")
 
 #: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it

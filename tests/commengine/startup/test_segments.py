@@ -93,13 +93,14 @@ def test_only_what_no_process_maps_is_stale(tmp_path, monkeypatch):
     stale = aged(tmp_path / "mpich_shm_12ab_0", 60)
     window = aged(tmp_path / "mpich_shar_tmpXy12Zz", 60)
     ours = aged(tmp_path / "commengine-12ab", 60)
+    intel = aged(tmp_path / "Intel_MPI_3hhKhj", 60)
     also = aged(tmp_path / "sm_segment.node.0.12ab.0", 60)
     used = aged(tmp_path / "mpich_shm_34cd_0", 60)
     young = aged(tmp_path / "mpich_shm_56ef_0", 5)
     other = aged(tmp_path / "sem.mine", 60)
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert segments.remove_stale(tmp_path, {"SLURM_LOCALID": "1"}) == []
-        assert sorted(segments.remove_stale(tmp_path, {})) == sorted([stale, also, window, ours])
+        assert sorted(segments.remove_stale(tmp_path, {})) == sorted([stale, also, window, ours, intel])
         assert used.exists() and young.exists() and other.exists()
         assert segments.unlink_own(tmp_path) == [used]
     assert segments.unlink_own(tmp_path) == []
