@@ -36,7 +36,7 @@ from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_state
 from trainers.data.corpus import Corpus
-from trainers.data.masked_corpus import open_masked_corpus
+from trainers.data.sentence_samples import open_masked_corpus
 from trainers.files.reading import read_json
 from trainers.options import COUNT, LAYERS, SECONDS, between, make_writable
 from trainers.run.startup import read_config, watched

@@ -13,6 +13,7 @@ PACKAGES = ("commengine", "tplayers", "trainers")
 #: the modules without a test file of their own: the files that test them
 TESTED_BY = {
     "commengine/calls/dispatch.py": ["commengine/test_communicator_collectives.py", "commengine/test_trace.py"],
+    "commengine/calls/opening.py": ["commengine/test_communicator_life.py"],
     "commengine/copies.py": ["trainers/checks/test_replicas.py", "tplayers/fields/test_layer.py"],
     "commengine/device/clock.py": ["commengine/device/test_backends.py"],
     "commengine/device/staged.py": ["commengine/device/test_backends.py"],
@@ -24,6 +25,7 @@ TESTED_BY = {
     "commengine/operations.py": ["test_operations_tables.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
     "commengine/shared_memory/window_collectives.py": ["commengine/shared_memory/test_windows.py"],
+    "commengine/timeout/arrival.py": ["commengine/test_communicator_life.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
     "tplayers/checks.py": [
@@ -58,7 +60,6 @@ TESTED_BY = {
     "trainers/cleaning/summary.py": ["trainers/test_prepare_corpus.py"],
     "trainers/compare.py": ["trainers/comparison/test_compare_command.py"],
     "trainers/convert.py": ["trainers/weights/test_convert.py"],
-    "trainers/data/masked_corpus.py": ["trainers/test_pretrain_bert.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
     "trainers/finetune.py": ["trainers/finetuning/test_command.py"],
     "trainers/finetuning/config.py": ["trainers/finetuning/test_command.py"],

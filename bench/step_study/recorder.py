@@ -12,7 +12,7 @@ from commengine import Communicator, Trace, UsageError
 from commengine.rank_zero import on_every_rank
 from trainers import presets
 from trainers.data.corpus import open_corpus
-from trainers.data.masked_corpus import open_masked_corpus
+from trainers.data.sentence_samples import open_masked_corpus
 from trainers.options import make_writable, value_of
 from trainers.run.startup import read_config
 from trainers.tasks.bert import BERTTrainConfig, bert_trainer

@@ -1,12 +1,15 @@
-"""Small corpora for tests: paragraphs of made-up words with altered copies, and which of them a rule keeps."""
+"""Small corpora for tests: made-up paragraphs with altered copies, of which a rule keeps some; samples with names."""
 
 import functools
 import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+
+from trainers.data.samples import Samples
 
 
 @functools.cache
@@ -87,3 +90,19 @@ def greedy(similar: np.ndarray) -> list[int]:
         if not similar[row, kept].any():
             kept.append(row)
     return kept
+
+
+class Named(Samples):
+    """Samples that say what they are: the name of their source, the epoch in which they are drawn, their index."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name, self.count = name, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, n: int) -> Any:
+        return self.draw(0, n)
+
+    def draw(self, epoch: int, n: int) -> Any:
+        return self.name, epoch, n

@@ -1,4 +1,4 @@
-"""BERT's samples: two parts of a document, in order or swapped, with masked words."""
+"""BERT's samples: two parts of a document, in order or swapped, with masked words; and the corpus of such samples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from commengine import UsageError
+
+from .corpus import Corpus, TextConfig, open_corpus
 from .indexed import IndexedDataset
 from .masking import Masks, budget, mask_words
-from .samples import MASKS, NoSamplesError, Text, TextSamples, ZipfSamples, philox
+from .samples import MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
 from .sentence_map import SHORTEST, sentence_map
 from .wordpiece import WordPieces
 
@@ -239,3 +242,34 @@ def shortened(part: Tokens, keep: int, pieces: WordPieces, random: np.random.Phi
     first = int(borders[np.searchsorted(borders, begin)])
     last = int(borders[np.searchsorted(borders, end, side="right") - 1])
     return part[first:last] if first < last else part[:keep]
+
+
+def open_masked_corpus(config: TextConfig, pieces: WordPieces, rules: SampleRules) -> Corpus:
+    """The corpus of ``config``, whose vocabulary is known. Raises ValueError, naming what does not fit.
+
+    pieces: of the vocabulary. rules: how samples are made.
+    """
+
+    def cut(dataset: IndexedDataset, documents: range) -> Samples:
+        _require_sentences(dataset, rules)
+        return SentenceSamples(dataset, documents, pieces, rules)
+
+    return open_corpus(config, cut, lambda count, part: ZipfSentences(pieces, rules, count, part))
+
+
+def _require_sentences(dataset: IndexedDataset, rules: SampleRules) -> None:
+    """Raise UsageError if no document has two sentences, and samples need them or would leave most of the text out."""
+    if np.diff(dataset.document_sequences).max(initial=0) > 1:
+        return
+    how = "was it made with preprocess_data --split-sentences?"
+    if rules.pairs:
+        raise UsageError(
+            f"--data-path {dataset.prefix}: no document has two sentences; {how} (--bert-no-binary-head trains on "
+            "documents of one sentence)"
+        )
+    longest = int(dataset.sequence_lengths.max(initial=0))
+    if longest > rules.target:
+        raise UsageError(
+            f"--data-path {dataset.prefix}: no document has two sentences, and one has {longest} tokens, of which a "
+            f"sample would hold {rules.target}; {how}"
+        )

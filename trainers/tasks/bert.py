@@ -19,9 +19,8 @@ from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from trainers.data.batches import DataGroup, GlobalBatches
 from trainers.data.corpus import Corpus, shared_tokenizer
-from trainers.data.masked_corpus import open_masked_corpus
 from trainers.data.samples import Samples
-from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules
+from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.samples import Named
+from tests.support.corpora import Named
 from trainers.data.batches import GlobalBatches
 from trainers.data.stream import SampleStream, Source
 

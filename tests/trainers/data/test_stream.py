@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.samples import Named
+from tests.support.corpora import Named
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import EpochPermutation
