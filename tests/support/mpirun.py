@@ -27,11 +27,15 @@ _OUTER_JOB = (
     "I_MPI_",
 )
 # By default Open MPI refuses to run as root and to start more ranks than cores. MPICH ignores these variables.
-_OPEN_MPI = {
+# Intel's MPI binds the ranks of every job to the same cores, also where jobs run side by side, and polls without a
+# pause where there are more ranks than cores.
+_OTHER_MPIS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_osc": "^ucx",  # otherwise the wheel's UCX warns on standard error about every window
+    "I_MPI_PIN": "0",
+    "I_MPI_THREAD_YIELD": "3",
 }
 # Open MPI's launcher prints its own words between two lines of dashes if a job ends with an error.
 _BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)
@@ -57,7 +61,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment as a new MPI job should see it, with ``extra`` on top."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_OUTER_JOB)}
     path = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
-    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **_OPEN_MPI, **(extra or {})}
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **_OTHER_MPIS, **(extra or {})}
 
 
 def run(
