@@ -86,7 +86,7 @@ IN, OUT = ("--input", "in.jsonl"), ("--output", "x.jsonl")
         ((*IN, "--output", "folder.jsonl"), "--output folder.jsonl: is a folder"),
         ((*IN, "--output", "in.jsonl"), "--output in.jsonl: in.jsonl is an --input"),
         ((*IN, "--output", "there.jsonl"), "--output there.jsonl: exists; give another name, or --overwrite"),
-        ((*IN, *OUT, "--work-dir", "none"), "--work-dir: none: not a folder"),
+        ((*IN, *OUT, "--work-dir", "none"), "--work-dir: none: there is no such folder"),
         ((*IN, *OUT, "--min-tokens", "10"), "--min-tokens 10 needs a tokenizer"),
         ((*IN, *OUT, "--min-tokens", "-1"), "--min-tokens -1: must be at least 0"),
         ((*IN, *OUT, "--vocab-file", "v.json"), "--vocab-file and --merge-file"),

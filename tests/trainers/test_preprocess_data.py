@@ -154,7 +154,7 @@ def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
         ([*BPE, "--input", "0.txt", "--config", "no.yaml"], "no.yaml"),
         ([*BPE, "--input", "0.txt", "--config", "no-eod.yaml"], "no-append-eod: in a file, write append-eod"),
         ([*BPE, "--input", "0.txt", "--config", "unknown.yaml"], "--learning-rate"),
-        ([*BPE, "--input", "0.txt", "--output-prefix", "none/out"], "--output-prefix: none: not a folder"),
+        ([*BPE, "--input", "0.txt", "--output-prefix", "none/out"], "--output-prefix: none: there is no such folder"),
         ([*BPE, "--input", "0.txt", "--output-prefix", "0.txt/out"], "--output-prefix: 0.txt: not a folder"),
         ([*BPE, "--input", "0.txt", "--output-prefix", "./"], "--output-prefix: './' ends in a folder"),
         ([*BPE, "--input", "0.txt", "--output-prefix", "taken"], "--output-prefix: taken.bin is a folder"),

@@ -93,12 +93,13 @@ def test_a_small_dev_shm(tmp_path, megabytes, way, told):
 
 @needs_mounts
 def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
-    """Each reserves, so neither writes to what the other has taken."""
+    """Each reserves, so neither writes to what the other has taken. A job that finds too little goes on without."""
     job = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), "named"])
     both = f"{job} & first=$!; {job}; second=$?; wait $first && exit $second"
     for _ in range(3):
         done = mpirun.command(in_small_shm(40, both), timeout=100)
-        assert done.returncode == 0 and done.stdout.count("named") == 4, done
+        said = sorted(line.split()[0] for line in done.stdout.splitlines())
+        assert done.returncode == 0 and said in (["named"] * 4, ["named"] * 2 + ["private"] * 2), done
 
 
 @needs_mounts
