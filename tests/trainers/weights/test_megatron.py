@@ -216,6 +216,8 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, whole):
     empty = {"layers.1.mlp.dense_h_to_4h.bias": torch.zeros(10, device="meta")}
     refused(r"mlp\.dense_h_to_4h\.bias is \[10\] of torch\.float32; needed: \[10\], dense, of 16",
             lambda one: layers(one).update(empty))  # fmt: skip
+    nested = {"layers.1.mlp.dense_h_to_4h.bias": torch.nested.nested_tensor([torch.zeros(4), torch.zeros(6)])}
+    refused(r"mlp\.dense_h_to_4h\.bias is a nested tensor", lambda one: layers(one).update(nested))
     short = {"layers.1.mlp.dense_h_to_4h.bias": torch.zeros(10).to(torch.float8_e4m3fn)}
     refused(r"dense_h_to_4h\.bias is \[10\] of torch\.float8_e4m3fn; needed: \[10\], dense, of 16 to 64 bits",
             lambda one: layers(one).update(short))  # fmt: skip
