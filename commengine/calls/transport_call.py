@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from commengine.agreement import GroupMember, describe
+from commengine.errors import CollectiveError
 from commengine.operations import OPERATIONS
 
 from .checks import call_error
 
-#: the arguments into which an operation writes; of "send" alone, "tensor" is only read
-_WRITTEN = ("tensor", "output", "received")
+#: by operation: the places of the tensors among its arguments, and whether it writes them
+_TENSORS = {
+    name: tuple(
+        (place, argument in ("tensor", "output", "received") and name != "send")
+        for place, argument in enumerate(operation.arguments)
+        if argument in ("tensor", "output", "input", "sent", "received")
+    )
+    for name, operation in OPERATIONS.items()
+}
 
 
 class TransportCall(NamedTuple):
@@ -43,20 +50,24 @@ class TransportCall(NamedTuple):
         nbytes = 0 if tensor is None else operation.nbytes(tensor.nbytes, ranks)
         return cls(name, args, tensor, named.get("op"), root, nbytes, peers)
 
-    def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield the memory of each tensor of the call: its begin, its end, and whether the call writes it.
+    def spans(self, number: int) -> list[tuple[int, int, int, bool]]:
+        """Return the memory of the call's tensors: its begin, its end, ``number``, and whether the call writes it.
 
         It is the same on all ranks whose tensors lie alike: a rooted operation counts as writing on every rank, and a
         reduce-scatter in place, which writes other rows on each rank, as writing its whole input.
         """
-        found = [
-            (value.data_ptr(), value.data_ptr() + value.nbytes, argument in _WRITTEN and self.name != "send")
-            for argument, value in zip(OPERATIONS[self.name].arguments, self.args, strict=True)
-            if isinstance(value, Tensor) and value.nbytes
-        ]
-        together = len(found) == 2 and found[0][0] < found[1][1] and found[1][0] < found[0][1]
-        for start, end, written in found:
-            yield start, end, written or together
+        found = []
+        for place, written in _TENSORS[self.name]:
+            tensor = self.args[place]
+            nbytes = 0 if tensor is None else tensor.nbytes
+            if nbytes:
+                start = tensor.data_ptr()
+                found.append((start, start + nbytes, number, written))
+        if len(found) == 2:
+            (start, end, *_), (other, its_end, *_) = found
+            if start < its_end and other < end:
+                return [(min(start, other), max(end, its_end), number, True)]
+        return found
 
 
 def check_independent(member: GroupMember, calls: list[TransportCall]) -> None:
@@ -64,33 +75,36 @@ def check_independent(member: GroupMember, calls: list[TransportCall]) -> None:
 
     A block's messages are one exchange, and a device's calls one launch: they have no order.
     """
-    spans = sorted((*span, number) for number, call in enumerate(calls) for span in call.spans())
-    # Of the spans so far, read and written: the end that is furthest, its call, and the furthest end of other calls. A
-    # span overlaps one of another call exactly if it begins before the furthest end of other calls than its own.
-    furthest = {False: (0, -1, 0, -1), True: (0, -1, 0, -1)}
-    for start, end, written, number in spans:
-        for kind in (False, True) if written else (True,):
-            until, call, second, its_call = furthest[kind]
-            if call == number:
-                until, call = second, its_call
-            if start < until:
-                first, last = sorted((call, number))
-                said = " and ".join(
-                    describe(one.name, one.tensor, one.redop, None if one.peers else one.root)
-                    for one in (calls[first], calls[last])
-                )
-                problem = (
-                    f"calls {first + 1} and {last + 1} of the block, {said}, touch the same memory, and one of them"
-                )
-                remedy = "a block has no order; give each a buffer of its own (sendrecv takes two), or make two blocks"
-                raise call_error(member, "coalesce", f"{problem} writes it: {remedy}")
-        until, call, second, its_call = furthest[written]
-        if call == number:
-            furthest[written] = max(until, end), number, second, its_call
-        elif end > until:
-            furthest[written] = end, number, until, call
-        elif end > second:
-            furthest[written] = until, call, end, number
+    spans = [span for number, call in enumerate(calls) for span in call.spans(number)]
+    spans.sort()
+    read_until = written_until = 0  # of the spans so far. Those of one call have no memory in common.
+    for span in spans:
+        start, end, _, written = span
+        if start < written_until or (written and start < read_until):
+            raise _dependent(member, calls, spans, span)
+        if written:
+            written_until = max(written_until, end)
+        else:
+            read_until = max(read_until, end)
+
+
+def _dependent(
+    member: GroupMember,
+    calls: list[TransportCall],
+    spans: list[tuple[int, int, int, bool]],
+    late: tuple[int, int, int, bool],
+) -> CollectiveError:
+    """Return the error of a block in which the call of the span ``late`` and that of an earlier one depend."""
+    start, _, number, written = late
+    other = next(span[2] for span in spans if start < span[1] and (written or span[3]))
+    first, last = sorted((other, number))
+    said = " and ".join(
+        describe(one.name, one.tensor, one.redop, None if one.peers else one.root)
+        for one in (calls[first], calls[last])
+    )
+    problem = f"calls {first + 1} and {last + 1} of the block, {said}, touch the same memory, and one of them writes it"
+    remedy = "a block has no order; give each a buffer of its own (sendrecv takes two), or make two blocks"
+    return call_error(member, "coalesce", f"{problem}: {remedy}")
 
 
 def exchanges_first(calls: list[TransportCall]) -> list[TransportCall]:

@@ -125,6 +125,9 @@ class HostTransport:
         """Return the tensor as a buffer of opaque elements of its width."""
         return self.address(tensor.data_ptr(), tensor.nbytes), self.types.move[tensor.dtype]
 
+    def _memory(self, tensor: Tensor) -> memoryview:
+        return memoryview(self._moved(tensor)[0])
+
     def open_routes(self) -> None:
         """Make flags and slots now; a worker thread would wait for the other ranks in calls that keep the core."""
         if self.routes is not None:
@@ -138,6 +141,9 @@ class HostTransport:
     # Reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
+        if tensor.dtype is torch.complex128 and _misaligned(tensor):
+            self._in_copies(self.all_reduce, (tensor,), op)
+            return
         nbytes = tensor.nbytes
         least = self._any if self.windows else self._private
         if nbytes >= least["all_reduce"] and self.routes.all_reduce(tensor, op):
@@ -163,6 +169,9 @@ class HostTransport:
             yield self.address(address + start, min(step, nbytes - start))
 
     def reduce(self, tensor: Tensor, root: int, op: str) -> None:
+        if tensor.dtype is torch.complex128 and _misaligned(tensor):
+            self._in_copies(self.reduce, (tensor,), root, op)
+            return
         if tensor.dtype in self.in_order:
             chunk, counts, starts = self._reduce_chunks(tensor, op)
             buffer = self._moved(tensor)
@@ -181,6 +190,9 @@ class HostTransport:
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
         nbytes, dtype = input.nbytes, input.dtype
+        if dtype is torch.complex128 and _misaligned(output, input):
+            self._in_copies(self.reduce_scatter, (output, input), op)
+            return
         least = self._any if self.windows else self._private
         if nbytes >= least["reduce_scatter"] and self.routes.reduce_scatter(output, input, op):
             return
@@ -231,6 +243,22 @@ class HostTransport:
         with unseen(written):
             reduce_unseen(parts, self._prefix + op, written)
 
+    def _in_copies(self, method: Callable[..., None], tensors: tuple[Tensor, ...], *how: object) -> None:
+        """Call ``method``, which writes into the first tensor, with copies of those that are misaligned.
+
+        A tensor that is not keeps its place: the ranks compare places, and may differ in how tensors are aligned.
+        """
+        made = [torch.empty_like(one, device="cpu") if _misaligned(one) else one for one in tensors]
+        copies = [
+            (self._memory(copy), self._memory(one)) for copy, one in zip(made, tensors, strict=True) if copy is not one
+        ]
+        for copy, given in copies:
+            copy[:] = given
+        method(*made, *how)
+        if made[0] is not tensors[0]:
+            copy, given = copies[0]
+            given[:] = copy
+
     def _reduce_chunks(self, tensor: Tensor, op: str) -> tuple[Tensor, list[int], list[int]]:
         """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, all counts and all starts."""
         base, extra = divmod(tensor.numel(), self.size)
@@ -246,6 +274,9 @@ class HostTransport:
     # Movement -------------------------------------------------------------------------------------------------
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
+        if output.dtype is torch.complex128 and _misaligned(output, input):  # copied by torch, if one lies in a window
+            self._in_copies(self.all_gather, (output, input))
+            return
         nbytes = output.nbytes
         least = self._any if self.windows else self._private
         if nbytes >= least["all_gather"] and self.routes.all_gather(output, input):
@@ -303,6 +334,14 @@ class HostTransport:
                 raise TransferError(
                     f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
                 )
+
+
+def _misaligned(*tensors: Tensor) -> bool:
+    """Whether torch's arithmetic and copies of complex128 would end the process at the address of a tensor.
+
+    On x86 they want a multiple of 16 bytes, and an array of NumPy may begin at any multiple of 8. No other dtype minds.
+    """
+    return any(tensor.data_ptr() % 16 for tensor in tensors)
 
 
 def _divide(tensor: Tensor, divisor: int) -> None:
