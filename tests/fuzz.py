@@ -25,7 +25,7 @@ import torch
 from mpi4py import MPI
 
 from commengine import Communicator
-from tests.support.exact import ALWAYS
+from tests.support.exact import ALWAYS, NEVER
 from tests.support.fuzz.cases import Calls
 from tests.support.fuzz.drawing import Memory
 
@@ -41,7 +41,8 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
         "checked": draw.random() < 0.25,
         "timeout": draw.choice((None, None, 120.0)),
     }
-    points = draw.choice((None, None, ALWAYS))
+    memory = draw.choice(("", "", "always", "never"))
+    points = {"always": ALWAYS, "never": NEVER}.get(memory)
     modes: dict[str, Any] = {
         "": contextlib.nullcontext,
         "inference": torch.inference_mode,
@@ -52,7 +53,7 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
     with Communicator(mpi, device="cpu", switch_points=points, **how) as comm:
         for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):  # later calls are not collective
             comm.operand(operation, (8 << 20,), torch.uint8)
-        calls, lanes = Calls(comm, Memory(comm, aligned)), [comm.new_stream(), comm.new_stream()]
+        calls, lanes = Calls(comm, Memory(comm, aligned), memory == "never"), [comm.new_stream(), comm.new_stream()]
         flying: list[tuple[Any, Any, str]] = []
 
         def land() -> None:
@@ -66,7 +67,7 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
             kind, lane = draw.random(), draw.choice((None, None, None, *lanes))
             mode = draw.choice(("", "", "inference", "autocast"))
             calls.memory.inference = mode == "inference"
-            where = f"{'always' if points else ''} {mode} {'' if lane is None else lane.name}"
+            where = f"{memory} {mode} {'' if lane is None else lane.name}"
             about = f"epoch {number} case {case} {how} {where}"
             try:
                 if kind < 0.2 or lane is None or draw.random() < 0.6:
@@ -80,7 +81,7 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
                 about += f": {call.text}"
                 with modes[mode]():
                     flying.append((call.run(lane), call, about))
-                if lane is None or len(flying) == 2:
+                if lane is None or kind < 0.2 or len(flying) == 2:  # a block takes places in any window
                     land()
             except Exception as error:
                 raise AssertionError(about) from error

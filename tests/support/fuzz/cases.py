@@ -31,17 +31,18 @@ class Call:
 
 
 class Calls:
-    """Draws the calls of one communicator. memory: where their tensors lie."""
+    """Draws the calls of one communicator. memory: where their tensors lie. by_mpi: none goes through shared memory."""
 
-    def __init__(self, comm: Communicator, memory: Memory) -> None:
-        self.comm, self.memory = comm, memory
+    def __init__(self, comm: Communicator, memory: Memory, by_mpi: bool) -> None:
+        self.comm, self.memory, self.by_mpi = comm, memory, by_mpi
 
     def call(self, draw: random.Random, mine: random.Random, slot: int = 0, small: bool = False) -> Call:
         """A collective or messages that every rank calls with arguments that fit. slot: two of them for each call."""
         comm, n, rank = self.comm, self.comm.size, self.comm.rank
         name = draw.choice((*COLLECTIVES, *MESSAGES))
         dtype, root, whole, seed = draw.choice(ALL), draw.randrange(n), draw.random() < 0.6, draw.randrange(2**31)
-        numel, op = elements(draw, dtype.itemsize, n), draw.choice(reductions(dtype))
+        over = 0.06 if name in ("all_reduce", "reduce") else 0.01  # these two go in pieces
+        numel, op = elements(draw, dtype.itemsize, n, over), draw.choice(reductions(dtype))
         numel = min(numel, 3000) if small else numel
         one = numel * n if name in ("all_reduce", "broadcast", "reduce") and not small else numel
         inplace, shift = draw.random() < 0.4, draw.randrange(n)
@@ -163,7 +164,7 @@ class Calls:
         a.form = "tensor"
         a.fill(torch.ones_like(a.tensor))
         kinds = ["swap", "two receives", "argument"] + ["checked"] * (3 * comm.checked)
-        if comm.node_size == n:
+        if comm.node_size == n and not self.by_mpi:
             kinds.append("large")
         kind = draw.choice(kinds)
         error: type[CollectiveError] = CollectiveError
