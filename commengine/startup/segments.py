@@ -4,15 +4,20 @@ MPICH and Open MPI unlink these files in MPI_Finalize only. A job that is killed
 files get the same names, fails in MPI_Init or hangs there. A file that is unlinked while it is mapped stays usable, and
 the system frees it with the last process. MPICH's file for a window of a program, and a file of
 `commengine.shared_memory.files`, have a name only while ranks open them; a kill at that moment leaves it.
+
+MPI writes to these files without a look at the room that is left, and the system kills a rank where there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from commengine.job_end import say
 
 from .tasks import first_on_node
 
@@ -26,6 +31,20 @@ UNMISSED = ("mpich_shm_", "sm_segment.")
 
 #: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it
 STALE_SECONDS = 30.0
+
+#: megabytes of 2^20 bytes: what each rank of MPICH 5.0.2 takes there, of which its UCX takes the most; and what must be
+#: free when a rank starts. UCX looks twice: with less at the first look it shares memory of System V instead, and with
+#: less at the second look the rank dies (SIGSEGV)
+MPICH_EACH, UCX_FREE = 5.15, 16.0
+
+#: without UCX's part: a file of MPICH with so much for each rank, where a rank dies by SIGBUS
+MPICH_LEAST = 1.1
+
+#: Intel's MPI 2021.18.1, whose launcher sets MPI_LOCALNRANKS, too, takes so much, and so much more for each rank
+INTEL_NEEDS = (2.0, 2.5)
+
+#: has a name while one task of the node has printed that there is too little; the name ends with the process
+_said = socket.socket(socket.AF_UNIX)
 
 
 def unlink_own(folder: Path = FOLDER) -> list[Path]:
@@ -64,6 +83,44 @@ def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ)
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def say_if_too_small(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> None:
+    """Print a line, on one task of a node, if MPI will find too little memory there. Call it on all before MPI_Init.
+
+    It is no error: another version of MPI may need less.
+    """
+    ranks = environ.get("MPI_LOCALNRANKS", "")
+    if not ranks.isdecimal():
+        return
+    intel = "I_MPI_HYDRA_UUID" in environ
+    needed = INTEL_NEEDS[0] + INTEL_NEEDS[1] * int(ranks) if intel else UCX_FREE + MPICH_EACH * (int(ranks) - 1)
+    with contextlib.suppress(OSError):  # no such folder, or another task of the node has said it
+        space = os.statvfs(folder)
+        whole, free = (blocks * space.f_frsize / (1 << 20) for blocks in (space.f_blocks, space.f_bavail))
+        if free >= needed:
+            return
+        free = min(whole, free + (INTEL_NEEDS[1] if intel else MPICH_EACH) * _started(folder))
+        if free >= needed or (not intel and MPICH_LEAST * int(ranks) <= free < UCX_FREE):
+            return
+        # The first task would not do: another one may be killed before that one comes here.
+        _said.bind(f"\0commengine-shm-{os.getppid()}")
+        say(
+            f"{free:.1f} MB of {folder} are free, and {'Intel MPI' if intel else 'MPICH'} needs {needed:.1f} MB there "
+            f"for {ranks} ranks of a node: a rank may die as it starts. A container gets more with --shm-size=1g"
+            + ("" if intel else "; with UCX_TLS=^posix in the environment MPICH needs less")
+        )
+
+
+def _started(folder: Path) -> int:
+    """Count the tasks beside this one that have begun to take memory there: MPI_Init waits for this one."""
+    count, parent = 0, os.getppid()
+    with contextlib.suppress(OSError):
+        for process in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                text = Path("/proc", process, "maps").read_text(errors="replace")
+                count += int(process) != os.getpid() and f" {folder}/" in text
+    return count
 
 
 def _of_this_user(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -19,7 +19,7 @@ from commengine.errors import LaunchError
 from commengine.mpi import load_mpi
 
 from .pmi_relay import start_relay
-from .segments import remove_stale
+from .segments import remove_stale, say_if_too_small
 from .tasks import first_on_node, number_of_tasks
 
 #: seconds after which a task says that MPI has not started, and after which it ends itself
@@ -53,6 +53,7 @@ def start_mpi() -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by this call or before it. Collective over the launcher's tasks."""
     if "mpi4py.MPI" not in sys.modules:
         remove_stale()
+        say_if_too_small()
         start_relay()
     end_with_launcher()
     with _watched_start():

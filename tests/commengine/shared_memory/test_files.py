@@ -1,13 +1,13 @@
 """The files of shared memory where ranks have namespaces of their own, where /dev/shm is small, and after kills."""
 
 import random
-import subprocess
 import sys
 
 import pytest
 
 from commengine.shared_memory.files import PREFIX
 from tests.support import mpirun
+from tests.support.lab import small_shm
 
 pytestmark = pytest.mark.slow
 
@@ -52,29 +52,17 @@ SPACES = {
 }
 
 
-def allowed(*words):
-    done = subprocess.run(["unshare", *words], capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stderr.strip()
-
-
 def program(folder):
     (folder / "program.py").write_text(PROGRAM)
     return [sys.executable, str(folder / "program.py")]
 
 
-def in_small_shm(megabytes, command):
-    """``command`` in a mount namespace whose /dev/shm has that many megabytes."""
-    return ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && {command}"]
-
-
-needs_mounts = pytest.mark.skipif(
-    bool(allowed("-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt")), reason="this user may not mount a disk of its own"
-)
+needs_mounts = pytest.mark.skipif(bool(small_shm.why_not()), reason="this user may not mount a disk of its own")
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
-    reason = allowed(*SPACES[space], "true")
+    reason = small_shm.allowed([*SPACES[space], "true"])
     if reason:
         pytest.skip(reason)
     argv = [mpirun.mpiexec(), "-n", "2", "unshare", *SPACES[space], *program(tmp_path)]
@@ -87,7 +75,7 @@ def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
 def test_a_small_dev_shm(tmp_path, megabytes, way, told):
     """Memory without a name needs none of it; named files leave MPI its part, and the group goes on without more."""
     argv = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), way])
-    done = mpirun.command(in_small_shm(megabytes, argv), timeout=90)
+    done = mpirun.command(small_shm.in_small_shm(megabytes, argv), timeout=90)
     assert (done.returncode, done.stdout) == (0, f"{told}\n" * 2), done
 
 
@@ -97,7 +85,7 @@ def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
     job = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), "named"])
     both = f"{job} & first=$!; {job}; second=$?; wait $first && exit $second"
     for _ in range(3):
-        done = mpirun.command(in_small_shm(40, both), timeout=100)
+        done = mpirun.command(small_shm.in_small_shm(40, both), timeout=100)
         said = sorted(line.split()[0] for line in done.stdout.splitlines())
         assert done.returncode == 0 and said in (["named"] * 4, ["named"] * 2 + ["private"] * 2), done
 
@@ -117,6 +105,6 @@ def test_a_kill_while_memory_is_made_leaves_nothing_of_it(tmp_path, way):
             f"while [ $(grep -c ready {tmp_path}/out) -lt 2 ]; do sleep 0.05; done; sleep {draw.random():.4f}; "
             f"kill -9 $job $({pids}) $(ps -o pid= --ppid $job); wait; ls -s /dev/shm | tail -n +2 > {listing}"
         )
-        mpirun.command(in_small_shm(64, f"({script}) 2>/dev/null"), timeout=60)
+        mpirun.command(small_shm.in_small_shm(64, f"({script}) 2>/dev/null"), timeout=60)
         left = [line.split() for line in listing.read_text().splitlines()]
         assert [(size, name) for size, name in left if PREFIX in name and (size != "0" or not way)] == []

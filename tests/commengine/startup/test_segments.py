@@ -1,16 +1,20 @@
 """MPI's files in /dev/shm: a job that is killed leaves none, and those that older jobs left are removed."""
 
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from commengine.startup import segments
 from tests.support import mpirun
+from tests.support.lab import small_shm
 
 #: a job with everything that lies in shared memory, which then waits: each rank prints what it maps there
 PROGRAM = """
@@ -116,3 +120,51 @@ def test_a_name_that_another_job_has_taken_since_is_left_alone(tmp_path):
         aged(path, 0)
         (tmp_path / "kept").unlink()
         assert segments.unlink_own(tmp_path) == [] and path.exists()
+
+
+BARE = "from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); print('right')"
+ENGINE = f"from commengine.startup.start import start_mpi; start_mpi(); {BARE}"
+SAID = "MB of /dev/shm are free, and "
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(small_shm.why_not()), reason="this user may not mount a disk of its own")
+@pytest.mark.parametrize("megabytes", [2, 14, 16, 32])
+def test_a_dev_shm_that_is_too_small_for_mpi_is_one_line(megabytes):
+    """It is said where a program without the engine dies, and only there."""
+    outcomes = {}
+    for name, words in {"bare": BARE, "engine": ENGINE}.items():
+        job = shlex.join([mpirun.mpiexec(), "-n", "2", sys.executable, "-c", words])
+        outcomes[name] = mpirun.command(small_shm.in_small_shm(megabytes, job), timeout=60)
+    dies = {name: done.returncode != 0 for name, done in outcomes.items()}
+    assert dies["bare"] == dies["engine"] and outcomes["engine"].stderr.count(SAID) == dies["bare"], outcomes
+
+
+@pytest.mark.parametrize(
+    "environ, free, needed",
+    [
+        ({}, 32, ""),
+        ({}, 31, "MPICH needs 31.5 MB"),
+        ({}, 16, "MPICH needs 31.5 MB"),
+        ({}, 15, ""),
+        ({}, 5, ""),
+        ({}, 4, "MPICH needs 31.5 MB"),
+        ({"I_MPI_HYDRA_UUID": "1"}, 12, ""),
+        ({"I_MPI_HYDRA_UUID": "1"}, 11, "Intel MPI needs 12.0 MB"),
+    ],
+)
+def test_what_each_mpi_needs(tmp_path, monkeypatch, capfd, environ, free, needed):
+    """The sizes are those of docs/clusters.md, for 4 ranks. It is said once."""
+    space = SimpleNamespace(f_frsize=1 << 20, f_blocks=64, f_bavail=free)
+    monkeypatch.setattr(os, "statvfs", lambda folder: space)
+    with socket.socket(socket.AF_UNIX) as mine:
+        monkeypatch.setattr(segments, "_said", mine)
+        segments.say_if_too_small(tmp_path, environ)
+        assert capfd.readouterr().err == ""
+        segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})
+        said = capfd.readouterr().err
+        assert (f"{free}.0 MB of {tmp_path} are free, and {needed}" in said) if needed else said == ""
+        with socket.socket(socket.AF_UNIX) as other:  # of another task of the node
+            monkeypatch.setattr(segments, "_said", other)
+            segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})
+            assert capfd.readouterr().err == ""

@@ -1,0 +1,20 @@
+"""A private /dev/shm of a few megabytes, as containers have it. Needs root, and a container that may mount."""
+
+import subprocess
+from collections.abc import Sequence
+
+
+def in_small_shm(megabytes: int, command: str) -> list[str]:
+    """The command line that runs ``command``, of a shell, where /dev/shm has that many times 2^20 bytes."""
+    return ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && {command}"]
+
+
+def allowed(words: Sequence[str]) -> str:
+    """Why ``unshare`` refuses these words; empty if it does not."""
+    done = subprocess.run(["unshare", *words], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
+
+
+def why_not() -> str:
+    """Why /dev/shm cannot be mounted here; empty if it can."""
+    return allowed(in_small_shm(1, "true")[1:])
