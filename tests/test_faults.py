@@ -18,8 +18,12 @@ from tests.support.faults.results import BEGIN, END, Results, write_table
 PARTS = {name: parts.Part(name) for name in parts.names()}
 #: Other tests of `make test` do the same as these short cases: tests/trainers/checkpoints/test_checkpoint.py kills a
 #: rank in a save, test_checkpoint_writer_failures.py beside it fills disks, and tests/trainers/run/test_stopping.py
-#: sends signals; "supervised" kills ranks and launchers, and starts the run again.
-MARKS = {"slurm": pytest.mark.slurm, **dict.fromkeys(("saves", "kills", "full_disks", "signals"), pytest.mark.long)}
+#: sends signals; "supervised" kills ranks and launchers, and starts the run again; tests/commengine/shared_memory/
+#: test_files.py has small disks for shared memory.
+MARKS = {
+    "slurm": pytest.mark.slurm,
+    **dict.fromkeys(("saves", "kills", "full_disks", "signals", "small_shm"), pytest.mark.long),
+}
 CASES = [
     pytest.param(name, number, id=f"{name}-{number}", marks=MARKS.get(name, ()))
     for name, part in PARTS.items()
