@@ -139,7 +139,7 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
 		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
 
-# About 15 minutes on two cores; about 4; every test on every number of ranks. See tests/run.
+# 15 to 30 minutes on two cores; 4 to 8; every test on every number of ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
 
