@@ -92,6 +92,9 @@ endef
 OR_SAY = $(if $(filter cuda,$(DEVICE)),|| { code=$$?; echo "make: DEVICE=cpu trains on the CPU;" \
 	"ARGS=\"--device-transport staged\" needs no CuPy" >&2; exit $$code; })
 
+$(filter-out $(STDLIB).%,$(DATA).bin $(DATA).idx):
+	$(error DATA=$(DATA): there is no $@; trainers.preprocess_data --output-prefix $(DATA) makes it: see docs/training.md)
+
 # It ends with the perplexity of all held-out documents, on one replica for each rank.
 train: $(READY) $(DATA).bin $(DATA).idx
 	$(HINT)

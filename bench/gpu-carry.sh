@@ -6,8 +6,9 @@
 #   --python-version 3.12     the Python of the machine with the GPU
 #   --platform TAG            a platform tag of its wheels; may be repeated (default: manylinux for x86-64, glibc 2.39
 #                             and older)
-#   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi and ConfigArgParse; may be repeated.
-#                             torch, CuPy and the other packages of pyproject.toml are taken to be installed there
+#   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi, ConfigArgParse and pydantic, with
+#                             which checkpoints are read; may be repeated. torch, CuPy and the other packages of
+#                             pyproject.toml are taken to be installed there
 #   --nccl VERSION            an NCCL for several ranks on one GPU, 2.30 or newer, such as 2.30.7
 #   --nccl-package NAME       its package (default: nvidia-nccl-cu13; with CUDA 12: nvidia-nccl-cu12)
 #   --piece-mib 54            the size of the pieces that NCCL travels in
@@ -63,17 +64,24 @@ if [ -n "$dry" ]; then
     for name in $names $nccl_package; do "$python" -m bench.gpu_study.carried stand-in $name "$folder/index"; done
 fi
 download() { # FOLDER PACKAGE...
+    rm -rf "$1"
+    mkdir "$1"
+    fetch --no-deps "$@"
+}
+fetch() { # [--no-deps] FOLDER PACKAGE...
+    alone=''
+    if [ "$1" = --no-deps ]; then alone=$1; shift; fi
     target=$1
     shift
-    rm -rf "$target"
-    mkdir "$target"
     # shellcheck disable=SC2086  # lists of words
-    "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --implementation cp \
+    "$python" -m pip --disable-pip-version-check download --quiet $alone --only-binary=:all: --implementation cp \
         --python-version "$version" $platforms $source --dest "$target" "$@"
 }
 
 # shellcheck disable=SC2086
 download "$folder/wheels" $names
+# With its own dependencies, because it wants one version of pydantic-core and no other.
+[ -n "$dry" ] || fetch "$folder/wheels" pydantic
 rm -rf "$folder/nccl"
 if [ -n "$nccl" ]; then
     download "$folder/nccl-wheel" "$nccl_package==$nccl"

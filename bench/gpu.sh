@@ -153,11 +153,13 @@ live() {
     stage binding 60 env RANKS=0 "$python" tests/run -n0 ${dry:+-k reads_the_version} \
         tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
     stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
-        tests/commengine/device/test_gpu.py tests/tplayers/models/test_compile_alone.py $also
+        tests/commengine/device/test_gpu.py $also
+    stage gpu_serial 60 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" tests/trainers/training/test_clipping.py
     stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
         tests/commengine/device/test_gpu.py $also
     if [ -z "$two_ranks" ]; then
         for name in raw_nccl_2 gpu_tests_2 gpu_tests_serial; do left_out $name "$why"; done
+        compile_tests
         return
     fi
     stage raw_nccl_2 60 env $two_ranks "$mpiexec" -n 2 "$python" $raw
@@ -165,6 +167,13 @@ live() {
         ${some:+-k "$some"} tests/commengine/device/test_gpu.py $also
     stage gpu_tests_serial 90 env $two_ranks RANKS=0 "$python" tests/run -n0 -m "${dry:+not gpu or }gpu" \
         ${dry:+-k reads_the_version} tests/commengine/device/test_gpu_timeout.py ${dry:+tests/bench/command/test_machine.py}
+    compile_tests
+}
+# Last, because Inductor takes longest; two kinds of model, because 16 compilations take minutes. A run that is killed
+# has named what failed before.
+compile_tests() {
+    stage compile_tests 200 env RANKS="$((1 + ${dry:-0}))" "$python" tests/run -v --tb=short --maxfail=5 \
+        -m "mpi and ${dry:+not slow and not }gpu" -k "(gpt or bert) and not post" tests/tplayers/models/test_compile_alone.py
 }
 
 # shellcheck disable=SC2086

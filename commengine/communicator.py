@@ -201,10 +201,11 @@ class Communicator(GroupCalls):
         The tensor is in private memory if a node has only one rank of the group, if the nodes have different numbers of
         ranks, or if there is too little memory to share.
 
-        Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. The
-        memory lives until `close`, and as long as a tensor on some rank still refers to it then. A tensor at an address
-        that is no multiple of its itemsize counts as private. Raises CollectiveError on every rank if torch makes no
-        such tensor, and CollectiveMismatch if the ranks differ.
+        Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. Making
+        the memory takes about as long as filling it, and counts against the timeout. The memory lives until `close`,
+        and as long as a tensor on some rank still refers to it then. A tensor at an address that is no multiple of its
+        itemsize counts as private. Raises CollectiveError on every rank if torch makes no such tensor, and
+        CollectiveMismatch if the ranks differ.
         """
         self._live_mpi()
         asked, problem = "empty", None
@@ -344,11 +345,13 @@ class Communicator(GroupCalls):
             problem = f"color={color!r} must be None or an integer from 0 to {INT_MAX}"
         elif not is_c_int(key, -INT_MAX):
             problem = f"key={key!r} must be an integer from {-INT_MAX} to {INT_MAX}"
-        return self._split(color, key, name, "split", problem)
+        return self._split("split", color, key, name, problem)
 
-    def _split(self, color: int | None, key: int, name: str, asked: str, problem: str | None) -> Communicator | None:
+    def _split(
+        self, operation: str, color: int | None, key: int, name: str, problem: str | None, asked: str | None = None
+    ) -> Communicator | None:
         mpi = load_mpi()
-        with self._making("split", asked, problem) as comm:
+        with self._making(operation, asked, problem) as comm:
             with making_communicators():
                 part: Any = comm.Split(mpi.UNDEFINED if color is None else color, key)
             if self._watched is not None:
@@ -390,12 +393,11 @@ class Communicator(GroupCalls):
         It is made at the first call, collectively over the whole group, and closed with this Communicator; later calls
         return the same. Raises CollectiveError if ``size`` does not divide the group.
         """
-        if size not in self._blocks:
-            fits = size >= 1 and self.size % size == 0
-            problem = None if fits else f"block: size={size} must divide the group's size {self.size}"
-            made = self._split(
-                self.rank // size if fits else 0, 0, f"{self.name}/block{size}", f"block({size})", problem
-            )
+        fits = is_c_int(size, 1) and self.size % size == 0
+        if not fits or size not in self._blocks:
+            problem = None if fits else f"size={size!r} must be an integer that divides the group's size {self.size}"
+            color, asked = self.rank // size if fits else 0, f"block({int(size) if fits else size!r})"
+            made = self._split("block", color, 0, f"{self.name}/block{size}", problem, asked)
             assert made is not None
             self._blocks[size] = made
             for log in self._calls.logs:
@@ -437,11 +439,10 @@ class Communicator(GroupCalls):
         """Wait until every rank is here, and leave the core to others meanwhile. Collective.
 
         `barrier` is done sooner, and keeps its core: it would slow down the ranks that still work, where there are more
-        ranks than cores. A rank soon sleeps between two looks.
+        ranks than cores. A rank soon sleeps between two looks, unless collectives are checked.
         """
-        self._live_mpi()
-        with self._calls.watching("wait_for_all", "life"):
-            agree(self, self._polled, "wait_for_all")
+        with self._making("wait_for_all"):
+            pass
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.

@@ -65,7 +65,7 @@ def making_communicators() -> Iterator[None]:
         if "Too many communicators" not in str(error):
             raise
         raise TransferError(
-            "MPI has no communicator left to give (MPICH has 2048 in a process). A Communicator holds 2, one more with "
-            "a timeout, and up to 2 more once its large collectives share memory; a stream holds up to 2. Close what "
+            "MPI has no communicator left to give (MPICH has 2048 in a process). A Communicator holds 1, one more with "
+            "a timeout, and up to 3 more once its large collectives share memory; a stream holds up to 2. Close what "
             "is not used"
         ) from error

@@ -11,6 +11,8 @@ from mpi4py import MPI
 import commengine
 import tplayers
 
+if MPI.COMM_WORLD.size % 2:
+    raise SystemExit(1 if MPI.COMM_WORLD.rank else "the number of ranks must be even: mpirun -n 4 python ...")
 half = MPI.COMM_WORLD.size // 2
 simulates = MPI.COMM_WORLD.rank < half
 with commengine.launch.abort_on_error():  # without it, a rank that fails leaves the others waiting for ever

@@ -71,6 +71,17 @@ def test_a_part_numbers_its_short_cases_among_all() -> None:
         assert part.short and max(part.short) < part.cases, part.name
 
 
+def test_a_process_in_its_exec_is_found(tmp_path: Path) -> None:
+    case = parts.Case("none", 0, tmp_path, tmp_path)
+    with case.marked():
+        for _ in range(400):  # without a second look, about 6 of them were not found
+            child = subprocess.Popen(["sleep", "60"])
+            found = case.processes("sleep")
+            child.kill()
+            child.wait()
+            assert found == [child.pid]
+
+
 def drive(*arguments: str, timeout: float = 100) -> "subprocess.CompletedProcess[str]":
     return mpirun.command([sys.executable, "-m", "tests.faults", *arguments], timeout=timeout)
 

@@ -166,7 +166,7 @@ def test_make_knows_two_devices():
 
 def test_make_train_does_not_make_up_data(tmp_path):
     done = make("--dry-run", "train", f"DATA={tmp_path / 'none'}")
-    assert done.returncode != 0 and f"{tmp_path / 'none'}.bin" in done.stderr
+    assert done.returncode != 0 and f"DATA={tmp_path / 'none'}: there is no {tmp_path / 'none'}.bin" in done.stderr
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ class GroupCalls:
         No call of a block may write memory that another call of the block reads or writes. If one does, CollectiveError
         is raised at the end of the block, before anything is sent, on each rank whose own tensors show it. broadcast
         and reduce count as writing their tensor on every rank, a reduce-scatter in place as writing its whole input.
-        The collectives of a block are in the same order on every rank.
+        Only the root sees the whole of a gather or scatter: if that one depends on another call, the root raises, and
+        the others wait. The collectives of a block are in the same order on every rank.
 
         The tensors may be touched when the block has ended, or, with ``stream=``, when the stream has reached the
         block's end; the Work of each call is done when the whole block is. If the block raises an exception, nothing is

@@ -49,19 +49,19 @@ def open_group(mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given:
         raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
     if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
         raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
-    words, problem = {"name": repr(name), **given}, None
-    for argument, value, check in (
-        ("timeout", timeout, check_timeout),
-        *((argument, given[argument], check) for argument, check in _CHECKS.items()),
-    ):
+    accepted: dict[str, Any] = {}
+    words, problem = ["Communicator"], None
+    for argument, value in {"name": name, "timeout": timeout, **given}.items():
         try:
-            words[argument] = check(value)
+            accepted[argument] = _CHECKS.get(argument, repr)(value)
+            words.append(f"{argument}={accepted[argument]}")
         except CollectiveError as error:
             problem = problem or str(error)
-    limit: float | None = words["timeout"] if problem is None else None
+        except Exception as error:  # of any type that the argument's own class raises: the other ranks must hear of it
+            problem = problem or f"{argument}: {type(error).__name__}: {error}"
+    limit: float | None = accepted.get("timeout")
     calls = PollingCalls(mpi_comm, Arrival(mpi_comm, "Communicator", name, limit).look)
-    asked = "\n".join(["Communicator", *(f"{argument}={value}" for argument, value in words.items())])
-    agree(_Caller(mpi_comm.rank, mpi_comm.size, name), calls, asked, problem)
+    agree(_Caller(mpi_comm.rank, mpi_comm.size, name), calls, "\n".join(words), problem)
     points = agreed(calls, mpi_comm.rank, given["switch_points"])
     made: list[Any] = []
     try:
@@ -75,7 +75,7 @@ def open_group(mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given:
         for comm in made:
             comm.Free()
         raise CollectiveError(f"Communicator {name!r}: {error}") from error
-    return Opened(made[0], None if limit is None else Watch(made[1], limit), points, words["operand_bytes"])
+    return Opened(made[0], None if limit is None else Watch(made[1], limit), points, accepted["operand_bytes"])
 
 
 def _duplicate(comm: MPI.Intracomm, calls: PollingCalls) -> Any:
@@ -106,6 +106,7 @@ def _type_of(device: DeviceLike) -> str | None:
 
 #: for each argument that can be wrong: checks it, and returns what must be equal on all ranks
 _CHECKS: dict[str, Callable[[Any], Any]] = {
+    "timeout": check_timeout,
     "device": _type_of,
     "order": _check_order,
     "transport": _check_transport,

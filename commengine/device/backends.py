@@ -14,7 +14,7 @@ from commengine.errors import CollectiveError
 from commengine.host.transport import HostTransport
 from commengine.stream import Stream, Work
 
-from .choice import TRANSPORTS, DeviceLike, choose_device, stays_on_host
+from .choice import DeviceLike, choose_device, stays_on_host
 from .clock import DeviceClock, DeviceTimes
 from .nccl import DeviceTransport, Runtime, load_runtime
 from .staged import Hosted, StagedTransport, device_address_transport, mpi_takes_device_addresses
@@ -173,8 +173,6 @@ def open_backend(
     rank cannot use the device that it has, the second result says why, on every rank. Raises CollectiveError on every
     rank when a rank cannot have what is asked for.
     """
-    if transport not in TRANSPORTS:
-        raise CollectiveError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
     if stays_on_host(comm, device, cuda):
         return None, None
     try:

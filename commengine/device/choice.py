@@ -52,19 +52,16 @@ def parse_device(device: DeviceLike) -> torch.device:
 
 
 def stays_on_host(comm: MPI.Intracomm, device: DeviceLike, cuda: Any = torch.cuda) -> bool:
-    """Whether the group's device is the CPU without a further look. Collective over ``comm``.
+    """Whether the group's device is the CPU without a further look. Collective over ``comm`` if ``device`` is None.
 
-    That is so where every rank asks for the CPU, or leaves the choice and finds no CUDA device. Raises CollectiveError,
-    on every rank, if the ranks ask for different kinds of devices.
+    That is so where the ranks ask for the CPU, or leave the choice and find no CUDA device. They have compared before
+    that they ask for the same kind of device.
     """
-    on_cpu = parse_device(device).type == "cpu"
-    mine = (on_cpu, device is None, device is None and not cuda.is_available())
-    asked = np.array(mine, dtype=np.int32)
-    comm.Allreduce(load_mpi().IN_PLACE, asked)
-    if set(asked[:2].tolist()) - {0, comm.size}:
-        kind = "the CPU" if on_cpu else "the group's choice" if device is None else "a CUDA device"
-        raise_together(comm, f"device={device!r} is {kind} here: choose one")
-    return comm.size in asked[[0, 2]].tolist()
+    if device is not None:
+        return parse_device(device).type == "cpu"
+    found = np.array([cuda.is_available()], dtype=np.int32)
+    comm.Allreduce(load_mpi().IN_PLACE, found)
+    return not found.any()
 
 
 def choose_device(

@@ -7,6 +7,7 @@ arguments, because `Communicator` has checked them. Tensors and streams are hand
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -112,17 +113,17 @@ def together(comm: MPI.Intracomm, make: Callable[[], Made]) -> Made:
     Then the ranks on which it did not fail abort what they made, if that is not None.
     """
     made: Any = None
-    problem = None
+    problem, cause = None, None
     try:
         made = make()
     except Exception as error:  # the other ranks wait: they must learn of any error
-        problem = explain(error)
+        problem, cause = explain(error), error
     try:
         raise_together(comm, problem)
-    except CollectiveError:
+    except CollectiveError as error:
         if made is not None:
             made.abort()
-        raise
+        raise error from cause
     return made  # type: ignore[no-any-return]
 
 
@@ -133,14 +134,16 @@ def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
     set already, because NCCL reads it when it starts.
     """
     os.environ.setdefault(LAUNCH_ORDER, "1")
-    unique, problem = bytearray(UNIQUE_ID_BYTES), None
-    if comm.rank == 0:
+
+    def drawn() -> bytes | None:
+        if comm.rank != 0:
+            return None
         try:
-            # CuPy 13 returns a tuple of signed bytes.
-            unique[:] = bytes(value & 0xFF for value in runtime.nccl.get_unique_id())
-        except Exception as error:  # the other ranks wait: they must learn of any error
-            problem = f"no unique id: {explain(error)}"
-    raise_together(comm, problem)
+            return bytes(value & 0xFF for value in runtime.nccl.get_unique_id())  # CuPy 13: a tuple of signed bytes
+        except Exception as error:
+            raise CollectiveError(f"no unique id: {explain(error)}") from error
+
+    unique = bytearray(together(comm, drawn) or UNIQUE_ID_BYTES)
     comm.Bcast([unique, load_mpi().BYTE], 0)
 
     def join() -> Any:
@@ -168,10 +171,25 @@ def _on(runtime: Runtime, device: torch.device) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Return an error of the binding in words. CuPy's table of codes ends at 6; it raises KeyError for 7 and 8."""
+    """Return an error of the binding in words, with NCCL's own, because CuPy says no more than "unhandled cuda error".
+
+    CuPy's table of codes ends at 6; it raises KeyError for 7 and 8.
+    """
+    if type(error).__name__ == "NcclError" and (said := last_error()):
+        return f"{error} ({said})"
     if isinstance(error, KeyError):
         return f"NCCL error {error.args[0]} ({ {7: 'in progress', 8: 'timeout'}.get(error.args[0], 'unknown') })"
     return str(error) or type(error).__name__
+
+
+def last_error() -> str:
+    """Return NCCL's words for the last error of this process; "" if it has none, or is older than 2.13."""
+    try:
+        find = ctypes.CDLL("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetLastError
+    except (OSError, AttributeError):
+        return ""
+    find.argtypes, find.restype = (ctypes.c_void_p,), ctypes.c_char_p
+    return (find(None) or b"").decode(errors="replace").strip()
 
 
 # Running ------------------------------------------------------------------------------------------------------
@@ -193,9 +211,13 @@ class DeviceTransport:
         self._last = stream  # holds the last call, and waits for all earlier ones
         self.runtime = runtime
         self.device = device
-        self.rank: int = comm.rank_id()
-        self.size: int = comm.size()
-        self._byte = runtime.byte(device)
+        try:
+            self.rank: int = comm.rank_id()
+            self.size: int = comm.size()
+            self._byte = runtime.byte(device)
+        except BaseException:  # the traceback would keep the NCCL communicator, and other ranks may wait for its end
+            self.abort()
+            raise
 
     @classmethod
     def open(cls, runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> DeviceTransport:
@@ -290,7 +312,11 @@ class DeviceTransport:
 
     def _call(self, function: Callable[..., Any], *args: int) -> Any:
         try:
-            return function(*args)
+            if self.size > 1:
+                return function(*args)
+            # NCCL does not set the device itself where a rank is alone, and an average is a kernel there, too.
+            with _on(self.runtime, self.device):
+                return function(*args)
         except (RuntimeError, KeyError) as error:
             raise TransferError(f"NCCL: {explain(error)}") from error
 

@@ -52,10 +52,13 @@ class Hosted:
 
         A host stream takes ``ready`` when the collective is enqueued, and its worker calls this later.
         """
-        self._own.wait_event(ready)
-        with self._cuda.stream(self._own):
-            getattr(self.inner, name)(*args)
-        self._own.synchronize()
+        # The device of a new thread is number 0, and leaving the stream sets that one: each rank would make a context
+        # there, and fail where a GPU is exclusive to one process.
+        with self._cuda.device(self.device):
+            self._own.wait_event(ready)
+            with self._cuda.stream(self._own):
+                getattr(self.inner, name)(*args)
+            self._own.synchronize()
 
 
 class SynchronizedCalls(WrappedCalls):

@@ -27,7 +27,7 @@ class Way(NamedTuple):
     open: opens it on another rank. opened: called on the first rank when all ranks have opened it.
     left: the bytes that may be reserved. step: as many bytes are reserved between two looks.
 
-    ``create``, ``open`` and ``left`` raise OSError where the way does not lead on.
+    ``create``, ``open`` and ``left`` raise OSError where this way does not work here.
     """
 
     create: Callable[[], tuple[int, tuple[str, str]]]

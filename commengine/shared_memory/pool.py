@@ -123,10 +123,10 @@ class Pool(SharedSegment):
         end = self._cut_off + nbytes
         if end > self.nbytes:
             return False
-        if end > self._reserved:
-            enough = min(self.nbytes, max(end, self._reserved + RESERVE_BYTES))
-            begin = self._begin
-            self._reserved = self._way.reserve(self._file, begin + self._reserved, begin + enough) - begin
+        begin, ahead = self._begin, min(self.nbytes, max(end, self._reserved + RESERVE_BYTES))
+        for enough in (ahead, end):
+            if end > self._reserved:
+                self._reserved = self._way.reserve(self._file, begin + self._reserved, begin + enough) - begin
         if end > self._reserved:
             return False
         self._cut_off = end

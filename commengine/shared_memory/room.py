@@ -15,8 +15,9 @@ from pathlib import Path
 #: the part of the machine's memory, or of a control group's, that is left for everything else
 LEFT = 1 / 16
 
-#: bytes of /dev/shm that are left for MPI
-MARGIN_BYTES = 8 << 20
+#: at least so many bytes of /dev/shm, and at least half of it, are left for MPI, that of other jobs included: Intel's
+#: takes up to 17 MB when large messages pass, MPICH's all at its start
+MARGIN_BYTES = 20 << 20
 
 #: the files of a control group in version 2 and in version 1: limit, use, and the files' pages in memory, which the
 #: kernel gives up before it kills
@@ -47,7 +48,7 @@ def memory_left(root: Path = Path("/")) -> int:
 def disk_left() -> int:
     """Return the bytes of /dev/shm that may be taken; it often has 64 MB in a container."""
     space = os.statvfs("/dev/shm")
-    return space.f_bavail * space.f_frsize - MARGIN_BYTES
+    return space.f_bavail * space.f_frsize - max(MARGIN_BYTES, space.f_blocks * space.f_frsize // 2)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -106,7 +106,8 @@ class NodeMemory:
         if file is None:
             return None
         whole = None
-        with contextlib.suppress(OSError, RuntimeError):  # torch raises RuntimeError where the system maps nothing
+        # torch raises RuntimeError where the system maps nothing; a length of 63 bits is an OverflowError.
+        with contextlib.suppress(OSError, RuntimeError, OverflowError):
             os.truncate(file, stride * ranks)
             start = stride * rank
             if self.way.reserve(file, start, start + reserved, ranks) == start + reserved:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from commengine.agreement import raise_together
+
 from .files import WAYS
 from .flags import BLOCK
 from .nodes import Node, find_node
@@ -73,12 +75,19 @@ class SharedTensors:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that all ranks of the node can reach, or a private one if that is impossible.
 
-        Collective; the same shape and dtype on every rank. Raises torch's errors, for a negative size for example.
+        Collective; the same shape and dtype on every rank. Raises torch's errors, for a negative size for example, and
+        CollectiveError on every rank if one has no private memory either.
         """
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         segment = self.share(like.nbytes) if like.numel() else None
         if segment is None:
-            return torch.empty_like(like, device="cpu")
+            problem, private = None, like
+            try:
+                private = torch.empty_like(like, device="cpu")
+            except RuntimeError as error:
+                problem = f"group {self.name!r}: empty: {str(error).splitlines()[0]}"
+            raise_together(self._comm, problem)
+            return private
         self._add(segment)
         return segment.tensor(like.numel(), dtype).view(like.shape)
 

@@ -52,9 +52,10 @@ def missing_ranks(entry: Entry, root_rank: int, told: Mapping[int, dict[str, Any
             if group.ranks.index(root_rank) not in said["peers"].get(group.key, ()):
                 found.append(f"rank {rank}, {what} (it neither sends to this rank nor receives from it)")
         else:
-            number, operation = said["sequences"].get(f"{group.key} {entry.sequence}", (0, "nothing"))
+            number, operation = said["sequences"].get(f"{group.key} {entry.sequence}", (0, ""))
             if number < entry.number:
-                found.append(f"rank {rank}, {what} (its last there is {operation} #{number})")
+                last = f"its last there is {operation} #{number}" if number else "it has made no call there"
+                found.append(f"rank {rank}, {what} ({last})")
             elif number == entry.number and operation != entry.operation:
                 found.append(f"rank {rank}, {what} (it is in {operation} #{number} instead)")
     return found

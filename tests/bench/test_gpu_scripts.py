@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = mpirun.ROOT
 STAGES = {
-    "live": "machine hello raw_nccl binding gpu_tests staged_tests raw_nccl_2 gpu_tests_2 gpu_tests_serial",
+    "live": "machine hello raw_nccl binding gpu_tests gpu_serial staged_tests raw_nccl_2 gpu_tests_2 gpu_tests_serial "
+    "compile_tests",
     "right": "cpu cuda resumed tp2_staged dp2_staged zero1_staged overlap_staged bf16 tp2_nccl dp2_nccl losses",
     "fast": "overhead profile flops overlap flops_large",
 }
@@ -150,6 +151,8 @@ def test_a_stage_that_does_not_exist_fails(repository):
         ("live", "raw_nccl", "tests/jobs/raw_nccl.py", "tests/jobs/raw_ncl.py"),
         ("live", "binding", "device/test_nccl_binding.py", "device/test_nccl_bindings.py"),
         ("live", "gpu_tests", "device/test_gpu.py", "device/test_gpus.py"),
+        ("live", "gpu_serial", "training/test_clipping.py", "training/test_clippings.py"),
+        ("live", "compile_tests", "--maxfail=5", "--max-fail=5"),
         ("live", "staged_tests", "tests/run -m", "tests/run -mm -m"),
         ("right", "cpu", "--lr-warmup-iters", "--lr-warm-up-iters"),
         ("right", "tp2_staged", "--device-transport staged", "--device-transport stage"),
@@ -213,6 +216,22 @@ def test_a_job_without_time_says_which_stages_did_not_run(repository):
     assert done.returncode == 1
     assert "not run   live hello: no time is left" in summary and "not run   live raw_nccl" in summary
     assert (repository.parent / "out" / "gpu-live.tar.gz").exists()
+
+
+def test_the_stages_of_one_rank_have_their_tests(tmp_path):
+    """Without a GPU, where torch is made to say that there is one: the tests run, and fail because of torch's build."""
+    program = tmp_path / "pretending.py"
+    program.write_text(
+        "import sys, pytest, torch\ntorch.cuda.is_available = lambda: True\nsys.exit(pytest.main(sys.argv[1:]))\n"
+    )
+    files = ["tests/commengine/device/test_gpu.py", "tests/tplayers/models/test_compile_alone.py"]
+    words = ["--with-mpi", "--where-size-matters", "-m", "gpu and mpi", "-q", "-p", "no:cacheprovider"]
+    listed = mpirun.command([sys.executable, str(program), *words, "--collect-only", *files], timeout=100)
+    counts = [sum(line.startswith(file) for line in listed.stdout.splitlines()) for file in files]
+    assert counts[0] > 400 and counts[1] == 32, listed.stdout[-1500:]
+    case = "test_on_one_device[gpt-aot_eager-False-nccl]"
+    done = mpirun.command([sys.executable, str(program), *words, f"{files[1]}::{case}"], timeout=100)
+    assert done.returncode == 1 and "built without CUDA" in done.stdout, done.stdout[-1500:]
 
 
 # What travels -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.support import mpirun
 def world(mpi_world):
     from commengine import Communicator
 
-    with Communicator(mpi_world) as world:
+    with Communicator(mpi_world, device="cpu") as world:
         yield world
         world.close()
 
@@ -33,7 +33,7 @@ def stream(mpi_world):
     """A stream of a communicator of its own: what breaks it breaks nothing else."""
     from commengine import Communicator
 
-    comm = Communicator(mpi_world, name="streamed")
+    comm = Communicator(mpi_world, device="cpu", name="streamed")
     made = comm.new_stream()
     made.comm = comm
     yield made

@@ -1,5 +1,6 @@
 """The communicators of a group's blocks: who is in them, when they close, and that a trace has them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,8 @@ def test_a_trace_of_a_group_has_its_blocks(world):
     first = world.rank - world.rank % size
     assert x.item() == sum(range(first, first + size))
     assert [(event.group, event.operation) for event in log.events] == [(block.name, "all_reduce")]
-    with pytest.raises(CollectiveError, match=rf"size={world.size + 1} must divide the group's size {world.size}"):
+    said = rf"block: size={world.size + 1} must be an integer that divides the group's size {world.size}"
+    with pytest.raises(CollectiveError, match=said):
         world.block(world.size + 1)
 
 
@@ -43,3 +45,8 @@ def test_blocks_close_with_their_group(mpi_world):
         block.all_reduce(torch.ones(1))
     with pytest.raises(CollectiveError, match="closed"):
         block.all_reduce(torch.ones(1))
+
+
+def test_an_integer_of_any_type_is_the_size(mpi_world):
+    with Communicator(mpi_world) as comm:
+        assert comm.block(np.int64(comm.size) if comm.rank == 0 else comm.size).size == comm.size

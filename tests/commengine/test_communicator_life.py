@@ -6,6 +6,7 @@ the job ends with a report that names the rank.
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,14 @@ from commengine.timeout.watcher import EXIT_CODE
 from tests.support.exact import ALWAYS
 
 OTHER_POINTS = SwitchPoints({Key("all_reduce", "full", 2): Point(window=1 << 12)})
+
+
+class Wordless:
+    """An argument that cannot be printed."""
+
+    def __repr__(self):
+        raise RecursionError("it contains itself")
+
 
 #: id: what the last rank gives its constructor, what the others give, and what every rank is told
 CONSTRUCTORS = {
@@ -38,6 +47,11 @@ CONSTRUCTORS = {
     "no operand bytes": ({"operand_bytes": "1 GB"}, {}, "operand_bytes='1 GB' must be a number of bytes"),
     "checked": ({"checked": True}, {}, "checked=True", "checked=False"),
     "names": ({"name": "b"}, {"name": "a"}, "name='b'", "name='a'"),
+    # errors that the argument's own class raises
+    "an array": ({"order": np.array(["rank", "tree"])}, {}, "order: ValueError: "),
+    "a table without rows": ({"switch_points": SwitchPoints(None)}, {}, "switch_points: AttributeError: "),
+    "too large for a float": ({"timeout": 10**400}, {}, "timeout: OverflowError: "),
+    "no words": ({"cuda_aware_mpi": Wordless()}, {}, "cuda_aware_mpi: RecursionError: "),
 }  # fmt: skip
 
 
@@ -72,7 +86,8 @@ LIVES = {
     "key": (lambda c: c.split(0, 2**40), lambda c: c.split(0), f"split: key={2**40} must be an integer"),
     "names": (lambda c: c.split(0, name="b"), lambda c: c.split(0, name="a"), "split: name='b' is not that of all"),
     "blocks": (lambda c: c.block(1), lambda c: c.block(c.size), "block(1)", "block(SIZE)"),
-    "block": (lambda c: c.block(0), lambda c: c.block(1), "size=0 must divide the group's size SIZE"),
+    "block": (lambda c: c.block(0), lambda c: c.block(1), "block: size=0 must be an integer that divides"),
+    "block text": (lambda c: c.block("1"), lambda c: c.block(1), "block: size='1' must be an integer that divides"),
     "shapes": (lambda c: c.empty((2, 3)), lambda c: c.empty((3, 2)), "empty(float32 [2, 3])", "empty(float32 [3, 2])"),
     "dtypes": (lambda c: c.empty((4,), torch.float64), lambda c: c.empty((4,)), "float64 [4]", "float32 [4]"),
     "negative": (lambda c: c.empty((-4,)), lambda c: c.empty((4,)), "empty: RuntimeError"),
@@ -120,10 +135,11 @@ def test_what_the_ranks_make_together_is_compared_and_the_group_goes_on(comm, wa
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_checked_collective_is_compared_with_a_close(mpi_world):
+@pytest.mark.parametrize("step", ["close", "wait_for_all"])
+def test_a_checked_collective_is_compared_with_other_steps(mpi_world, step):
     comm = Communicator(mpi_world, checked=True, timeout=30)
     with pytest.raises(CollectiveMismatch, match=r"asked for all_reduce\(float32 \[3\], op=sum\)"):
-        comm.close() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
+        getattr(comm, step)() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
     comm.close()
 
 
@@ -184,6 +200,9 @@ ENDS = {
         2, MULTIPLE, "other = world.mpi.Dup()\nCommunicator(other if world.rank else world.mpi, timeout=1.5)",
         "rank 1, Communicator #1", False,
     ),
+    "constructor absent, and a wrong argument": (
+        2, MULTIPLE, absent("Communicator(world.mpi, timeout=1.5, order='bad')", ""), "rank 1, Communicator #1", True,
+    ),
     "barrier instead of the constructor": (
         2, MULTIPLE, f"if world.rank:\n    world.mpi.Barrier()\n{TIMED}", "rank 1, Communicator #1", False,
     ),
@@ -196,7 +215,7 @@ ENDS = {
     ),
     "empty": (2, MULTIPLE, absent("timed.empty((4,))"), "rank 1, empty #1", False),
     "operand": (2, MULTIPLE, absent("timed.operand('all_reduce', (1 << 24,))"), "rank 1, shares_operand #1", False),
-    "block": (2, MULTIPLE, absent("timed.block(1)"), "rank 1, split #1", False),
+    "block": (2, MULTIPLE, absent("timed.block(1)"), "rank 1, block #1", False),
     "node_size": (2, MULTIPLE, absent("timed.node_size"), "rank 1, node_size #1", False),
     "close": (2, MULTIPLE, absent("timed.close()"), "rank 1, close #1", True),
     "close, no threads": (2, FUNNELED, absent("timed.close()"), "rank 1, close #1", False),

@@ -13,17 +13,6 @@ BARE_TRIES = 30  # MPICH dies in 1 of 16 tries, 2 ranks in 20 MB
 SHORT_RUN = "--train-iters 3 --eval-iters 1 --save FOLDER/run"  # the memory is taken in the first step
 MADE = [path.name for path in (mpirun.ROOT / ".venv").glob(".installed-*")]
 PYTHON = shlex.join([sys.executable])
-#: MPI's own calls, in programs of as many ranks without the engine
-BARE = """
-from array import array
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-for size in (8, 1 << 16, 1 << 22):
-    ours, sums = array("b", bytes(size)), array("b", bytes(size))
-    world.Allreduce(ours, sums)
-    world.Bcast(ours)
-    world.Sendrecv(ours, (world.rank + 1) % world.size, 0, sums, (world.rank - 1) % world.size, 0)
-"""
 
 
 def _mpiexec(ranks: int, words: str) -> str:
@@ -46,7 +35,7 @@ PROGRAMS = {
     ),
     "DataParallel": (4, JOB, "right"),
     "two jobs": (4, f"{{ {JOB} & first=$!; {JOB}; second=$?; wait $first && exit $second; }}", "right"),
-    "fields": (4, _mpiexec(4, "examples/shallow_water/surrogate.py --steps 2 --output FOLDER/a.png"), "picture"),
+    "fields": (4, _mpiexec(4, "examples/shallow_water/surrogate.py --steps 2 --output FOLDER/a.gif"), "animation: "),
     "make train": (2, _make(f"train ARGS='{SHORT_RUN}'"), "token perplexity"),
     "ZeRO-1, bf16": (
         4, _make(f"train NP=4 ARGS='{SHORT_RUN} --bf16 --use-distributed-optimizer'"), "token perplexity",
@@ -88,7 +77,7 @@ def run(case: Case) -> str:
         assert done.stdout.count(last) >= 1 + (name == "two jobs"), done.stdout[-1500:]
         return f"{name} in {size} MB"
     assert size < 32, f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
-    bare = (started(size, _mpiexec(ranks, f"-c {shlex.quote(BARE)}")) for _ in range(BARE_TRIES))
+    bare = (started(size, _mpiexec(ranks, f"-c {shlex.quote(small_shm.BARE)}")) for _ in range(BARE_TRIES))
     assert any(one.returncode for one in bare), f"mpi4py alone never dies with {size} MB, and this did: {done}"
     assert done.stderr.count("of /dev/shm are free") == 1, f"no line says how much MPI needs: {done.stderr[-1500:]}"
     return f"MPI needs more, {name} in {size} MB"

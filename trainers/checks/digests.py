@@ -68,11 +68,11 @@ def tensor_sum(part: Tensor, placement: Placement) -> int:
 
     The sum of all ranks' numbers, modulo 2^64, is a digest of the global tensor.
     """
+    part = part.cpu()
     if placement.padded:  # its elements have no places in a grid; it is rare
         factors = functools.reduce(torch.mul, _along(placement.view))
         factors = placement.part(factors.reshape(placement.shape))
         return int((bits(part).long() * factors).sum())
-    part = part.cpu()
     rows = bits(part if part.dim() == 2 and part.t().is_contiguous() else part.contiguous()).view(placement.part_view)
     # In the order in which the elements lie: a weight may lie transposed.
     order = sorted(range(rows.dim()), key=rows.stride, reverse=True)

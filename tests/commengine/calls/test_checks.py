@@ -263,6 +263,10 @@ def test_errors_are_exceptions_although_the_callers_handler_is_fatal(mpi_world):
 @pytest.mark.parametrize("operation", ["broadcast", "gather", "reduce_scatter"])
 def test_sizes_that_differ_are_named_where_mpi_tells(mpi_world, operation):
     """Nothing is compared in advance. MPICH ends the job by itself in collectives that send and receive at once."""
+    from mpi4py import MPI
+
+    if operation != "reduce_scatter" and MPI.get_vendor()[0] == "Intel MPI":
+        pytest.skip("Intel's MPI cuts a broadcast that is too long, and waits in such a gather without end")
     comm = Communicator(mpi_world, device="cpu")
     rank, size = comm.rank, comm.size
     count = 8 if rank == 0 else 4

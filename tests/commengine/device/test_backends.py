@@ -256,6 +256,14 @@ def test_a_communicator_does_not_change_the_current_device(patches, mpi_world, t
         assert comm.cuda.current_device == 1
 
 
+def test_a_staged_call_leaves_device_0_alone(patches, mpi_world):
+    """Another thread's device is number 0, and leaving a block of a stream would make a context there."""
+    with opened(patches, mpi_world, "staged", device=torch.device("cuda", 1)) as comm:
+        hosted = comm._backend.transport
+        hosted.run("barrier", (), hosted.ready())
+        assert comm.cuda.contexts == {1} and comm.cuda.current_device == 0
+
+
 def test_a_job_computes_on_its_own_device(monkeypatch, mpi_world):
     """Otherwise all ranks' pinned memory, and their synchronize without an argument, are device 0's."""
     runtime, seen = runtime_stand_in(devices=8), []

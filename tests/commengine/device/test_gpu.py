@@ -28,7 +28,7 @@ from tests.support.device.moving import moved_together
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, or not asked for with -m gpu", allow_module_level=True)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.mpi(min_size=1)]
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 SLEEP_CYCLES = 400_000_000  # some 0.2 s
 

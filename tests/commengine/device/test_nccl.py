@@ -296,10 +296,14 @@ def test_split(mpi_world, cupy, version):
         mine.close()
 
 
+@pytest.mark.every_size
 def test_nccl_is_started_on_the_device_it_is_for(mpi_world):
     runtime = runtime_stand_in(devices=2)
     transport = DeviceTransport.open(runtime, mpi_world, torch.device("cuda", 1))
     assert transport._comm.device == 1 and runtime.cuda.current_device == 0
+    tensor = torch.ones(2)
+    transport.all_reduce(tensor, "avg")  # a kernel on one rank, too, and NCCL does not set the device there
+    transport.barrier()
     transport.close()
 
 
@@ -372,8 +376,9 @@ def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
 
     if mpi_world.rank == mpi_world.size - 1:
         object.__setattr__(runtime, "byte", byte)
-    with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: CUDA out of memory$"):
+    with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: CUDA out of memory$") as error:
         DeviceTransport.open(runtime, mpi_world, CUDA)
+    assert isinstance(error.value.__cause__, MemoryError) == (mpi_world.rank == mpi_world.size - 1)
     assert [made.end for made in runtime.nccl.comms] == ["abort"]
 
 

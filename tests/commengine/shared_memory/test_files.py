@@ -65,13 +65,16 @@ def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
     reason = small_shm.allowed([*SPACES[space], "true"])
     if reason:
         pytest.skip(reason)
-    argv = [mpirun.mpiexec(), "-n", "2", "unshare", *SPACES[space], *program(tmp_path)]
-    done = mpirun.command(argv, timeout=90)
+    launch = [mpirun.mpiexec(), "-n", "2", "unshare", *SPACES[space]]
+    done = mpirun.command([*launch, *program(tmp_path)], timeout=90)
+    alone = [*launch, sys.executable, "-c", "from mpi4py import MPI; MPI.COMM_WORLD.allgather(bytes(1 << 20))"]
+    if done.returncode and mpirun.command(alone, timeout=60).returncode:
+        pytest.skip("mpi4py alone dies in such a namespace, too (Open MPI 5 in PID namespaces)")
     assert done.returncode == 0 and done.stdout.count("named True\n") == 2, done  # UCX tells of its own failures
 
 
 @needs_mounts
-@pytest.mark.parametrize(("megabytes", "way", "told"), [(20, "", "nameless True"), (24, "named", "named False")])
+@pytest.mark.parametrize(("megabytes", "way", "told"), [(20, "", "nameless True"), (36, "named", "named False")])
 def test_a_small_dev_shm(tmp_path, megabytes, way, told):
     """Memory without a name needs none of it; named files leave MPI its part, and the group goes on without more."""
     argv = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), way])
@@ -85,7 +88,7 @@ def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
     job = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), "named"])
     both = f"{job} & first=$!; {job}; second=$?; wait $first && exit $second"
     for _ in range(3):
-        done = mpirun.command(small_shm.in_small_shm(40, both), timeout=100)
+        done = mpirun.command(small_shm.in_small_shm(64, both), timeout=100)
         said = sorted(line.split()[0] for line in done.stdout.splitlines())
         assert done.returncode == 0 and said in (["named"] * 4, ["named"] * 2 + ["private"] * 2), done
 
@@ -101,7 +104,7 @@ def test_a_kill_while_memory_is_made_leaves_nothing_of_it(tmp_path, way):
         argv = [mpirun.mpiexec(), "-n", "2", *program(tmp_path), "again", way]
         pids = "ps -o pid= --ppid $(ps -o pid= --ppid $job)"
         script = (
-            f"{' '.join(argv)} > {tmp_path}/out & job=$!; "
+            f": > {tmp_path}/out; {' '.join(argv)} >> {tmp_path}/out & job=$!; "
             f"while [ $(grep -c ready {tmp_path}/out) -lt 2 ]; do sleep 0.05; done; sleep {draw.random():.4f}; "
             f"kill -9 $job $({pids}) $(ps -o pid= --ppid $job); wait; ls -s /dev/shm | tail -n +2 > {listing}"
         )

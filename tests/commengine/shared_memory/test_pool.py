@@ -242,6 +242,18 @@ def test_no_room_later(mpi_world):
         del kept, big
 
 
+def test_the_last_room_is_used(mpi_world, monkeypatch):
+    """A pool takes memory ahead. Where there is no room for that, it takes what the block needs."""
+    with Communicator(mpi_world, switch_points=ALWAYS) as comm:
+        comm.operand("all_reduce", (NUMEL,))
+        pool = comm._shared.pool
+        most = pool._reserved + pools.RESERVE_BYTES // 2
+        monkeypatch.setattr(pool, "_way", NAMELESS._replace(left=lambda: most - pool._reserved))
+        kept = [comm.operand("all_reduce", (pools.RESERVE_BYTES // 16,)) for _ in range(7)]  # quarters, in bytes
+        assert [comm._shared.reaches(one) for one in kept] == [True] * 6 + [False]
+        del kept
+
+
 def test_a_pool_that_nobody_uses_is_unmapped(mpi_world):
     def mapped():
         return int(Path("/proc/self/statm").read_text().split()[0]) * 4096

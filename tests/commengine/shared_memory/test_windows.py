@@ -12,6 +12,7 @@ from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.dtypes import DTYPES
 from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import window_collectives as in_window
+from commengine.shared_memory.files import NAMELESS
 from tests.support.exact import ALWAYS, expected, ops_of, values
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -164,14 +165,46 @@ def test_many_rounds_on_two_lanes(world):
 def test_different_tensors_on_different_ranks_are_an_error_on_all(mpi_world):
     with Communicator(mpi_world, name="confused", switch_points=ALWAYS) as comm:
         one, other = comm.empty((SHARED_BYTES,)), comm.empty((SHARED_BYTES,))
-        with pytest.raises(
-            CollectiveMismatch, match=r"rank 1 asked for all_reduce of 131072 bytes at byte 0 of shared tensor 1"
-        ):
+        said = (
+            rf"^rank {comm.rank} of group 'confused' \(size {comm.size}\): .*"
+            "rank 1 asked for all_reduce of 131072 bytes at byte 0 of shared tensor 1"
+        )
+        with pytest.raises(CollectiveMismatch, match=said):
             comm.all_reduce(other if comm.rank == 1 else one)
         one.fill_(1.0)
         comm.all_reduce(one)  # the communicator is in step
         assert one.eq(comm.size).all()
         del one, other
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_memory_at_all_is_an_error_on_every_rank(mpi_world):
+    """Neither shared nor private. No descriptor is left."""
+    with Communicator(mpi_world, name="poor") as comm:
+        comm.empty((1,))
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(CollectiveError, match=r"group 'poor': empty: .*allocate"):
+            comm.empty((1 << 60,))
+        assert len(list(Path("/proc/self/fd").iterdir())) == files
+        comm.all_reduce(torch.ones(1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_memory_on_one_rank_is_an_error_on_every_rank(mpi_world, monkeypatch):
+    """A limit of the process would not do: malloc may have kept as much from older tests."""
+    with Communicator(mpi_world, name="poor") as comm:
+        comm.empty((1,))
+        if comm.rank == comm.size - 1:
+
+            def refuse(*_, **__):
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+            monkeypatch.setattr(comm._shared._memory, "way", NAMELESS._replace(left=lambda: 0))
+            monkeypatch.setattr(torch, "empty_like", refuse)
+        with pytest.raises(CollectiveError, match=rf"rank {comm.size - 1}: group 'poor': empty: .*allocate"):
+            comm.empty((1 << 20,))
+        monkeypatch.undo()
+        comm.all_reduce(torch.ones(1))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -122,8 +122,7 @@ def test_a_name_that_another_job_has_taken_since_is_left_alone(tmp_path):
         assert segments.unlink_own(tmp_path) == [] and path.exists()
 
 
-BARE = "from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); print('right')"
-ENGINE = f"from commengine.startup.start import start_mpi; start_mpi(); {BARE}"
+ENGINE = f"from commengine.startup.start import start_mpi; start_mpi()\n{small_shm.BARE}"
 SAID = "MB of /dev/shm are free, and "
 
 
@@ -133,7 +132,7 @@ SAID = "MB of /dev/shm are free, and "
 def test_a_dev_shm_that_is_too_small_for_mpi_is_one_line(megabytes):
     """It is said where a program without the engine dies, and only there."""
     outcomes = {}
-    for name, words in {"bare": BARE, "engine": ENGINE}.items():
+    for name, words in {"bare": small_shm.BARE, "engine": ENGINE}.items():
         job = shlex.join([mpirun.mpiexec(), "-n", "2", sys.executable, "-c", words])
         outcomes[name] = mpirun.command(small_shm.in_small_shm(megabytes, job), timeout=60)
     dies = {name: done.returncode != 0 for name, done in outcomes.items()}

@@ -157,7 +157,7 @@ except CollectiveError:
     time.sleep(60)
 """
     )
-    assert "missing: rank 1, all_reduce #1 (its last there is nothing #0)" in reports(done.stderr)[0], done.stderr
+    assert "missing: rank 1, all_reduce #1 (it has made no call there)" in reports(done.stderr)[0], done.stderr
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ class CudaStandIn:
         self.clock_ms = 0.0
         self.streams: dict[int, Any] = {}
         self.current_device = 0
+        self.contexts: set[int] = set()  # devices that were set by leaving a block of a stream
         self.capturing = False  # a CUDA graph captures the current stream
         self.unused: list[Any] = []
         outer = self
@@ -144,6 +145,7 @@ class CudaStandIn:
             yield
         finally:
             self._stack.pop()
+            self.contexts.add(self.current_device)
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:

@@ -238,6 +238,8 @@ class NcclCommunicatorStandIn:
 
     def _put(self, stream: int, work: Callable[[], None], name: str = "", peer: int = -1, transfer: Any = None) -> None:
         self.outstanding += 1
+        if self.mpi.size == 1:  # NCCL sets the device where it has others to speak to
+            assert self.nccl.cuda.current_device == self.device, "invalid resource handle"
 
         def run() -> None:
             self.outstanding -= 1

@@ -78,7 +78,7 @@ class Case:
             with contextlib.suppress(OSError):
                 if not path.name.isdigit() or int(path.name) == os.getpid():
                     continue
-                if wanted in (path / "environ").read_bytes().split(b"\0"):
+                if wanted in _environment(path).split(b"\0"):
                     name, _, after = (path / "stat").read_text().partition("(")[2].rpartition(")")
                     if after.split()[0] not in "ZX":
                         yield int(path.name), name
@@ -104,6 +104,21 @@ class Case:
             for pid in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _environment(process: Path) -> bytes:
+    """The environment of a process, given as its folder in /proc. Raises OSError for a kernel thread and a zombie.
+
+    A process has none, and no arguments, for a moment in its exec, which may be after Popen has returned.
+    """
+    deadline = time.monotonic() + 1
+    while not (environment := (process / "environ").read_bytes()) and time.monotonic() < deadline:
+        (process / "exe").readlink()  # a kernel thread and a zombie have none: OSError, for the caller
+        over = (process / "cmdline").read_bytes()
+        time.sleep(0.001)
+        if over:  # the exec is over, perhaps since the environment was read
+            return (process / "environ").read_bytes()
+    return environment
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,19 @@
 import subprocess
 from collections.abc import Sequence
 
+#: a program of any number of ranks with MPI's own calls and without the engine; its messages are large, too, because
+#: Intel's MPI takes its memory when they pass
+BARE = """
+from array import array
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+for size in (8, 1 << 16, 1 << 22):
+    ours, sums = array("b", bytes(size)), array("b", bytes(size))
+    world.Allreduce(ours, sums)
+    world.Bcast(ours)
+    world.Sendrecv(ours, (world.rank + 1) % world.size, 0, sums, (world.rank - 1) % world.size, 0)
+"""
+
 
 def in_small_shm(megabytes: int, command: str) -> list[str]:
     """The command line that runs ``command``, of a shell, where /dev/shm has that many times 2^20 bytes."""

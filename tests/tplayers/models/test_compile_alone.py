@@ -95,11 +95,13 @@ def test_the_graph_has_the_operators(itself, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_one_device(backend, transport, sequence_parallel, kind):
+def test_on_one_device(itself, backend, transport, sequence_parallel, kind):
     try:
         comm = Alone(itself, device="cuda", transport=transport)
     except CollectiveError as error:
-        pytest.skip(str(error))
+        if "needs one for each rank" in str(error):
+            pytest.skip(str(error))
+        raise
     with comm:
         module = model(comm, kind, sequence_parallel=sequence_parallel, recompute="selective")
         eager, compiled = compare(comm, module, inputs(comm.device, kind), backend, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tplayers import Placement
 from trainers.checks.digests import BITS, CHUNK, _of_text, tensor_sum
@@ -47,6 +48,26 @@ def test_parts_that_are_no_blocks(padded):
         for count in (1, 2)
     ]
     assert (found[0] - found[1]) % 2**64 == 0
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies to the host."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.Tensor.cpu
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [(), (3, 10, 5)])
+def test_a_part_on_a_device_is_read_once(padded):
+    """The factors lie on the host."""
+    one = Placement((24, 5), view=(3, 8, 5), dim=1, padded=padded)
+    part = one.part(torch.randn(24, 5, generator=torch.Generator().manual_seed(0)))
+    with Copies() as copies:
+        tensor_sum(part, one)
+    assert copies.count == 1
 
 
 def test_every_bit_and_every_place_counts():

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from trainers.data.samples import EpochPermutation, ZipfSamples
 
-pytestmark = pytest.mark.slow
+#: the runs take 30 to 60 s, and 100 under Open MPI, where 4 ranks on 2 cores wait for each other longer
+LIMIT_S = 280
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 20)]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 SPLIT = [layout for layout in LAYOUTS if layout != (1, 1)]
@@ -77,7 +79,7 @@ def runs(tmp_path_factory, pretrain, mock):
         (tensor * data, [*base, *VARIANTS[name], "--tensor-model-parallel-size", str(tensor), "--save", folder])
         for (tensor, data, name), folder in folders.items()
     ]
-    for (n, _), outcome in zip(commands, pretrain(*commands), strict=True):
+    for (n, _), outcome in zip(commands, pretrain(*commands, timeout=LIMIT_S), strict=True):
         assert outcome.codes == [0] * n, outcome.err
     return folders
 
