@@ -20,7 +20,7 @@ from commengine.device.choice import (
 )
 from commengine.device.nccl import load_runtime, to_install
 from commengine.device.staged import mpi_takes_device_addresses
-from tests.support.device.nccl_stand_in import runtime_stand_in
+from tests.support.device.cuda_stand_in import host_runtime
 
 CUDA = torch.device("cuda")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -51,21 +51,21 @@ def test_no_device(device):
 
 
 def test_problems_of_the_device():
-    two = runtime_stand_in(devices=2).cuda
+    two = host_runtime(devices=2).cuda
     assert device_problem(CUDA, two, "12.8") is None
     assert device_problem(torch.device("cuda:1"), two, "12.8") is None
     assert "'cuda:0' to 'cuda:1'" in device_problem(torch.device("cuda:2"), two, "12.8")
     assert "built without CUDA" in device_problem(CUDA, two, "")
-    assert "finds no CUDA device" in device_problem(CUDA, runtime_stand_in(devices=0).cuda, "12.8")
+    assert "finds no CUDA device" in device_problem(CUDA, host_runtime(devices=0).cuda, "12.8")
 
 
 def test_problems_of_the_binding():
-    runtime = runtime_stand_in()
+    runtime = host_runtime()
     assert runtime_problem(runtime, "12.4", []) is None
     said = runtime_problem(runtime, "13.0", [])
     assert "torch is built for CUDA 13 and CuPy for CUDA 12" in said and "pip install '.[gpu-cuda13]'" in said
     assert "two NCCL libraries are loaded, /a and /b" in runtime_problem(runtime, "12.4", ["/a", "/b"])
-    assert "NCCL 2.9.6 is too old: 2.10.0" in runtime_problem(runtime_stand_in(version=20906), "12.4", [])
+    assert "NCCL 2.9.6 is too old: 2.10.0" in runtime_problem(host_runtime(version=20906), "12.4", [])
 
 
 def test_loaded_libraries_are_told_apart_by_their_files(tmp_path):
@@ -86,8 +86,8 @@ def test_sharing_a_device():
     said = sharing_problem(["a", "a", "b", "b"], 2)
     assert "4 ranks of this node use 2 CUDA devices" in said and "NCCL_MULTI_RANK_GPU_ENABLE=1" in said
     asked = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    assert may_share(runtime_stand_in(version=23000), asked)
-    assert not may_share(runtime_stand_in(version=22907), asked) and not may_share(runtime_stand_in(), {})
+    assert may_share(host_runtime(version=23000), asked)
+    assert not may_share(host_runtime(version=22907), asked) and not may_share(host_runtime(), {})
 
 
 def test_the_launcher_tells_a_ranks_number_on_its_node():
@@ -147,7 +147,7 @@ def test_ranks_of_a_node_take_devices_in_turn(mpi_world, monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
 
     def choose(devices, device="cuda", transport="nccl", version=23203):
-        runtime = runtime_stand_in(devices=devices, version=version)
+        runtime = host_runtime(devices=devices, version=version)
         return choose_device(mpi_world, device, transport, cuda=runtime.cuda, load=lambda: runtime)[0]
 
     # Open MPI may number the ranks of a node in another order than the world does.
@@ -172,7 +172,7 @@ def test_two_groups_of_a_node_take_different_devices(mpi_world, monkeypatch):
     monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
     monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
     half = mpi_world.Split(mpi_world.rank * 2 // mpi_world.size, -mpi_world.rank)
-    runtime = runtime_stand_in(devices=mpi_world.size)
+    runtime = host_runtime(devices=mpi_world.size)
     device, _ = choose_device(half, "cuda", cuda=runtime.cuda, load=lambda: runtime)
     half.Free()
     assert sorted(mpi_world.allgather(str(device))) == [f"cuda:{rank}" for rank in range(mpi_world.size)]
@@ -185,7 +185,7 @@ def test_ranks_that_would_meet_on_a_device_are_counted_in_their_group(mpi_world,
     monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
     monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
     monkeypatch.setattr("commengine.device.choice.local_rank", lambda: 2 * mpi_world.rank)
-    runtime = runtime_stand_in(devices=mpi_world.size)
+    runtime = host_runtime(devices=mpi_world.size)
     device, _ = choose_device(mpi_world, "cuda", cuda=runtime.cuda, load=lambda: runtime)
     assert device == torch.device("cuda", mpi_world.rank)
 
@@ -197,13 +197,13 @@ def test_a_problem_of_one_rank_is_every_ranks_error(mpi_world):
     def load():
         if last:
             raise CollectiveError("no libnccl")
-        return runtime_stand_in()
+        return host_runtime()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("commengine.device.choice.device_problem", lambda *_: None)
         patch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
         with pytest.raises(CollectiveError) as error:
-            choose_device(mpi_world, "cuda", cuda=runtime_stand_in().cuda, load=load)
+            choose_device(mpi_world, "cuda", cuda=host_runtime().cuda, load=load)
     assert str(error.value) == f"rank {mpi_world.size - 1}: device='cuda': no libnccl"
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from commengine import CollectiveError, Communicator, communicator
-from commengine.device.backends import HostedBackend, NcclBackend, open_backend
+from commengine.device.backends import HostedBackend, open_backend
+from tests.support.device.cuda_stand_in import host_runtime
 from tests.support.device.device_stand_in import on_device
-from tests.support.device.nccl_stand_in import runtime_stand_in
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
@@ -22,7 +22,7 @@ def machine(monkeypatch):
     monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
 
     def machine(devices, load=None):
-        runtime = runtime_stand_in(devices=devices)
+        runtime = host_runtime(devices=devices)
         opened = functools.partial(open_backend, cuda=runtime.cuda, load=load or (lambda: runtime))
         monkeypatch.setattr(communicator, "open_backend", opened)
         monkeypatch.setattr(
@@ -105,20 +105,6 @@ def test_more_ranks_than_gpus_are_a_host_group(mpi_world, machine):
         assert comm.no_device.startswith(f"{mpi_world.size} ranks of this node use 1 CUDA device (this rank sees 1)")
     with pytest.raises(CollectiveError, match="ranks of this node use 1 CUDA device "):
         Communicator(mpi_world, device="cuda")
-
-
-def test_a_gpu_for_each_rank_is_used(mpi_world, machine):
-    machine(4)
-    with Communicator(mpi_world) as comm:
-        assert comm.device.type == "cuda" and isinstance(comm._backend, NcclBackend) and comm.no_device is None
-
-
-def test_an_nccl_that_does_not_start_makes_it_a_host_group(mpi_world, machine):
-    runtime = machine(4)
-    runtime.nccl.fail["get_unique_id"] = 2
-    with Communicator(mpi_world) as comm:
-        works_on_the_host(comm)
-        assert "NCCL_ERROR_SYSTEM" in comm.no_device
 
 
 def test_a_device_that_does_not_answer_makes_it_a_host_group(mpi_world, machine, monkeypatch):

@@ -1,8 +1,9 @@
-"""NCCL's side of every operation, against a stand-in that holds the calls against the real binding's signatures."""
+"""NCCL's side of every operation, by the real CuPy over a libnccl of ours on host memory."""
 
 import contextlib
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.support.device.exact_reductions import (  # noqa: F401  likewise
     test_reduce_scatter,
 )
 from tests.support.device.moving import moved_together
-from tests.support.device.nccl_stand_in import NcclError, runtime_stand_in
+from tests.support.device.nccl.library import CUPY, cupy_runtime
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -35,17 +36,22 @@ CUDA = torch.device("cuda", 0)
 
 
 @contextlib.contextmanager
-def connected(mpi_comm, cupy=14, version=23203):
-    runtime = runtime_stand_in(cupy, version=version)
+def connected(mpi_comm, version=23203):
+    runtime = cupy_runtime(version=version)
     transport = DeviceTransport.open(runtime, mpi_comm, CUDA)
     yield transport
     transport.close()
 
 
-@pytest.fixture(scope="module", params=[13, 14], ids=["cupy13", "cupy14"])
-def transport(request, mpi_world):
-    with connected(mpi_world, request.param) as transport:
+@pytest.fixture
+def transport(mpi_world):
+    with connected(mpi_world) as transport:
         yield transport
+
+
+def made(transport):
+    """The first NCCL communicator that was made for it, as the library has it."""
+    return transport.runtime.library.comms[0]
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +126,20 @@ def test_synchronize_waits_for_calls_on_the_callers_stream(transport):
     with transport.runtime.cuda.stream(stream):
         transport.all_reduce(tensor, "sum")
     transport.synchronize()
-    assert (tensor == transport.size).all() and transport._comm.outstanding == 0
+    assert (tensor == transport.size).all() and made(transport).outstanding == 0
 
 
 def test_a_graphs_capture_is_refused(transport):
     """The wait for the communicator's last stream would end it, with an error that names no collective."""
     tensor, cuda = torch.ones(3), transport.runtime.cuda
-    before = len(transport.runtime.nccl.calls)
+    before = transport.runtime.library.calls
     cuda.capturing = True
     try:
         with pytest.raises(TransferError, match="cannot be captured into a CUDA graph"):
             transport.all_reduce(tensor, "sum")
     finally:
         cuda.capturing = False
-    assert len(transport.runtime.nccl.calls) == before
+    assert transport.runtime.library.calls == before
     transport.all_reduce(tensor, "sum")
     transport.synchronize()
     assert (tensor == transport.size).all()
@@ -180,15 +186,15 @@ def test_the_order_of_launches_is_set_before_nccl_starts_unless_the_user_set_it(
         del os.environ[LAUNCH_ORDER]
     with connected(mpi_world) as transport:
         assert os.environ[LAUNCH_ORDER] == seen
-        assert transport.runtime.nccl.ordered == (seen == "1")
+        assert transport.runtime.library.ordered == (seen == "1")
 
 
 def test_barrier_is_the_streams(transport):
     transport.barrier()
     transport.barrier()
-    assert transport._comm.outstanding == 2
+    assert made(transport).outstanding == 2
     transport.synchronize()
-    assert transport._comm.outstanding == 0
+    assert made(transport).outstanding == 0
 
 
 @pytest.mark.every_size
@@ -222,17 +228,17 @@ def test_send_and_recv(transport):
 
 @pytest.mark.every_size
 def test_a_group_is_one_launch(transport):
-    nccl, queue = transport.runtime.nccl, transport.runtime.cuda.current_stream().queue
+    library, queue = transport.runtime.library, transport.runtime.cuda.current_stream().queue
     tensors = [torch.full((count,), float(transport.rank)) for count in (1, 5, 300)]
     whole, blocks = torch.empty(2 * transport.size), torch.arange(2.0 * transport.size) + transport.rank
-    nccl.calls.clear()
+    library.forget_calls()
     with transport.group():
         for tensor in tensors:
             transport.all_reduce(tensor, "sum")
         transport.all_to_all(whole, blocks)
         assert not queue
     assert len(queue) == 1
-    assert nccl.calls[0] == "groupStart" and nccl.calls[-1] == "groupEnd"
+    assert library.calls[0] == "GroupStart" and library.calls[-1] == "GroupEnd"
     transport.synchronize()
     assert all((tensor == sum(range(transport.size))).all() for tensor in tensors)
     mine = torch.arange(2.0) + 2 * transport.rank
@@ -240,49 +246,78 @@ def test_a_group_is_one_launch(transport):
 
 
 def test_a_group_that_fails_is_ended(transport):
-    nccl = transport.runtime.nccl
+    library, tensor = transport.runtime.library, torch.ones(1)
     with pytest.raises(ZeroDivisionError), transport.group():
         1 / 0  # noqa: B018
-    nccl.fail["allReduce"] = 5
+    library.fail("AllReduce", 5)
     with pytest.raises(TransferError, match="NCCL: NCCL_ERROR_INVALID_USAGE"), transport.group():
-        transport.all_reduce(torch.ones(1), "sum")
-    assert nccl.depth == 0
+        transport.all_reduce(tensor, "sum")
+    assert library.depth == 0
+    transport.all_reduce(tensor, "sum")  # and the next call is no part of it
+    transport.synchronize()
+    assert tensor.item() == transport.size
 
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(2, "NCCL_ERROR_SYSTEM"), (7, r"NCCL error 7 \(in progress\)"), (8, r"NCCL error 8 \(timeout\)")],
+    [
+        (2, r"NCCL_ERROR_SYSTEM.*: unhandled system error \(a test lets Reduce fail\)"),
+        (6, "NCCL_ERROR_REMOTE"),
+        (7, r"NCCL error 7 \(in progress"),
+        (8, r"NCCL error 8 \(timeout\)"),
+    ],
 )
 def test_every_status_of_nccl_is_an_error_in_words(transport, status, message):
-    with pytest.raises((NcclError, KeyError)):
-        raise NcclError(status)
-    transport.runtime.nccl.fail["reduce"] = status
+    transport.runtime.library.fail("Reduce", status)
     with pytest.raises(TransferError, match=message):
         transport.reduce(torch.ones(1), 0, "sum")
 
 
 def test_failure_is_what_nccl_found_later(transport):
-    nccl = transport.runtime.nccl
+    library = transport.runtime.library
     assert transport.failure() is None
-    nccl.fail["check_async_error"] = 6
-    assert transport.failure() == "NCCL_ERROR_REMOTE"
-    nccl.fail["check_async_error"] = 7  # in progress: no error
+    library.fail("CommGetAsyncError", 6)
+    assert "NCCL_ERROR_REMOTE" in transport.failure()
+    library.fail("CommGetAsyncError", 7)  # in progress: no error
     assert transport.failure() is None
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_arguments_that_nccl_does_not_take_are_an_error(transport, dtype):
+    """No product of complex numbers, no 16-bit integers: the library would refuse what the table lets through."""
+    tensor = torch.ones(2, dtype=dtype)
+    for op in REDUCTIONS:
+        if (dtype, op) in NCCL_REDUCTIONS:
+            transport.all_reduce(tensor, op)
+        else:
+            with pytest.raises(KeyError):
+                transport.all_reduce(tensor, op)
+    transport.synchronize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_differ_in_a_collective_are_noticed(mpi_world):
+    """By the library, not by NCCL: a test in which the ranks disagree must fail."""
+    with connected(mpi_world) as transport:
+        tensor = torch.ones(2 + transport.rank)
+        transport.all_reduce(tensor, "sum")
+        with pytest.raises(AssertionError, match="call 0 differs"):
+            transport.synchronize()
 
 
 # Life ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_size
-@pytest.mark.parametrize(("cupy", "version"), [(13, 23203), (14, 23203), (14, 21700)])
-def test_split(mpi_world, cupy, version):
-    with connected(mpi_world, cupy, version) as whole:
+@pytest.mark.parametrize("version", [21000, 21700, 22105, 23203])
+def test_split(mpi_world, version):
+    with connected(mpi_world, version) as whole:
         outstanding = torch.ones(2)
         whole.all_reduce(outstanding, "sum")
         color = None if whole.rank == 3 else whole.rank % 2
         part = mpi_world.Split(-32766 if color is None else color, -whole.rank)
         mine = whole.split(mpi_world, None if color is None else part, color, -whole.rank)
-        assert ("commSplit" in whole.runtime.nccl.calls) == (cupy == 14 and version > 21800)
+        assert ("CommSplit" in whole.runtime.library.calls) == (CUPY >= 14 and version > 21800)
         whole.synchronize()
         assert (outstanding == whole.size).all()
         if color is None:
@@ -298,9 +333,9 @@ def test_split(mpi_world, cupy, version):
 
 @pytest.mark.every_size
 def test_nccl_is_started_on_the_device_it_is_for(mpi_world):
-    runtime = runtime_stand_in(devices=2)
+    runtime = cupy_runtime(devices=2)
     transport = DeviceTransport.open(runtime, mpi_world, torch.device("cuda", 1))
-    assert transport._comm.device == 1 and runtime.cuda.current_device == 0
+    assert transport._comm.device_id() == 1 and runtime.cuda.current_device == 0
     tensor = torch.ones(2)
     transport.all_reduce(tensor, "avg")  # a kernel on one rank, too, and NCCL does not set the device there
     transport.barrier()
@@ -310,7 +345,7 @@ def test_nccl_is_started_on_the_device_it_is_for(mpi_world):
 def test_close_waits_for_what_is_enqueued(mpi_world):
     tensor = torch.ones(3)
     with connected(mpi_world) as transport:
-        comm = transport._comm
+        comm = made(transport)
         transport.all_reduce(tensor, "sum")
     assert (tensor == mpi_world.size).all() and comm.end == "destroy"
     transport.close()
@@ -320,16 +355,16 @@ def test_close_waits_for_what_is_enqueued(mpi_world):
 
 def test_what_was_not_closed_is_aborted_by_its_end(mpi_world):
     """CuPy's destructor would be a collective call."""
-    transport = DeviceTransport.open(runtime_stand_in(), mpi_world, CUDA)
-    comm = transport._comm
+    transport = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA)
+    comm = made(transport)
     del transport
     assert comm.end == "abort"
 
 
 def test_what_was_not_closed_waits_for_its_calls_in_flight(mpi_world):
     """Every rank has enqueued them: an abort would leave a wrong result, silently."""
-    transport, tensor = DeviceTransport.open(runtime_stand_in(), mpi_world, CUDA), torch.ones(3)
-    comm = transport._comm
+    transport, tensor = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA), torch.ones(3)
+    comm = made(transport)
     transport.all_reduce(tensor, "sum")
     del transport
     assert comm.end == "abort" and (tensor == mpi_world.size).all()
@@ -338,38 +373,38 @@ def test_what_was_not_closed_waits_for_its_calls_in_flight(mpi_world):
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_drop_waits_only_so_long_and_not_after_a_failure(mpi_world, monkeypatch, failed):
     monkeypatch.setattr(device_nccl, "DROP_SECONDS", 30.0 if failed else 0.02)
-    transport, tensor = DeviceTransport.open(runtime_stand_in(), mpi_world, CUDA), torch.full((3,), 7.0)
-    nccl, comm = transport.runtime.nccl, transport._comm
+    transport, tensor = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA), torch.full((3,), 7.0)
+    library, cuda, comm = transport.runtime.library, transport.runtime.cuda, made(transport)
     transport.all_reduce(tensor, "sum")
     if failed:
-        nccl.fail["check_async_error"] = 6
+        library.fail("CommGetAsyncError", 6)
     began = time.monotonic()
     del transport
     assert time.monotonic() - began < 5 and comm.end == "abort"
-    nccl.cuda.synchronize()
+    cuda.synchronize()
     assert (tensor == 7).all()  # the stand-in's device does nothing before it is asked more often
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("cupy", [13, 14])
-def test_a_split_that_fails_on_one_rank_fails_on_all(mpi_world, cupy):
+def test_a_split_that_fails_on_one_rank_fails_on_all(mpi_world):
     last = mpi_world.rank == mpi_world.size - 1
-    with connected(mpi_world, cupy) as whole:
-        nccl = whole.runtime.nccl
+    with connected(mpi_world) as whole:
+        library = whole.runtime.library
         part = mpi_world.Split(mpi_world.rank, 0)  # with CuPy 13 each part connects alone
         if last:
-            nccl.fail["commSplit" if cupy == 14 else "get_unique_id"] = 3
+            library.fail("CommSplit" if CUPY >= 14 else "GetUniqueId", 3)
         with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: .*NCCL_ERROR_INTERNAL") as error:
             whole.split(mpi_world, part, mpi_world.rank, 0)
         assert len(set(mpi_world.allgather(str(error.value)))) == 1
-        assert [made.end for made in nccl.comms[1:]] == ([] if last else ["abort"])
+        if not last:
+            assert [comm.end for comm in library.comms[1:]] == ["abort"]
         part.Free()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
     """The device has no byte left on the last rank, after NCCL has connected."""
-    runtime = runtime_stand_in()
+    runtime = cupy_runtime()
 
     def byte(device):
         raise MemoryError("CUDA out of memory")
@@ -379,27 +414,19 @@ def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
     with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: CUDA out of memory$") as error:
         DeviceTransport.open(runtime, mpi_world, CUDA)
     assert isinstance(error.value.__cause__, MemoryError) == (mpi_world.rank == mpi_world.size - 1)
-    assert [made.end for made in runtime.nccl.comms] == ["abort"]
+    assert [comm.end for comm in runtime.library.comms] == ["abort"]
 
 
 @pytest.mark.every_size
-@pytest.mark.parametrize("failing", ["get_unique_id", "NcclCommunicator"])
-def test_no_rank_hangs_when_one_cannot_start(mpi_world, failing):
-    runtime = runtime_stand_in()
-    if mpi_world.rank == 0 or (failing == "NcclCommunicator" and mpi_world.size == 1):
-        runtime.nccl.fail[failing] = 1
-    elif failing == "NcclCommunicator":
-        runtime.nccl.NcclCommunicator = lambda *_: _Lonely(runtime.nccl)  # NCCL would time out by itself
+@pytest.mark.parametrize("failing", ["GetUniqueId", "CommInitRank"])
+def test_no_rank_hangs_when_one_cannot_start(mpi_world, failing, monkeypatch):
+    runtime, aborted = cupy_runtime(), []
+    if mpi_world.rank == 0:
+        runtime.library.fail(failing, 1)
+    elif failing == "CommInitRank":  # NCCL would time out by itself
+        monkeypatch.setattr(device_nccl, "_joined", lambda *_: SimpleNamespace(abort=lambda: aborted.append(True)))
     with pytest.raises(CollectiveError, match=r"rank|NCCL|no unique id") as error:
         connect(runtime, mpi_world, CUDA)
     assert "NCCL_ERROR_UNHANDLED_CUDA" in str(error.value)
     assert len(set(mpi_world.allgather(str(error.value)))) == 1
-    assert "abort" in runtime.nccl.calls or failing == "get_unique_id" or mpi_world.rank == 0
-
-
-class _Lonely:
-    def __init__(self, nccl):
-        self.nccl = nccl
-
-    def abort(self):
-        self.nccl.calls.append("abort")
+    assert aborted or failing == "GetUniqueId" or mpi_world.rank == 0

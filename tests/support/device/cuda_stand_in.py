@@ -8,24 +8,35 @@ whether it is done waits for it, too. Every piece of work takes one millisecond 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+
+from commengine.device.nccl import Runtime
 
 #: an event that is asked so many times whether it is done is reached
 POLLS = 50
 
+#: all streams by their addresses, of which no two are equal
+STREAMS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_addresses = itertools.count(0x5000)
+_thread = threading.local()  # each thread has its current device, number 0 at first
+
 
 class CudaStandIn:
-    """Has the names of ``torch.cuda`` that commengine uses."""
+    """Has the names of ``torch.cuda`` that commengine uses. A new one makes device 0 the current one of the thread."""
 
     def __init__(self, devices: int = 1) -> None:
         self.devices = devices
         self.clock_ms = 0.0
-        self.streams: dict[int, Any] = {}
+        self.streams: WeakSet[Any] = WeakSet()
         self.current_device = 0
         self.contexts: set[int] = set()  # devices that were set by leaving a block of a stream
         self.capturing = False  # a CUDA graph captures the current stream
@@ -35,10 +46,11 @@ class CudaStandIn:
         class Stream:
             def __init__(self, device: Any = None, priority: int = 0) -> None:
                 self.priority = priority
-                self.cuda_stream = 0x5000 + len(outer.streams)
+                self.cuda_stream = next(_addresses)
                 self.queue: deque[tuple[Callable[[], None], Any]] = deque()
                 self.running = False
-                outer.streams[self.cuda_stream] = self
+                STREAMS[self.cuda_stream] = self
+                outer.streams.add(self)
 
             # torch's streams, compared with anything but a stream, are neither equal to it nor different from it
             def __eq__(self, other: object) -> bool:
@@ -129,6 +141,18 @@ class CudaStandIn:
         self.Stream, self.Event = Stream, Event
         self._stack = [Stream()]
 
+    @staticmethod
+    def current_device_of_thread() -> int:
+        return int(getattr(_thread, "device", 0))
+
+    @property
+    def current_device(self) -> int:
+        return self.current_device_of_thread()
+
+    @current_device.setter
+    def current_device(self, index: int) -> None:
+        _thread.device = index
+
     def is_available(self) -> bool:
         return self.devices > 0
 
@@ -165,9 +189,26 @@ class CudaStandIn:
         return SimpleNamespace(name="stand-in", uuid=f"GPU-{index}")
 
     def synchronize(self, device: Any = None) -> None:
-        for stream in list(self.streams.values()):
+        for stream in sorted(self.streams, key=lambda stream: stream.cuda_stream):
             stream.run()
 
     def kernel(self, work: Callable[[], Any]) -> None:
         """Compute on the current stream, in time."""
         self.current_stream().put(work)
+
+
+@dataclass(frozen=True)
+class HostRuntime(Runtime):
+    """A `Runtime` whose device memory is the host's."""
+
+    def byte(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target, source = target.detach(), source.detach()
+        self.cuda.kernel(lambda: target.copy_(source))
+
+
+def host_runtime(devices: int = 1, version: int = 23203) -> HostRuntime:
+    """A runtime whose NCCL only tells its version."""
+    return HostRuntime(SimpleNamespace(get_version=lambda: version), CudaStandIn(devices), 12090)

@@ -1,4 +1,4 @@
-"""A Communicator whose GPU is host memory: tensors that say they lie on cuda:0, NCCL and streams that are stand-ins."""
+"""A Communicator whose GPU is host memory: tensors that say they lie on cuda:0, and streams that are stand-ins."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from commengine import Communicator, communicator
 from commengine.device.backends import HostedBackend, NcclBackend
 from commengine.device.nccl import DeviceTransport
 from commengine.device.staged import Hosted, StagedTransport
-from tests.support.device.nccl_stand_in import runtime_stand_in
+from tests.support.device.cuda_stand_in import host_runtime
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,11 +50,19 @@ def opens_stand_ins(runtime, device=CUDA, chunk=64):
     return opened
 
 
-def communicator_stand_in(monkeypatch, mpi_comm, transport="nccl", cupy=14, chunk=64, device=CUDA, **options):
-    """A Communicator on stand-ins, and its `CudaStandIn`. chunk: bytes of a piece that is staged."""
-    runtime = runtime_stand_in(cupy)
+def communicator_stand_in(monkeypatch, mpi_comm, transport="nccl", chunk=64, device=CUDA, **options):
+    """A Communicator on stand-ins, and its runtime. chunk: bytes of a piece that is staged.
+
+    With NCCL the test is skipped where `tests.support.device.nccl.library` cannot be had.
+    """
+    if transport == "nccl":
+        from tests.support.device.nccl.library import cupy_runtime
+
+        runtime = cupy_runtime()
+    else:
+        runtime = host_runtime()
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(monkeypatch.context())
         patch.setattr(communicator, "open_backend", opens_stand_ins(runtime, device, chunk))
         comm = Communicator(mpi_comm, device="cpu", transport=transport, **options)
-    return comm, runtime.cuda
+    return comm, runtime
