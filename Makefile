@@ -1,4 +1,4 @@
-# make train | train-bert | examples | test | test-quick | test-long | test-slurm | lint | docs | clean.
+# make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | lint | docs | clean.
 # Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
@@ -18,6 +18,9 @@ CONFIG ?= $(MAIN)
 HALF   = $(shell expr $(NP) / 2)
 DATA   ?= $(STDLIB)
 ARGS   ?=
+
+#: the CuPy of make test-cupy: the last two major versions, whose bindings of NCCL differ
+CUPY  := 14.2.0 13.6.0
 
 BIN   := .venv/bin
 STAMP := .venv/.installed-$(MPI)
@@ -57,7 +60,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert examples test test-quick test-long test-slurm lint format docs install clean
+.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Any NP works. Two ranks hold a replica of the model, or one rank if NP is odd. The files' steps have 16 samples, which
@@ -151,6 +154,16 @@ test-quick: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python tests/run --long $(ARGS)
+
+# The device path over the real CuPy, without a GPU: two versions, each in a folder of its own, because .venv has none.
+# They download 250 MB.
+test-cupy: $(CUPY:%=.venv/cupy-%)
+	$(foreach version,$(CUPY),PYTHONPATH=.venv/cupy-$(version) $(BIN)/python tests/run tests/commengine/device $(ARGS) &&) :
+
+.venv/cupy-%: $(STAMP)
+	rm -rf $@.part $@
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part cupy-cuda12x==$* cuda-pathfinder fastrlock
+	mv $@.part $@
 
 # Jobs under a real Slurm of emulated hosts. As root on Debian or Ubuntu it installs Slurm first; see docs/clusters.md.
 test-slurm: $(STAMP)

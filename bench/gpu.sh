@@ -143,10 +143,10 @@ live() {
     on_gpu nvlink 20 nvidia-smi topo -m
     stage machine 40 "$python" -m bench.gpu machine $tiny --output "$work/results/machine.md"
     stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld
-    raw="tests/jobs/raw_nccl.py ${dry:+--stand-in --elements 100}"
+    raw="tests/jobs/raw_nccl.py ${dry:+--on-host --elements 100}"
     stage raw_nccl 60 "$mpiexec" -n 1 "$python" $raw
     if [ -n "$dry" ]; then # the tests of the stand-ins run beside those that are skipped without a GPU
-        also=tests/commengine/device/test_backends.py some='coalesce_is_one_launch'
+        also=tests/commengine/device/test_backends.py some='staged_messages'
     else
         also='' some=''
     fi

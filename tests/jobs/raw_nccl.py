@@ -1,7 +1,7 @@
 """CuPy's NCCL binding on this job's ranks, without the engine: ``mpiexec -n N python tests/jobs/raw_nccl.py``.
 
 It tells a problem of the installation (CuPy, NCCL, the driver, ranks on one GPU) from a problem of ours. With
-``--stand-in`` the binding is the stand-in of the tests, which needs no GPU.
+``--on-host`` the binding calls the tests' own libnccl, which needs no GPU.
 """
 
 import argparse
@@ -20,14 +20,19 @@ from commengine.dtypes import NCCL_REDUCTIONS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stand-in", action="store_true", help="use the stand-in for the binding, on host memory")
+    parser.add_argument("--on-host", action="store_true", help="move host memory, by the libnccl of the tests")
     parser.add_argument("--elements", type=int, default=1 << 20, help="elements of a tensor (default: %(default)s)")
     given = parser.parse_args()
     world = MPI.COMM_WORLD
-    if given.stand_in:
-        from tests.support.device.nccl_stand_in import runtime_stand_in
+    if given.on_host:
+        import pytest
 
-        runtime, device = runtime_stand_in(14), torch.device("cpu")
+        try:
+            from tests.support.device.nccl.library import cupy_runtime
+        except pytest.skip.Exception as reason:
+            print(f"rank {world.rank}: skipped, {reason}")
+            return
+        runtime, device = cupy_runtime(), torch.device("cpu")
     else:
         runtime = load_runtime()
         device = torch.device("cuda", world.rank % torch.cuda.device_count())

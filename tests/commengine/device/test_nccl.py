@@ -30,7 +30,7 @@ from tests.support.device.exact_reductions import (  # noqa: F401  likewise
 from tests.support.device.moving import moved_together
 from tests.support.device.nccl.library import CUPY, cupy_runtime
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 CUDA = torch.device("cuda", 0)
 
@@ -197,7 +197,6 @@ def test_barrier_is_the_streams(transport):
     assert made(transport).outstanding == 0
 
 
-@pytest.mark.every_size
 @pytest.mark.parametrize("shape", [(3,), (0,), ()], ids=str)
 def test_exchanges_around_the_ring(transport, shape):
     size, rank = transport.size, transport.rank
@@ -215,7 +214,6 @@ def test_exchanges_around_the_ring(transport, shape):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.every_size
 def test_send_and_recv(transport):
     tensor = given(torch.bfloat16, (7,), transport.rank)
     if transport.rank == 0:
@@ -226,7 +224,6 @@ def test_send_and_recv(transport):
     assert torch.equal(tensor, given(torch.bfloat16, (7,), 0 if transport.rank < 2 else transport.rank))
 
 
-@pytest.mark.every_size
 def test_a_group_is_one_launch(transport):
     library, queue = transport.runtime.library, transport.runtime.cuda.current_stream().queue
     tensors = [torch.full((count,), float(transport.rank)) for count in (1, 5, 300)]
@@ -308,7 +305,6 @@ def test_ranks_that_differ_in_a_collective_are_noticed(mpi_world):
 # Life ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_size
 @pytest.mark.parametrize("version", [21000, 21700, 22105, 23203])
 def test_split(mpi_world, version):
     with connected(mpi_world, version) as whole:
@@ -331,7 +327,6 @@ def test_split(mpi_world, version):
         mine.close()
 
 
-@pytest.mark.every_size
 def test_nccl_is_started_on_the_device_it_is_for(mpi_world):
     runtime = cupy_runtime(devices=2)
     transport = DeviceTransport.open(runtime, mpi_world, torch.device("cuda", 1))
@@ -417,7 +412,6 @@ def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
     assert [comm.end for comm in runtime.library.comms] == ["abort"]
 
 
-@pytest.mark.every_size
 @pytest.mark.parametrize("failing", ["GetUniqueId", "CommInitRank"])
 def test_no_rank_hangs_when_one_cannot_start(mpi_world, failing, monkeypatch):
     runtime, aborted = cupy_runtime(), []

@@ -55,6 +55,9 @@ _C.run.argtypes = (ctypes.c_long,)
 import cupy  # noqa: E402  it binds the library that is loaded
 from cupy.cuda import nccl  # noqa: E402
 
+if not nccl.available:
+    pytest.skip("CuPy was imported before, without an NCCL", allow_module_level=True)
+
 #: CuPy's major version
 CUPY = int(cupy.__version__.split(".")[0])
 
@@ -66,7 +69,7 @@ class Launch:
 
     def __init__(self, stream: Any, number: int) -> None:
         self.stream, self.number, self.reached = stream, number, False
-        self.before = Launch.last if _C_int("ordered").value == 1 else None
+        self.before = Launch.last if _integer("ordered").value == 1 else None
         Launch.last = self
         stream.put(self.run, self)
 
@@ -82,7 +85,7 @@ class Launch:
             self.stream.run(self)
 
 
-def _C_int(name: str) -> ctypes.c_int:
+def _integer(name: str) -> ctypes.c_int:
     return ctypes.c_int.in_dll(_C, name)
 
 
@@ -124,11 +127,11 @@ class Library:
     """
 
     def __init__(self, version: int) -> None:
-        _C_int("version").value, _C_int("ordered").value = version, -1
+        _integer("version").value, _integer("ordered").value = version, -1
         Launch.last = None
         self.fail("", 0)
         self.forget_calls()
-        self._first = _C_int("made").value
+        self._first = _integer("made").value
 
     @property
     def calls(self) -> list[str]:
@@ -140,15 +143,15 @@ class Library:
     def fail(self, name: str, status: int) -> None:
         """Let the next call of this name return ``status``."""
         ctypes.memmove(ctypes.addressof(ctypes.c_char.in_dll(_C, "failing")), name.encode() + b"\0", len(name) + 1)
-        _C_int("failing_with").value = status
+        _integer("failing_with").value = status
 
     @property
     def comms(self) -> list[Made]:
-        return [Made(number) for number in range(self._first, _C_int("made").value)]
+        return [Made(number) for number in range(self._first, _integer("made").value)]
 
     @property
     def ordered(self) -> bool:
-        return _C_int("ordered").value == 1
+        return _integer("ordered").value == 1
 
     @property
     def depth(self) -> int:
