@@ -12,8 +12,10 @@ from commengine.agreement import raise_together
 from commengine.dtypes import COMPLEX_TYPES, NCCL_REDUCTIONS
 from commengine.errors import CollectiveError
 from commengine.host.transport import HostTransport
+from commengine.mpi import load_mpi
 from commengine.stream import Stream, Work
 
+from .capture import is_over
 from .choice import DeviceLike, choose_device, stays_on_host
 from .clock import DeviceClock, DeviceTimes
 from .nccl import DeviceTransport, Runtime, load_runtime
@@ -75,7 +77,7 @@ class NcclBackend:
                 entry.end()
             raise
         for entry in entries:
-            entry.done = functools.partial(_is_over, event)
+            entry.done = functools.partial(is_over, event)
         return work
 
     def _enqueue_here(self, launch: Callable[[], None], record: CollectiveEvent | None, watched: bool) -> Any:
@@ -126,7 +128,9 @@ class HostedBackend:
         self.kind, self.device = kind, device
         self._runtime = runtime
         inner: Any = (
-            StagedTransport(runtime, host, device) if kind == "staged" else device_address_transport(runtime, host)
+            StagedTransport(runtime, host, device)
+            if kind == "staged"
+            else device_address_transport(runtime, host, device)
         )
         self.transport = Hosted(inner, runtime, device)
 
@@ -143,14 +147,6 @@ class HostedBackend:
 
     def close(self) -> None:
         """Do nothing: the owner of the host transport closes it."""
-
-
-def _is_over(event: Any) -> bool:
-    """Whether ``event`` is done, or will never be because the device has failed (its user is told so elsewhere)."""
-    try:
-        return bool(event.query())
-    except RuntimeError:
-        return True
 
 
 Backend = NcclBackend | HostedBackend
@@ -195,6 +191,13 @@ def _open(
         problem = (
             "transport='mpi': this MPI does not say that it takes device addresses (MPIX_Query_cuda_support). "
             "cuda_aware_mpi=True overrides this; transport='staged' works with any MPI"
+        )
+    mpi = load_mpi()
+    if problem is None and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        problem = (
+            f"transport={'mpi' if transport == 'mpi' else 'staged'!r}: autograd calls the collectives of a device's "
+            "backward pass from a thread of its own, and MPI was started without MPI.THREAD_SERIALIZED or more: start "
+            "it with that, or use transport='nccl' or device='cpu'"
         )
     raise_together(comm, problem)
     try:

@@ -191,8 +191,14 @@ def loaded_nccl(maps: str | None = None) -> list[str]:
 
 
 def identity(index: int, cuda: Any) -> str:
-    """Return a name for device ``index`` that is unique on the node, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return a name for device ``index`` that is unique on the node, whatever CUDA_VISIBLE_DEVICES says.
+
+    That is its place on the PCI bus where torch tells it, because NCCL compares the places: two parts of one GPU (MIG)
+    have different UUIDs, and NCCL refuses them.
+    """
     found = cuda.get_device_properties(index)
+    if hasattr(found, "pci_bus_id"):
+        return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
     return str(getattr(found, "uuid", None) or f"{found.name} {index}")
 
 

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +45,9 @@ UNIQUE_ID_BYTES = 128
 #: device in the order in which the host enqueues them. Without that order, communicators in flight may deadlock
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
+#: with this environment variable set to 0, each call returns before it is done, with a status that CuPy has as an error
+BLOCKING = "NCCL_COMM_BLOCKING"
+
 #: seconds that a transport which is dropped without `close` waits for its collectives in flight
 DROP_SECONDS = 5.0
 
@@ -66,6 +69,10 @@ class Runtime:
     def byte(self, device: torch.device) -> Tensor:
         """Return one byte of device memory."""
         return torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return device memory with any contents."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between host and device on the current stream. Autograd does not see it, as it sees no collective."""
@@ -134,6 +141,8 @@ def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
     set already, because NCCL reads it when it starts.
     """
     os.environ.setdefault(LAUNCH_ORDER, "1")
+    blocks = os.environ.get(BLOCKING) != "0"
+    raise_together(comm, None if blocks else f"{BLOCKING}=0: NCCL communicators must block: unset it, or set it to 1")
 
     def drawn() -> bytes | None:
         if comm.rank != 0:
@@ -178,7 +187,8 @@ def explain(error: BaseException) -> str:
     if type(error).__name__ == "NcclError" and (said := last_error()):
         return f"{error} ({said})"
     if isinstance(error, KeyError):
-        return f"NCCL error {error.args[0]} ({ {7: 'in progress', 8: 'timeout'}.get(error.args[0], 'unknown') })"
+        words = {7: f"in progress: {BLOCKING}=0 is set, perhaps in nccl.conf, and must not be", 8: "timeout"}
+        return f"NCCL error {error.args[0]} ({words.get(error.args[0], 'unknown')})"
     return str(error) or type(error).__name__
 
 

@@ -80,12 +80,14 @@ class SynchronizedCalls(WrappedCalls):
         return synchronized
 
 
-def device_address_transport(runtime: Runtime, host: HostTransport) -> HostTransport:
-    """Return the operations of ``host`` for device tensors, on an MPI that takes device addresses.
+def device_address_transport(runtime: Runtime, host: HostTransport, device: torch.device) -> HostTransport:
+    """Return the operations of ``host`` for tensors of ``device``, on an MPI that takes device addresses.
 
     All sizes go by MPI, because the routes through a node's memory are for host tensors.
     """
-    return host.by_mpi(lambda calls: SynchronizedCalls(calls, runtime))
+    return host.by_mpi(
+        lambda calls: SynchronizedCalls(calls, runtime), lambda shape, dtype: runtime.empty(shape, dtype, device)
+    )
 
 
 def mpi_takes_device_addresses(maps: str | None = None) -> bool:

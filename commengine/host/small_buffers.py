@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 #: dtypes and shapes whose buffers are kept, because making one takes 4 us
 MOST_BUFFERS = 64
@@ -32,18 +34,21 @@ class GatheredSmall(NamedTuple):
 
 
 class SmallBuffers(dict[tuple[torch.dtype, torch.Size], GatheredSmall]):
-    """The buffers of one transport by dtype and shape of a rank's tensor; a missing one is made. size: of the group."""
+    """The buffers of one transport by dtype and shape of a rank's tensor; a missing one is made.
 
-    def __init__(self, size: int, types: MpiTypes) -> None:
+    size: of the group. empty: makes memory where the tensors lie, from a shape and a dtype.
+    """
+
+    def __init__(self, size: int, types: MpiTypes, empty: Empty) -> None:
         super().__init__()
-        self._size, self._types = size, types
+        self._size, self._types, self._empty = size, types, empty
 
     def __missing__(self, key: tuple[torch.dtype, torch.Size]) -> GatheredSmall:
         dtype, shape = key
         if len(self) >= MOST_BUFFERS:
             self.clear()
         with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
-            whole = torch.empty((self._size, *shape), dtype=dtype, device="cpu")
+            whole = self._empty((self._size, *shape), dtype)
             parts = whole.unbind()
         datatype = self._types.move[dtype]
         received = load_mpi().memory.fromaddress(whole.data_ptr(), whole.nbytes), datatype

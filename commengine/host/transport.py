@@ -6,7 +6,7 @@ which costs 0.25 us a buffer. A NumPy view costs 0.95 us, and DLPack 5.4 us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from commengine.shared_memory.windows import SharedTensors
 
 from .polling import PollingCalls, WrappedCalls
 from .routes import MemoryRoutes
-from .small_buffers import GatheredSmall, SmallBuffers
+from .small_buffers import Empty, GatheredSmall, SmallBuffers
 from .switch_points import NEVER, SwitchPoints, kind_of
 
 if TYPE_CHECKING:
@@ -102,15 +102,17 @@ class HostTransport:
         self.address = mpi.memory.fromaddress
         self._status = mpi.Status
         self.in_place = mpi.IN_PLACE
-        self.small = SmallBuffers(self.size, self.types)
+        self.small = SmallBuffers(self.size, self.types, _empty)
 
-    def by_mpi(self, wrap: Callable[[Any], WrappedCalls]) -> HostTransport:
+    def by_mpi(self, wrap: Callable[[Any], WrappedCalls], empty: Empty) -> HostTransport:
         """Return a transport over the same MPI communicator whose calls are wrapped and whose route is always MPI.
 
-        wrap: gets the calls of this transport and returns the wrapped ones. The result owns nothing.
+        wrap: gets the calls of this transport and returns the wrapped ones. empty: makes memory where the tensors lie,
+        from a shape and a dtype. The result owns nothing.
         """
         made = HostTransport(self._comm, order=self.order)
         made.calls, made._waitall = wrap(self.calls), self._waitall
+        made.small = SmallBuffers(self.size, self.types, empty)
         return made
 
     def leasts(self, operation: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -334,6 +336,10 @@ class HostTransport:
                 raise TransferError(
                     f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
                 )
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _misaligned(*tensors: Tensor) -> bool:

@@ -487,6 +487,22 @@ def test_a_group_that_cannot_be_made_on_one_rank_is_every_ranks_error(patches, m
             assert (tensor == comm.size).all()
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+def test_an_mpi_that_takes_device_addresses_gathers_small_tensors_on_the_device(patches, mpi_world, operation):
+    """Where torch reduces them: it refuses to add what lies on the host into what does not."""
+    with opened(patches, mpi_world, "mpi") as comm:
+        made, empty = [], comm.runtime.empty
+        object.__setattr__(comm.runtime, "empty", lambda *how: made.append(how[2]) or empty(*how))
+        output, input = on_device(torch.zeros(3).half()), on_device(torch.ones(3 * comm.size).half())
+        if operation == "all_reduce":
+            output = input
+            comm.all_reduce(input)
+        else:
+            comm.reduce_scatter(output, input)
+        assert (output == comm.size).all()
+        assert set(made) == {comm.device} or comm.size == 1
+
+
 def test_staged_copies_to_and_from_the_device_do_not_wait_for_each_other(patches, mpi_world):
     """Whoever waits for the first piece's way back does not wait for the second piece's way to the host."""
     with opened(patches, mpi_world, "staged") as comm:

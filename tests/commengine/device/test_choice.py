@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from commengine import CollectiveError, Communicator
 from commengine.device.choice import (
     choose_device,
     device_problem,
+    identity,
     loaded_nccl,
     local_rank,
     may_share,
@@ -134,6 +136,18 @@ def test_missing_libnccl_names_the_extras(monkeypatch):
 
 def test_no_mpi_loaded_takes_no_device_addresses():
     assert not mpi_takes_device_addresses("")
+
+
+def test_two_parts_of_one_gpu_are_one_device():
+    """Of MIG: NCCL compares the places on the bus, and would refuse them late."""
+
+    def part(uuid, bus):
+        return SimpleNamespace(name="part", uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+
+    parts = [part("MIG-1", 0x1B), part("MIG-2", 0x1B), part("MIG-3", 0x43)]
+    names = [identity(index, SimpleNamespace(get_device_properties=parts.__getitem__)) for index in range(3)]
+    assert names[0] == names[1] == "00000000:1b:00" and names[2] != names[0]
+    assert "2 ranks of this node use 1 CUDA device " in sharing_problem(names[:2], 2)
 
 
 # Together ---------------------------------------------------------------------------------------------------------

@@ -120,6 +120,22 @@ def test_a_device_that_does_not_answer_makes_it_a_host_group(mpi_world, machine,
         assert comm.no_device.endswith("CUDA error: out of memory")
 
 
+def test_a_thread_of_autograd_must_be_able_to_call_mpi(mpi_world, machine, monkeypatch):
+    """A device's backward pass runs in one, and its collectives are MPI's unless NCCL moves the tensors."""
+    from mpi4py import MPI
+
+    machine(4)
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
+    with pytest.raises(CollectiveError, match=r"transport='staged': .*MPI.THREAD_SERIALIZED or more"):
+        Communicator(mpi_world, device="cuda", transport="staged")
+    with Communicator(mpi_world, transport="staged") as comm:
+        works_on_the_host(comm)
+        assert "MPI.THREAD_SERIALIZED" in comm.no_device
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    with Communicator(mpi_world, device="cuda", transport="staged") as comm:
+        assert comm.device.type == "cuda"
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_choose_and_ranks_that_ask_are_told(mpi_world, machine):
     machine(4)

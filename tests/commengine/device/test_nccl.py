@@ -106,16 +106,18 @@ def test_a_call_runs_after_what_is_on_the_current_stream(transport):
     assert (copy == sum(range(transport.size))).all()
 
 
-def test_calls_of_one_communicator_keep_their_order_on_two_streams(transport):
-    cuda, first, second = transport.runtime.cuda, transport.runtime.cuda.Stream(), transport.runtime.cuda.Stream()
-    tensor = torch.full((3,), float("nan"))
-    with cuda.stream(first):
-        cuda.kernel(lambda: tensor.fill_(1.0))
-        transport.all_reduce(tensor, "sum")
-    with cuda.stream(second):
-        transport.all_reduce(tensor, "sum")
-    second.synchronize()
-    assert (tensor == transport.size**2).all()
+@pytest.mark.parametrize("version", [22105, 23203])  # without and with an order of launches
+def test_calls_of_one_communicator_keep_their_order_on_two_streams(mpi_world, version):
+    with connected(mpi_world, version) as transport:
+        cuda, first, second = transport.runtime.cuda, transport.runtime.cuda.Stream(), transport.runtime.cuda.Stream()
+        tensor = torch.full((3,), float("nan"))
+        with cuda.stream(first):
+            cuda.kernel(lambda: tensor.fill_(1.0))
+            transport.all_reduce(tensor, "sum")
+        with cuda.stream(second):
+            transport.all_reduce(tensor, "sum")
+        second.synchronize()
+        assert (tensor == transport.size**2).all()
 
 
 def test_synchronize_waits_for_calls_on_the_callers_stream(transport):
@@ -410,6 +412,24 @@ def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
         DeviceTransport.open(runtime, mpi_world, CUDA)
     assert isinstance(error.value.__cause__, MemoryError) == (mpi_world.rank == mpi_world.size - 1)
     assert [comm.end for comm in runtime.library.comms] == ["abort"]
+
+
+def test_communicators_that_do_not_block_are_refused_before_nccl_starts(mpi_world, monkeypatch):
+    runtime, last = cupy_runtime(), mpi_world.size - 1
+    if mpi_world.rank == last:
+        monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(CollectiveError, match=rf"^(rank {last}: )?NCCL_COMM_BLOCKING=0: .* unset it, or set it to 1$"):
+        connect(runtime, mpi_world, CUDA)
+    assert "CommInitRank" not in runtime.library.calls
+
+
+def test_a_file_that_asks_for_communicators_that_do_not_block_is_named(mpi_world, monkeypatch):
+    """NCCL reads nccl.conf, too, and we do not."""
+    runtime = cupy_runtime()
+    monkeypatch.setattr(device_nccl, "BLOCKING", "nothing")
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(CollectiveError, match=r"NCCL error 7 \(in progress: .*=0 is set, perhaps in nccl.conf"):
+        connect(runtime, mpi_world, CUDA)
 
 
 @pytest.mark.parametrize("failing", ["GetUniqueId", "CommInitRank"])

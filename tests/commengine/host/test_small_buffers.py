@@ -10,6 +10,10 @@ from tests.support.exact import NEVER, expected, ops_of, values
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 
+def empty(shape, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
 @pytest.fixture(scope="module")
 def world(mpi_world):
     with Communicator(mpi_world, switch_points=NEVER) as world:
@@ -18,12 +22,12 @@ def world(mpi_world):
 
 def test_a_buffer_is_kept_for_a_dtype_and_shape(world):
     """The parts are the ranks' rows of one memory; no more buffers than the limit are kept."""
-    buffers = SmallBuffers(3, world._host.types)
+    buffers = SmallBuffers(3, world._host.types, empty)
     one = buffers[torch.float16, torch.Size((2, 5))]
     assert buffers[torch.float16, torch.Size((2, 5))] is one and len(one.parts) == 3 and not one.pair
     assert [part.shape for part in one.parts] == [(2, 5)] * 3
     assert one.received[0].address == one.parts[0].data_ptr() and one.received[0].nbytes == 60
-    assert SmallBuffers(2, world._host.types)[torch.bfloat16, torch.Size(())].pair
+    assert SmallBuffers(2, world._host.types, empty)[torch.bfloat16, torch.Size(())].pair
     for numel in range(3 * MOST_BUFFERS):
         assert len(buffers) <= MOST_BUFFERS
         assert buffers[torch.int8, torch.Size((numel,))].parts[2].numel() == numel

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +203,9 @@ class HostRuntime(Runtime):
 
     def byte(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = target.detach(), source.detach()
