@@ -1,11 +1,10 @@
 """Plant each fault of this folder in a copy of the packages, and see that ``make test-cupy`` finds it.
 
-    .venv/bin/python -m tests.mutations [NAME...]     all, or those that are named, after make test-cupy
-
 Each fault is a patch. It is found if a test fails with it; the tests of a version of CuPy and a number of ranks run up
 to their first failure. The exit status is 1 if a fault was not found.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -42,14 +41,19 @@ def found_by(patch: Path, copy: Path) -> str | None:
     return None
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__, allow_abbrev=False)
+    names = sorted(patch.stem for patch in FOLDER.glob("*.patch"))
+    parser.add_argument("faults", nargs="*", metavar="FAULT", choices=[*names, []], help=f"of {', '.join(names)}; all")
+    return parser
+
+
 def main() -> int:
+    given = _parser().parse_args()
     if not list(ROOT.glob(".venv/cupy-*[0-9]")):
         print("tests.mutations: there is no CuPy in .venv: run make test-cupy first", file=sys.stderr)
         return 2
-    patches = [FOLDER / f"{name}.patch" for name in sys.argv[1:]] or sorted(FOLDER.glob("*.patch"))
-    if missing := [patch.stem for patch in patches if not patch.exists()]:
-        print(f"tests.mutations: there is no fault {missing[0]!r} in {FOLDER}", file=sys.stderr)
-        return 2
+    patches = [FOLDER / f"{name}.patch" for name in given.faults] or sorted(FOLDER.glob("*.patch"))
     left = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in PACKAGES:
