@@ -28,6 +28,9 @@ TRANSPORTS = ("nccl", "mpi", "staged")
 NCCL_SHARING = 23000
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
+#: NCCL refuses two ranks on one device of one host, and this environment variable is the host's name to it
+HOST_ID = "NCCL_HOSTID"
+
 #: the environment variables in which launchers tell a rank its number among the ranks of COMM_WORLD on its node. The
 #: first one that is set counts: an mpiexec inside a Slurm allocation sets its own variable and inherits Slurm's
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
@@ -82,7 +85,8 @@ def choose_device(
     runtime, names, problem = Runtime(None, cuda, 0), list[str](), device_problem(wanted, cuda)
     if problem is None:
         try:
-            names = [identity(index, cuda) for index in range(cuda.device_count())]
+            host = os.environ.get(HOST_ID, "")
+            names = [f"{host} {identity(index, cuda)}" for index in range(cuda.device_count())]
         except RuntimeError as error:  # a device that is broken, or another process's alone
             problem = str(error)
     if problem is None and transport == "nccl":
@@ -215,7 +219,8 @@ def sharing_problem(taken: list[str], count: int) -> str | None:
     return (
         f"{ranks} ranks of this node use {devices} CUDA device{'s' * (devices > 1)} (this rank sees {count}), and NCCL "
         f"needs one for each rank: start fewer ranks, or give each its own, or set {SHARING}=1 with NCCL "
-        f"{version_text(NCCL_SHARING)} or newer to share, or use transport='staged' or device='cpu'"
+        f"{version_text(NCCL_SHARING)} or newer or another {HOST_ID} for each rank to share, or use "
+        "transport='staged' or device='cpu'"
     )
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_study import carried
+from bench.gpu_study import carried, environment
 from tests.support import mpirun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = mpirun.ROOT
 STAGES = {
-    "live": "machine hello raw_nccl binding gpu_tests gpu_serial staged_tests raw_nccl_2 gpu_tests_2 gpu_tests_serial "
-    "compile_tests",
-    "right": "cpu cuda resumed tp2_staged dp2_staged zero1_staged overlap_staged bf16 tp2_nccl dp2_nccl losses",
+    "live": "environment machine hello raw_nccl binding gpu_tests gpu_serial staged_tests raw_nccl_2 gpu_tests_2 "
+    "gpu_tests_serial compile_tests",
+    "right": "cuda tp2_staged dp2_staged zero1_staged overlap_staged bf16 raw_nccl_2 tp2_nccl dp2_nccl cpu resumed "
+    "losses",
     "fast": "overhead profile flops overlap flops_large",
 }
 
@@ -69,7 +70,7 @@ def test_dry_run_of_a_whole_job(repository, job):
         assert f"ok        {job} {name} (" in summary
         assert f"results/{name}.log" in archived(repository, job)
     assert "FAILED" not in summary and "TIMED OUT" not in summary
-    assert "needs a GPU: live nvidia_smi: nvidia-smi" in summary or job != "live"
+    assert "needs a GPU: live nvlink: nvidia-smi topo" in summary or job != "live"
     out = repository.parent / "out"
     assert {path.name for path in out.iterdir()} == {"summary.txt", f"gpu-{job}.tar.gz"}  # few files come back
     if job == "right":
@@ -146,6 +147,7 @@ def test_a_stage_that_does_not_exist_fails(repository):
 @pytest.mark.parametrize(
     ("job", "stage", "old", "new"),
     [
+        ("live", "environment", "gpu_study.environment", "gpu_study.environments"),
         ("live", "machine", "bench.gpu machine", "bench.gpu machines"),
         ("live", "hello", "mpi4py.bench helloworld", "mpi4py.bench hello"),
         ("live", "raw_nccl", "tests/jobs/raw_nccl.py", "tests/jobs/raw_ncl.py"),
@@ -209,6 +211,58 @@ def test_a_stage_over_its_limit_ends_with_all_its_ranks_and_the_next_one_runs(re
         os.kill(pid, signal.SIGKILL)
     assert left == []
     assert "results/hello.log" in archived(repository, "live")
+
+
+def test_a_hang_names_its_place(repository):
+    """Eight seconds before its limit, and the program's own sitecustomize still runs."""
+    program, other = repository / "waiting.py", repository / "other"
+    program.write_text("import time\ndef wait_for_nothing():\n    time.sleep(5)\nwait_for_nothing()\n")
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('the other sitecustomize')\n")
+    edit(repository, 'stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld',
+         f'stage hello 10 "$mpiexec" -n 2 "$python" {program}')  # fmt: skip
+    done, summary = run(repository, "--dry-run", "--only", "hello", "live", PYTHONPATH=str(other))
+    assert done.returncode == 0, summary
+    assert summary.count("in wait_for_nothing") == 2 and "the other sitecustomize" in summary
+
+
+def test_nccl_that_starts_only_without_its_own_memory_is_found_and_said(repository):
+    program = repository / "starts.py"
+    program.write_text("import os, sys\nsys.exit(os.environ.get('NCCL_CUMEM_ENABLE') != '0')\n")
+    edit(repository, 'raw="tests/jobs/raw_nccl.py ${dry:+--on-host --elements 100}"', f'raw="{program}"')
+    done, summary = run(repository, "--dry-run", "--only", "raw_nccl,raw_nccl_no_cumem,raw_nccl_2", "live")
+    assert done.returncode == 1 and "FAILED    live raw_nccl," in summary
+    assert (
+        "ok        live raw_nccl_no_cumem" in summary
+        and "all later stages and jobs have NCCL_CUMEM_ENABLE=0" in summary
+    )
+    assert "ok        live raw_nccl_2" in summary
+
+
+def test_two_ranks_on_one_gpu_have_hosts_of_their_own(repository):
+    """Where that does not work it is a trial, and no failure of the job."""
+    program = repository / "hosts.py"
+    program.write_text(
+        "import os, sys\nfrom mpi4py import MPI\n"
+        "hosts = MPI.COMM_WORLD.allgather(os.environ.get('NCCL_HOSTID'))\n"
+        "print('the hosts are', *hosts)\nsys.exit(len(set(hosts)) < 2 or None in hosts or 'no' in sys.argv)\n"
+    )
+    edit(repository, 'raw="tests/jobs/raw_nccl.py ${dry:+--on-host --elements 100}"', f'raw="{program}"')
+    done, summary = run(repository, "--dry-run", "--only", "raw_nccl_2", "live")
+    assert done.returncode == 0 and "the hosts are commengine-rank-0 commengine-rank-1" in summary, summary
+    edit(repository, f'raw="{program}"', f'raw="{program} no"')
+    done, summary = run(repository, "--dry-run", "--only", "raw_nccl_2,gpu_tests_2", "live")
+    assert done.returncode == 0 and "FAILED    live raw_nccl_2" in summary, summary
+    assert "left out  live gpu_tests_2: two ranks on one GPU" in summary
+
+
+def test_the_environment_is_told_without_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "sesame")
+    monkeypatch.setenv("SOME_NAME", "open")
+    environment.main()
+    told = capsys.readouterr().out
+    assert "SOME_TOKEN=..." in told and "sesame" not in told and "SOME_NAME=open" in told
+    assert "\nnumpy " in told and "RLIMIT_MEMLOCK (" in told and "/dev/shm usage" in told and "== libraries" in told
 
 
 def test_a_job_without_time_says_which_stages_did_not_run(repository):

@@ -173,6 +173,12 @@ def test_ranks_of_a_node_take_devices_in_turn(mpi_world, monkeypatch):
     for few, device in ((1, "cuda"), (4, "cuda:0")):
         with pytest.raises(CollectiveError, match=f"{mpi_world.size} ranks of this node use 1 CUDA device "):
             choose(few, device)
+    monkeypatch.setenv("NCCL_HOSTID", f"host {mpi_world.rank}")  # NCCL takes them for ranks of several hosts
+    assert sorted(mpi_world.allgather(choose(2).index)) == sorted(rank % 2 for rank in range(mpi_world.size))
+    monkeypatch.setenv("NCCL_HOSTID", "one host")
+    with pytest.raises(CollectiveError, match=r"needs one for each rank: .* or another NCCL_HOSTID for each rank"):
+        choose(1)
+    monkeypatch.delenv("NCCL_HOSTID")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert sorted(mpi_world.allgather(choose(2).index)) == sorted(rank % 2 for rank in range(mpi_world.size))
     with pytest.raises(CollectiveError, match="needs one for each rank"):
