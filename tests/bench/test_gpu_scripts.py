@@ -20,7 +20,7 @@ STAGES = {
     "gpu_tests_serial compile_tests",
     "right": "cuda tp2_staged dp2_staged zero1_staged overlap_staged bf16 raw_nccl_2 tp2_nccl dp2_nccl cpu resumed "
     "losses",
-    "fast": "overhead profile flops overlap flops_large",
+    "fast": "overhead profile flops overlap overlap_unordered flops_large",
 }
 
 
@@ -104,6 +104,38 @@ def test_carried_packages_are_installed_and_the_corpus_is_trained_on(repository,
 def test_wrong_arguments_of_carry_are_named(words):
     done = mpirun.command([str(ROOT / "bench" / "gpu-carry.sh"), *words], timeout=20)
     assert done.returncode == 2 and "bench/gpu-carry.sh: error: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--nccl"], "--nccl needs a value"),
+        (["--jobs", "live rigth", "folder"], "--jobs rigth: must be live, right or fast"),
+        (["--python", "/none", "folder"], "--python /none: does not run"),
+        ([], "FOLDER is missing"),
+    ],
+)
+def test_wrong_arguments_of_the_rehearsal_are_named(words, named, tmp_path):
+    done = mpirun.command([str(ROOT / "bench" / "gpu-rehearsal.sh"), *words], timeout=20, cwd=tmp_path)
+    assert done.returncode == 2 and f"bench/gpu-rehearsal.sh: error: {named}" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_says_which_steps_fail_and_keeps_those_done(tmp_path):
+    """On this Python, which has not what a GPU machine has: no CuPy, and nothing carried."""
+    folder = tmp_path / "rehearsal"
+    for name in ("environment", "carry"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "whole").touch()
+    (folder / "environment" / "bin").mkdir()
+    python = folder / "environment" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = mpirun.command([str(ROOT / "bench" / "gpu-rehearsal.sh"), "--jobs", "live", str(folder)], timeout=120)
+    assert done.returncode == 1
+    for name in ("one_nccl", "first_line_of_live", "dry_run_of_live"):
+        assert f"FAILED    {name} (" in done.stdout
+    assert "holds no wheels" in done.stdout and "NOT all ended as they must" in done.stdout
 
 
 @pytest.mark.parametrize(
