@@ -267,13 +267,16 @@ fast() {
     ranks=${RANKS:-$gpus}
     [ "$ranks" != 0 ] || ranks=1
     r=$work/results
-    stage overhead 150 "$python" -m bench.gpu overhead $tiny --ranks "$ranks" --rounds $rounds --sizes 8 1M \
+    stage overhead 140 "$python" -m bench.gpu overhead $tiny --ranks "$ranks" --rounds $rounds --sizes 8 1M \
         --output "$r/overhead.md" --json "$r/overhead.json"
-    stage profile 60 "$mpiexec" -n 1 "$python" -m bench.gpu profile $tiny --output "$r/profile.md" --json "$r/profile.json"
-    stage flops 170 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny ${dry:+--eager-only} --models 355M \
+    stage profile 50 "$mpiexec" -n 1 "$python" -m bench.gpu profile $tiny --output "$r/profile.md" --json "$r/profile.json"
+    stage flops 160 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny ${dry:+--eager-only} --models 355M \
         --output "$r/flops.md" --json "$r/flops.json"
     stage overlap 50 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap $tiny --rounds $overlap_rounds \
         --bucket-mb $megabytes --output "$r/overlap.md" --json "$r/overlap.json"
+    stage overlap_unordered 50 env NCCL_LAUNCH_ORDER_IMPLICIT=0 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap \
+        $tiny --rounds $overlap_rounds --bucket-mb $megabytes --output "$r/overlap_unordered.md" \
+        --json "$r/overlap_unordered.json"
     stage flops_large 120 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny --eager-only --models 1.2B \
         --output "$r/flops_large.md" --json "$r/flops_large.json"
 }

@@ -224,9 +224,9 @@ class TrainConfig(JobConfig):
         None, "with --keep-last, also keep the checkpoints whose iteration is a multiple of this", valid=AT_LEAST_ONE
     )
     log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
-    log_communication_interval: int = option(
-        1, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none",
-        valid=NOT_NEGATIVE,
+    log_communication_interval: int | None = option(
+        None, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none "
+        "(default: 1 on the CPU; 100 on a GPU, or the last step of a shorter run)", valid=NOT_NEGATIVE,
     )  # fmt: skip
     # checks while it trains
     check_replicas: int | None = option(
@@ -333,6 +333,17 @@ def overlapped(asked: bool | None, device: torch.device) -> bool:
     On the host the ranks already use all cores, so overlap would take time from the computation.
     """
     return device.type != "cpu" if asked is None else asked
+
+
+def traced_interval(asked: int | None, device: torch.device, steps: int) -> int:
+    """Each how many steps one is traced, 0 for none: ``asked``, or if that is None, one for the device.
+
+    steps: of the run. The end of a trace waits for a device. So the device idles after each traced step, and nothing
+    that the step has begun can overlap the next one.
+    """
+    if asked is not None:
+        return asked
+    return 1 if device.type == "cpu" else min(100, steps)
 
 
 def bucket_size(asked: int | None, device: torch.device, ranks: int) -> int:

@@ -8,6 +8,7 @@ call.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from bench.command.files import add_files
@@ -16,6 +17,7 @@ from bench.command.values import listed, size_of
 from bench.contests.all_reduce_options import WAYS
 from bench.contests.driver import Contestant, Spread, ratio, rounds, started
 from bench.gpu_study.rows import RowFile
+from commengine.device.nccl import LAUNCH_ORDER
 from trainers.options import COUNT, OneLineParser, between
 
 SIZES = ("8", "64K", "1M", "16M", "256M")
@@ -66,6 +68,7 @@ def contest(ranks: int, nbytes: int, ways: list[str], count: int, *, number: int
 
 def run(given: Any) -> None:
     """Compare all at every size. Each row is written when it is measured."""
+    os.environ.setdefault(LAUNCH_ORDER, "1")  # the engine sets it, and it costs: the peer's NCCL gets it, too
     result = environment("bench.gpu")
     through = "MPI and gloo (a trial without a GPU)" if given.tiny else "NCCL"
     rows = RowFile(

@@ -1,13 +1,17 @@
 """All-reduces of device tensors beside matrix products, on the products' CUDA stream and on a stream of their own.
 
-Each round runs the same products and all-reduces in both ways, in random order. The second stream has a high priority.
-With one rank NCCL has nothing to send. "Hidden" is the share of the all-reduces' time that no product waited for, as a
-median over the rounds with its range. The timelines of the last round are written beside the table, for
-chrome://tracing.
+Each round runs the same products and all-reduces in all ways, in random order. The second stream has a high priority.
+With one rank NCCL has nothing to send. "With small ones": each pair of products is followed by an all-reduce of 0.5 MB
+on the products' stream, too, as in a tensor-parallel backward pass. NCCL_LAUNCH_ORDER_IMPLICIT=1 lets it start only
+when the large ones that were enqueued before it have started; 0 does not.
+
+"Hidden" is the share of the large all-reduces' time that no product waited for, as a median over the rounds with its
+range. The timelines of the last round are written beside the table, for chrome://tracing.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -20,6 +24,7 @@ from bench.command.machine import environment, heading
 from bench.contests.driver import Spread, ratio
 from bench.gpu_study.rows import RowFile
 from commengine import Communicator, trace
+from commengine.device.nccl import LAUNCH_ORDER
 from commengine.stream import Stream, Work
 from trainers.options import COUNT, OneLineParser, between
 
@@ -63,15 +68,21 @@ def ceiling(left: torch.Tensor, right: torch.Tensor, count: int = 50) -> float:
 
 
 def step(
-    world: Communicator, stream: Stream | None, left: torch.Tensor, right: torch.Tensor, buckets: list[torch.Tensor]
-) -> float:
-    """Seconds of products, each pair followed by the all-reduce of a bucket, as in a backward pass."""
+    world: Communicator, stream: Stream | None, left: torch.Tensor, right: torch.Tensor, buckets: list[torch.Tensor],
+    small: torch.Tensor | None,
+) -> float:  # fmt: skip
+    """Seconds of products, each pair followed by the all-reduce of a bucket, as in a backward pass.
+
+    small: is reduced on the products' stream after each pair; None: nothing is.
+    """
     world.barrier()
     finish(world.device)
     start = time.perf_counter()
     works: list[Work] = []
     for bucket in buckets:
         products(2, left, right)
+        if small is not None:
+            world.all_reduce(small, "avg")
         works.append(world.all_reduce(bucket, "avg", stream=stream))
     for work in works:
         work.wait()
@@ -85,20 +96,25 @@ def run(world: Communicator, given: Any) -> None:
     side = TINY_SIDE if given.tiny else SIDE
     left, right = (torch.randn(side, side, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     buckets = [torch.ones(given.bucket_mb * 250_000, device=world.device) for _ in range(8)]
-    streams: dict[str, Stream | None] = {"one stream": None, "two streams": world.new_stream()}
-    seconds: dict[str, list[float]] = {name: [] for name in streams}
-    hidden: dict[str, list[float]] = {name: [] for name in streams}
+    small, stream = torch.ones(250_000, device=world.device, dtype=torch.bfloat16), world.new_stream()
+    ways: dict[str, tuple[Stream | None, torch.Tensor | None]] = {
+        "one stream": (None, None), "two streams": (stream, None),
+        "one stream, with small ones": (None, small), "two streams, with small ones": (stream, small),
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    hidden: dict[str, list[float]] = {name: [] for name in ways}
     speed = ceiling(left, right)
     shuffle = random.Random(0)  # the same on every rank
     for number in range(given.rounds):
-        for name in shuffle.sample(list(streams), 2):
+        for name in shuffle.sample(list(ways), len(ways)):
             with trace(world) as log:
-                seconds[name].append(step(world, streams[name], left, right, buckets))
-            events = [event for event in log.events if event.operation == "all_reduce"]
+                seconds[name].append(step(world, ways[name][0], left, right, buckets, ways[name][1]))
+            events = [one for one in log.events if one.operation == "all_reduce" and one.bytes > small.nbytes]
             total = sum(event.seconds for event in events)
             hidden[name].append(sum(event.hidden_seconds for event in events) / total if total else 0.0)
             if given.output and world.rank == 0:
-                log.save_chrome(Path(given.output).with_name(f"gpu_overlap_{name.replace(' ', '_')}.json"))
+                file = f"gpu_overlap_{name.replace(', ', ' ').replace(' ', '_')}.json"
+                log.save_chrome(Path(given.output).with_name(file))
         if world.rank == 0:
             write(world.size, result, given, f"bf16 products of {side}^3: {speed:.3g} TFLOP/s with nothing beside them",
                   seconds, hidden, quiet=number < given.rounds - 1)  # fmt: skip
@@ -109,13 +125,15 @@ def write(
     hidden: dict[str, list[float]], *, quiet: bool,
 ) -> None:  # fmt: skip
     """Write the table of the rounds so far. speed: a line about the products alone. hidden: a share for each round."""
+    order = f"{LAUNCH_ORDER}={os.environ.get(LAUNCH_ORDER, '')}"
     rows = RowFile(
-        [*heading(f"Overlap on a device, {ranks} ranks", result), "", speed],
+        [*heading(f"Overlap on a device, {ranks} ranks", result), "", speed, "", order],
         ["| | rounds | ms a step | over one stream | hidden |", "|---|--:|--:|--:|--:|"],
         result | {"ranks": ranks}, output=given.output, json_file=given.json, quiet=quiet,
     )  # fmt: skip
     for name, times in seconds.items():
-        cells = [Spread.of([each * 1e3 for each in times]).text(), ratio(times, seconds["one stream"]).text()]
+        alike = seconds[name.replace("two streams", "one stream")]
+        cells = [Spread.of([each * 1e3 for each in times]).text(), ratio(times, alike).text()]
         shares = Spread.of(hidden[name])
         part = f"{shares.median:.0%} [{shares.low:.0%} to {shares.high:.0%}]"
         line = f"| {name} | {len(times)} | {' | '.join(cells)} | {part} |"

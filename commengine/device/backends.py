@@ -81,6 +81,9 @@ class NcclBackend:
         return work
 
     def _enqueue_here(self, launch: Callable[[], None], record: CollectiveEvent | None, watched: bool) -> Any:
+        if record is None and not watched:
+            launch()
+            return None
         current = self.transport.runtime.cuda.current_stream(self.device)
         if record is not None and record.times is not None:
             record.times.start(current)

@@ -56,8 +56,9 @@ def test_overlap_keeps_the_times_and_the_hidden_share_of_every_round(mpi_world, 
         overlap.run(world, given)
     if mpi_world.rank == 0:
         rows = json.loads(file.read_text())["rows"]
-        assert [row["name"] for row in rows] == ["one stream", "two streams"]
-        assert [len(row[key]) for row in rows for key in ("seconds", "hidden")] == [3] * 4
+        ways = ["one stream", "two streams"]
+        assert [row["name"] for row in rows] == [*ways, *(f"{way}, with small ones" for way in ways)]
+        assert [len(row[key]) for row in rows for key in ("seconds", "hidden")] == [3] * 8
 
 
 def save_losses(folder, *losses, first=1):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commengine import UsageError
-from trainers.config import bucket_size
+from trainers.config import bucket_size, traced_interval
 from trainers.finetuning.config import FinetuneConfig
 from trainers.tasks.gpt import GPTTrainConfig
 
@@ -73,3 +73,15 @@ def test_a_model_that_does_not_split_is_told_in_the_words_of_the_options(require
     assert said.startswith("--tensor-model-parallel-size 2 does not divide all of --num-attention-heads 3, ")
     assert "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: 10, " in said
     assert said.endswith("ranks: 2; sizes that would work: [1]; --pad-attention-heads adds heads of zeros")
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "steps", "interval"),
+    [
+        ("cpu", None, 5000, 1), ("cuda", None, 5000, 100), ("cuda", None, 20, 20), ("cuda", 1, 5000, 1),
+        ("cuda", 0, 5000, 0), ("cpu", 7, 5, 7),
+    ],
+)  # fmt: skip
+def test_a_trace_waits_for_a_device_so_few_steps_have_one_there(device, asked, steps, interval):
+    given = GPTTrainConfig(log_communication_interval=asked).log_communication_interval
+    assert traced_interval(given, torch.device(device), steps) == interval

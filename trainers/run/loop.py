@@ -13,7 +13,7 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
 from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
-from trainers.config import TrainConfig
+from trainers.config import TrainConfig, traced_interval
 from trainers.options import make_writable
 from trainers.training.compiler import require_compiler
 from trainers.training.trainer import Trainer
@@ -153,6 +153,8 @@ class _Run:
         agreement.add_failure(self.checks.problem)
         self.course = Course()
         self.goes_on, self.go_on = goes_on, go_on
+        asked, device = self.config.log_communication_interval, self.trainer.grid.world.device
+        self.traced_interval = traced_interval(asked, device, self.config.train_iters)
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
         self.exports = Exports(task, metrics, saver)
@@ -190,7 +192,7 @@ class _Run:
     def _step(self, iteration: int, log: Trace) -> None:
         """One step and its row of the metrics."""
         config, trainer, course = self.config, self.trainer, self.course
-        traced = config.log_communication_interval > 0 and iteration % config.log_communication_interval == 0
+        traced = self.traced_interval > 0 and iteration % self.traced_interval == 0
         with contextlib.nullcontext() if traced else log.paused(), self.checks.watching():
             began = time.perf_counter()
             course.step = step = trainer.step()

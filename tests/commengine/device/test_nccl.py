@@ -147,6 +147,27 @@ def test_a_graphs_capture_is_refused(transport):
     assert (tensor == transport.size).all()
 
 
+def test_a_stream_that_returns_waits_for_the_one_between(transport):
+    cuda, tensor = transport.runtime.cuda, torch.ones(3)
+    streams = [cuda.Stream(), cuda.Stream()]
+    for index in (0, 1, 0, 0, 1, 1):
+        with cuda.stream(streams[index]):
+            transport.all_reduce(tensor, "avg")
+            cuda.kernel(lambda: tensor.mul_(3).add_(1))
+    streams[1].synchronize()
+    assert (tensor == 3**6 + (3**6 - 1) // 2).all()
+
+
+def test_a_call_on_the_last_calls_stream_makes_no_object_for_it(transport, monkeypatch):
+    tensor = torch.ones(3)
+    transport.all_reduce(tensor, "sum")
+    monkeypatch.setattr(transport.runtime.cuda, "current_stream", None)
+    transport.all_reduce(tensor, "sum")
+    monkeypatch.undo()
+    transport.synchronize()
+    assert (tensor == transport.size**2).all()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_the_first_collective_connects_and_blocks_the_host(mpi_world):
     """As NCCL's does; so whoever measures what runs beside a collective calls one before."""

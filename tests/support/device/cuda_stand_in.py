@@ -207,6 +207,9 @@ class HostRuntime(Runtime):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def current_address(self, device: torch.device) -> int:
+        return int(self.cuda._stack[-1].cuda_stream)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = target.detach(), source.detach()
         self.cuda.kernel(lambda: target.copy_(source))
