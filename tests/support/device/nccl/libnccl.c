@@ -90,6 +90,7 @@ int group_depth(void) { return depth; }
 int outstanding(int number) { return comms[number]->outstanding; }
 int end_of(int number) { return comms[number]->end; }
 int device_of(int number) { return comms[number]->device; }
+void lose(int number) { close(comms[number]->lock_file), comms[number]->lock_file = -1; } /* as if this rank had died */
 
 static int fault(int status, const char *format, ...) {
     va_list words;

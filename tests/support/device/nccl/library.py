@@ -119,6 +119,10 @@ class Made:
     def device(self) -> int:
         return int(_C.device_of(self.number))
 
+    def lose(self) -> None:
+        """Let the other ranks of the communicator take this one for dead."""
+        _C.lose(self.number)
+
 
 class Library:
     """The library since this object was made. Names of calls are NCCL's, without "nccl".
