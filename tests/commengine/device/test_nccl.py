@@ -34,6 +34,9 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 CUDA = torch.device("cuda", 0)
 
+#: of NCCL: before ncclCommSplit (2.18), before the order of launches (2.26), and the newest
+VERSIONS = (21000, 21700, 22105, 22203, 22304, 22403, 22501, 22602, 22707, 22809, 22907, 23007, 23203)
+
 
 @contextlib.contextmanager
 def connected(mpi_comm, version=23203):
@@ -106,7 +109,7 @@ def test_a_call_runs_after_what_is_on_the_current_stream(transport):
     assert (copy == sum(range(transport.size))).all()
 
 
-@pytest.mark.parametrize("version", [22105, 23203])  # without and with an order of launches
+@pytest.mark.parametrize("version", VERSIONS)
 def test_calls_of_one_communicator_keep_their_order_on_two_streams(mpi_world, version):
     with connected(mpi_world, version) as transport:
         cuda, first, second = transport.runtime.cuda, transport.runtime.cuda.Stream(), transport.runtime.cuda.Stream()
@@ -328,7 +331,24 @@ def test_ranks_that_differ_in_a_collective_are_noticed(mpi_world):
 # Life ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [21000, 21700, 22105, 23203])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_of_nccl_sums_sends_and_ends(mpi_world, version):
+    runtime = cupy_runtime(version=version)
+    transport = DeviceTransport.open(runtime, mpi_world, CUDA)
+    assert runtime.library.ordered == (version >= 22600)
+    sent, received = torch.tensor([float(transport.rank)]), torch.empty(1)
+    total = sent.clone()
+    transport.all_reduce(total, "max")
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    transport.sendrecv(sent, after, received, before)
+    transport.synchronize()
+    assert (total.item(), received.item()) == (transport.size - 1, before)
+    transport.all_reduce(total, "sum")  # is left: an abort waits for nobody
+    transport.abort()
+    assert [comm.end for comm in runtime.library.comms] == ["abort"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_split(mpi_world, version):
     with connected(mpi_world, version) as whole:
         outstanding = torch.ones(2)
