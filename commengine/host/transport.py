@@ -346,8 +346,9 @@ def _misaligned(*tensors: Tensor) -> bool:
     """Whether torch's arithmetic and copies of complex128 would end the process at the address of a tensor.
 
     On x86 they want a multiple of 16 bytes, and an array of NumPy may begin at any multiple of 8. No other dtype minds.
+    The host cannot copy what lies on a device, and CUDA has an error of its own for such an address.
     """
-    return any(tensor.data_ptr() % 16 for tensor in tensors)
+    return any(tensor.is_cpu and tensor.data_ptr() % 16 for tensor in tensors)
 
 
 def _divide(tensor: Tensor, divisor: int) -> None:

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from commengine import Communicator
+from commengine.host.transport import _misaligned
+from tests.support.device.device_stand_in import on_device
 from tests.support.exact import ALWAYS, NEVER, expected, ops_of, values
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
@@ -68,3 +70,9 @@ def test_one_rank_alone_is_misaligned_beside_a_window(comm):
     private, _ = misaligned(numel * n) if rank == 0 else (np.zeros(numel * n, np.complex128), None)
     comm.all_gather(private, row)
     assert (private == right.numpy()).all()
+
+
+def test_a_devices_memory_is_left_to_the_device(mpi_world):
+    """The host cannot copy it. A message of an MPI that takes device addresses needs no multiple of 16."""
+    array, _ = misaligned(3)
+    assert _misaligned(torch.from_numpy(array)) and not _misaligned(on_device(torch.from_numpy(array)))
