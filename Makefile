@@ -1,4 +1,5 @@
-# make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | lint | docs | clean.
+# make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | rivals | lint | docs |
+# clean.
 # Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
@@ -60,7 +61,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm lint format docs install clean
+.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm rivals lint format docs install clean
 .DELETE_ON_ERROR:
 
 # Any NP works. Two ranks hold a replica of the model, or one rank if NP is odd. The files' steps have 16 samples, which
@@ -145,7 +146,8 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
 		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
 
-# 15 to 30 minutes on two cores; 4 to 8; every test on every number of ranks. See tests/run.
+# On two cores that nothing else uses: 8 minutes; 75 seconds; an hour, for every test on every number of ranks. See
+# tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
 
@@ -169,6 +171,10 @@ test-cupy: $(CUPY:%=.venv/cupy-%)
 test-slurm: $(STAMP)
 	$(BIN)/python -m tests.support.lab.slurm
 	$(BIN)/python tests/run --slurm $(ARGS)
+
+# The environments of bench.contest rivals: other MPIs, oneCCL and DeepSpeed. 2 minutes, 1 GB.
+rivals: $(STAMP)
+	$(BIN)/python -m bench.contest rivals --install
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

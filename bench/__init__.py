@@ -1,18 +1,20 @@
 """Commands that measure what collectives cost, alone and inside a training step, and that predict it.
 
-Every module here is a command, ``python -m bench.NAME``. A folder holds what commands are made of:
+Every module here is a command, ``python -m bench.NAME``, as are the folders ``study`` and ``contest``; ``python -m
+bench`` lists them. A folder holds what commands are made of:
 
 - ``command``: the command line, its errors, and the files that a command writes
-- ``timing``: how often a call is timed, on which clock, and how the ranks begin it together
-- ``transports``: the ways to run a collective that bench.collectives and bench.all_reduce compare
+- ``timing``: how often a call is timed, on which clock, how the ranks begin it together, and calls that take turns
+- ``transports``: the ways to run a collective that bench.collectives compares
 - ``collective_study``: results of collectives: measuring, reading, tables, plots, fits
 - ``step_study``: a training step, recorded and taken apart
-- ``contests``: programs that do the same work and alternate within one run
+- ``programs``: programs that do the same work and take turns within one run
 - ``peers``: the programs of other libraries, the only code here that imports torch.distributed
 - ``gpu_study``: the studies of bench.gpu
 - ``checkup``: the parts of bench.doctor
 - ``prediction``: the model of a step's time and memory
 - ``clusters``: machines, described in YAML
+- ``emulator``: a cluster that this machine emulates, for a contest
 - ``results``: what the commands printed on the project's machines
 
 Words with one meaning here: a *transport* is a way to run a collective. A *peer* is another library that this one is

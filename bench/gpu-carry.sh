@@ -6,7 +6,7 @@
 #   --python-version 3.12     the Python of the machine with the GPU
 #   --platform TAG            a platform tag of its wheels; may be repeated (default: manylinux for x86-64, glibc 2.39
 #                             and older)
-#   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi, ConfigArgParse and pydantic, with
+#   --package NAME[==VERSION] a package to carry besides mpich, mpi4py, pytest-mpi and pydantic, with
 #                             which checkpoints are read; may be repeated. torch, CuPy and the other packages of
 #                             pyproject.toml are taken to be installed there
 #   --nccl VERSION            an NCCL for several ranks on one GPU, 2.30 or newer, such as 2.30.7
@@ -56,12 +56,23 @@ if [ -z "$platforms" ]; then # pip matches these names exactly, and each package
     for tag in manylinux2014 manylinux2010 manylinux1; do platforms="$platforms --platform ${tag}_x86_64"; done
 fi
 
-source='' text='--from-stdlib --train-bpe 512' names="mpich mpi4py pytest-mpi ConfigArgParse$packages"
+stand_in() { # NAME: a wheel of version 1.0 that has a command, a library and a libnccl.so.2, all of them texts
+    plain=$(echo "$1" | tr - _) tree=$folder/index/$1
+    info=$tree/$plain-1.0.dist-info data=$tree/$plain-1.0.data/data
+    mkdir -p "$info" "$data/bin" "$data/lib" "$tree/${plain}_data/nccl/lib"
+    echo '#!/bin/sh' >"$data/bin/$1"
+    echo 'no library' | tee "$data/lib/lib$plain.so.1" >"$tree/${plain}_data/nccl/lib/libnccl.so.2"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: 1.0\n' "$1" >"$info/METADATA"
+    printf 'Wheel-Version: 1.0\nGenerator: commengine\nRoot-Is-Purelib: true\nTag: py3-none-any\n' >"$info/WHEEL"
+    : >"$info/RECORD"
+    "$python" -m zipfile -c "$folder/index/$plain-1.0-py3-none-any.whl" "$tree"/*
+}
+source='' bytes=${piece}M text='--from-stdlib --train-bpe 512' names="mpich mpi4py pytest-mpi$packages"
 if [ -n "$dry" ]; then
     rm -rf "$folder/index"
-    names=commengine-carry-check nccl=1.0 nccl_package=commengine-carry-nccl piece=0.0005
+    names=commengine-carry-check nccl=1.0 nccl_package=commengine-carry-nccl bytes=512
     source="--no-index --find-links $folder/index" text='--input README.md --train-bpe 300'
-    for name in $names $nccl_package; do "$python" -m bench.gpu_study.carried stand-in $name "$folder/index"; done
+    for name in $names $nccl_package; do stand_in $name; done
 fi
 download() { # FOLDER PACKAGE...
     rm -rf "$1"
@@ -85,7 +96,11 @@ download "$folder/wheels" $names
 rm -rf "$folder/nccl"
 if [ -n "$nccl" ]; then
     download "$folder/nccl-wheel" "$nccl_package==$nccl"
-    "$python" -m bench.gpu_study.carried split "$folder"/nccl-wheel/*.whl "$folder/nccl" --piece-mib "$piece"
+    mkdir "$folder/nccl"
+    cd "$folder/nccl-wheel"
+    sha256sum ./*.whl >"$folder/nccl/sha256"
+    for wheel in *.whl; do split -b "$bytes" -d "$wheel" "$folder/nccl/$wheel."; done
+    cd "$OLDPWD"
     rm -r "$folder/nccl-wheel"
 fi
 mkdir -p "$folder/corpus"

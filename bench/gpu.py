@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
-from bench.command.files import check_writable
-from bench.command.parser import CommandParser, new_parser
+from bench.command.files import add_files
+from bench.command.machine import environment
+from bench.command.parser import new_parser
 from bench.command.start import answer_help, run_alone, run_on_ranks, user_errors
-from bench.contests.driver import ContestError
 from bench.gpu_study import flops, losses, machine_report, overhead, overlap, profile
+from bench.programs.driver import ContestError
 from commengine import UsageError
+from trainers.options import OneLineParser
 
 COMMAND = "bench.gpu"
 STUDIES = {
@@ -40,7 +42,7 @@ ON_GPU = tuple(name for name in STUDIES if name != "losses")  # the others only 
 ON_RANKS = ("flops", "overlap", "profile")  # each process is a rank of a job
 
 
-def parser() -> CommandParser:
+def parser() -> OneLineParser:
     """The command line: a subcommand for each study."""
     options = new_parser(COMMAND, __doc__)
     studies = options.add_subparsers(dest="study", required=True, metavar="STUDY")
@@ -50,19 +52,23 @@ def parser() -> CommandParser:
             name, prog=f"{options.prog} {name}", help=line, description=study.__doc__,
             formatter_class=options.formatter_class,
         )  # fmt: skip
-        study.add_options(own)
+        if hasattr(study, "add_options"):
+            study.add_options(own)
+        if name in ON_GPU:
+            own.add_argument("--tiny", action="store_true", help="the least sizes, to try it without a GPU")
+        add_files(own)
     return options
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The study and its settings. Raises ValueError that names the option at fault, or UsageError without a GPU."""
     given = parser().parse_args(argv)
-    check_writable(output=given.output, json=given.json, timeline=getattr(given, "timeline", None))
     study = STUDIES[given.study]
     if hasattr(study, "check"):
         study.check(given)
     if given.study in ON_GPU and not torch.cuda.is_available() and not given.tiny:
         raise UsageError(f"{given.study}: needs a CUDA device, and torch sees none")
+    given.environment = environment(COMMAND)
     return given
 
 

@@ -117,7 +117,7 @@ left_out() { # NAME REASON
 say "== bench/gpu.sh $job, $(date -u +%Y-%m-%dT%H:%M:%SZ)${dry:+, a dry run}"
 nccl=''
 if [ -n "$carry" ]; then
-    stage carried 90 "$python" -m bench.gpu_study.carried install "$carry" "$site"
+    stage carried 90 env "PYTHON=$python" bench/gpu-install.sh "$carry" "$site"
     [ ! -e "$site/nccl/libnccl.so.2" ] || nccl=$site/nccl/libnccl.so.2
     if [ -z "$dry" ] && [ -d "$carry/nccl" ] && [ -z "$nccl" ]; then say "FAILED    the carried NCCL"; status=1; fi
 fi
@@ -171,9 +171,8 @@ find_two_ranks() {
 
 # shellcheck disable=SC2086  # the lists of words above are split on purpose
 live() {
-    stage environment 40 "$python" -m bench.gpu_study.environment
-    on_gpu nvlink 20 nvidia-smi topo -m
     stage machine 40 "$python" -m bench.gpu machine $tiny --output "$work/results/machine.md"
+    on_gpu nvlink 20 nvidia-smi topo -m
     stage hello 40 "$mpiexec" -n 2 "$python" -m mpi4py.bench helloworld
     stage raw_nccl 60 "$mpiexec" -n 1 "$python" $raw
     if [ "${ended:-0}" != 0 ]; then # NCCL's own memory may fail in a virtual machine
@@ -185,7 +184,7 @@ live() {
         fi
     fi
     if [ -n "$dry" ]; then # the tests of the stand-ins run beside those that are skipped without a GPU
-        also=tests/commengine/device/test_backends.py some='staged_messages'
+        also=tests/commengine/device/test_backends.py some='staged_tensors'
     else
         also='' some=''
     fi

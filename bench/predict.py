@@ -4,49 +4,61 @@
     python -m bench.predict --preset bert-3.9b --cluster dgx-a100 --gpus 64
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --recompute-granularity full
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
+    python -m bench.predict --measure --overhead overhead.json --output this-machine.yaml
 
-The command only computes; it needs no GPU and no MPI. bench/prediction/model_cost.py and bench/prediction/kernels.py
-explain the model, and bench/clusters/ has the numbers of each machine with their sources. The model covers training
-with eager or fused kernels and with the tensor and data parallelism of this project: no pipeline, no skew between
-ranks.
+With --measure, the command writes the file of this machine, which ``--cluster this-machine`` then reads: it runs matrix
+products and passes over memory in fp32 with one thread, for about a second. The links follow from the results of
+bench.collectives --only overhead on two ranks: alpha is the engine's time at 8 bytes, beta the slope at the largest
+size. Without them the links are those of bench/clusters/amd-epyc.yaml, and the machine's name says so.
+
+Otherwise the command only computes; it needs no GPU and no MPI. bench/prediction/model_cost.py and
+bench/prediction/kernels.py explain the model, and bench/clusters/ has the numbers of each machine with their sources.
+The
+options of training are those of pretrain_gpt, and without one of them the preset's value or that command's counts, but
+for --micro-batch-size (8) and --overlap-grad-reduce (the cluster's); --plan searches those of the layout that are not
+given. The model covers training with eager or fused kernels and with the tensor and data parallelism of this project:
+no pipeline, no skew between ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from bench.clusters.cluster import OWN, OWN_FILE, Cluster, load, names
-from bench.command.files import check_writable
+from bench.command.files import add_files
 from bench.command.machine import environment, heading
-from bench.command.parser import CommandParser, new_parser
+from bench.command.parser import new_parser
 from bench.command.start import run_alone, user_errors
 from bench.command.values import flag
-from bench.prediction import paper, plan
-from bench.prediction.kernels import Parts
-from bench.prediction.layout import MODELS, Layout
-from bench.prediction.layout_options import DROPOUT, DROPOUT_DEFAULT, batch_of, dropout_of, layout_of
+from bench.prediction import own_machine, paper, plan
+from bench.prediction.layout import Layout
 from bench.prediction.model_cost import slowdown
-from bench.prediction.model_options import FAMILY, SHAPE, shape_of
+from bench.prediction.options import (
+    DEFAULTS,
+    FAMILY,
+    LAYOUT,
+    SHAPE,
+    add_options,
+    batch_of,
+    dropout_of,
+    layout_of,
+    shape_of,
+)
 from bench.prediction.step_report import calibration, describe, numbers_of
 from commengine.cost import TransformerShape, parameters
-from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers import presets
-from trainers.options import BATCH, COUNT, FRACTION, add_some, between
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.options import OneLineParser, between
 
 COMMAND = "bench.predict"
-RECOMPUTE = ("none", "selective", "full")
-LAYOUT = tuple(option[2:].replace("-", "_") for option in plan.SEARCHED.values())
-RESERVE_GB, TOP = presets.RESERVE_GB, 12
+RESERVE_GB, TOP = presets.RESERVE_GB, 12  # TOP: rows of --plan that are printed
 
 
-def parser() -> CommandParser:
+def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
@@ -54,67 +66,10 @@ def parser() -> CommandParser:
         "--cluster",
         default="dgx-2h",
         metavar="NAME|FILE",
-        help=f"one of {', '.join(names())}; {OWN}, which is the {OWN_FILE} that bench.this_machine wrote into this "
+        help=f"one of {', '.join(names())}; {OWN}, which is the {OWN_FILE} that --measure wrote into this "
         "folder; or any YAML file (default: dgx-2h)",
     )
-    add(
-        "--preset",
-        metavar="NAME",
-        help=f"a model of the paper with its tensor-parallel size, batch and dropout; the options below replace its "
-        f"own. {presets.LIST} prints all of them, with the memory that they need",
-    )
-    add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
-    for name, limits in SHAPE.items():
-        add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
-    add_some(options, GPTTrainConfig, tuple(FAMILY))
-    add(
-        "--gpus",
-        type=int,
-        valid=COUNT,
-        metavar="N",
-        help="devices in all (default: the tensor-parallel size; --plan needs it)",
-    )
-    add(
-        "--global-batch-size",
-        type=int,
-        valid=BATCH,
-        metavar="N",
-        help="sequences a step (default: the preset's, or one micro-batch a replica; --plan needs it)",
-    )
-    # The options that --plan searches have no default here: None means that the option was not given.
-    add(
-        "--tensor-model-parallel-size",
-        type=int,
-        valid=COUNT,
-        metavar="N",
-        help="default: the preset's, or 1; --plan: searched unless given",
-    )
-    add(
-        "--micro-batch-size",
-        type=int,
-        valid=BATCH,
-        metavar="N",
-        help="sequences a replica runs at once (default: 8; --plan: searched unless given)",
-    )
-    add(
-        "--recompute-granularity",
-        choices=RECOMPUTE,
-        help="as in training (default: the preset's, or none; --plan: searched unless given)",
-    )
-    add("--sequence-parallel", action=BooleanOptionalAction, help="default: no; --plan: searched unless given")
-    add(
-        "--use-distributed-optimizer",
-        action=BooleanOptionalAction,
-        help="ZeRO-1: optimizer state split over the replicas (default: no; --plan: searched unless given)",
-    )
-    add("--overlap-grad-reduce", action=BooleanOptionalAction, help="default: the cluster's")
-    for name in DROPOUT:
-        add(flag(name), type=float, valid=FRACTION, metavar="P", help=f"as in training (default: {DROPOUT_DEFAULT})")
-    add(
-        "--attention-dropout-mask",
-        choices=DROPOUT_MASKS,
-        help="as in training (default: position, with which no fused kernel computes attention)",
-    )
+    add_options(options)
     add(
         "--plan",
         action="store_true",
@@ -127,7 +82,6 @@ def parser() -> CommandParser:
         metavar="GB",
         help=f"with --plan: memory that a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
     )
-    add("--top", type=int, valid=COUNT, metavar="N", help=f"with --plan: rows that are printed (default: {TOP})")
     add(
         "--paper",
         action="store_true",
@@ -138,38 +92,41 @@ def parser() -> CommandParser:
         action="store_true",
         help="with --paper: also predict them without each part of the model, and with other constants",
     )
+    add("--measure", action="store_true", help=f"measure this machine, and print its file, such as {OWN_FILE}")
     add(
-        "--json",
-        type=Path,
+        "--overhead",
         metavar="FILE",
-        help="write the numbers. --paper: by figure5-mp, figure5-mp-dp, table7 and table8, lists of published and "
+        help="with --measure: what bench.collectives --only overhead --json wrote here (default: the links of "
+        "amd-epyc.yaml)",
+    )
+    add_files(
+        options,
+        json="write the numbers. --paper: by figure5-mp, figure5-mp-dp, table7 and table8, lists of published and "
         "predicted in the paper's order, without the rows that are 100%% by definition. --plan: the model, the cluster "
         "and all candidates, best first. Otherwise: the model, the cluster, the layout and its step",
+        output="write the tables as markdown, or with --measure the file",
     )
-    add("--output", type=Path, metavar="FILE", help="write the tables as markdown")
     return options
 
 
 def check(arguments: Any) -> None:
     """Raise ValueError for options that exclude each other and for numbers without a meaning."""
-    if arguments.ablation and not arguments.paper:
-        raise ValueError("--ablation goes with --paper")
-    if arguments.paper and arguments.plan:
-        raise ValueError("--paper or --plan, not both")
-    for name in ("reserve_gb", "top"):
-        if getattr(arguments, name) is not None and not arguments.plan:
-            raise ValueError(f"{flag(name)} goes with --plan")
-    if arguments.preset and arguments.model:
-        raise ValueError("--preset or --model, not both")
-    plain = ("preset", "model", *SHAPE, "gpus", "global_batch_size", *LAYOUT, *DROPOUT, "attention_dropout_mask")
-    for name, default in (dict.fromkeys(plain) | FAMILY).items():
-        if getattr(arguments, name) != default and arguments.paper:
+    for option, needed in (("overhead", "measure"), ("ablation", "paper"), ("reserve_gb", "plan")):
+        if getattr(arguments, option) not in (None, False) and not getattr(arguments, needed):
+            raise ValueError(f"{flag(option)} goes with {flag(needed)}")
+    pairs = (("paper", "plan"), ("preset", "model"), ("measure", "paper"), ("measure", "plan"), ("measure", "json"))
+    for one, other in pairs:
+        if getattr(arguments, one) and getattr(arguments, other):
+            raise ValueError(f"{flag(one)} or {flag(other)}, not both")
+    plain = dict.fromkeys(("preset", "model", *SHAPE, "gpus", *LAYOUT)) | {name: DEFAULTS[name] for name in FAMILY}
+    for name, default in plain.items():
+        if getattr(arguments, name) != default and arguments.paper and name != "overlap_grad_reduce":
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
 
 
 def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool) -> Iterator[str]:
     """Yield the lines of --paper."""
-    slow = slowdown(cluster, Parts())
+    slow = slowdown(cluster)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / slow
     yield (
         "One measured number, 39 TFLOP/s on one GPU, sets the rate at which eager kernels move memory: "
@@ -197,7 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(presets.table()))
             return 0
         check(arguments)
-        check_writable(output=arguments.output, json=arguments.json)
+        if arguments.measure:
+            text = own_machine.measured(arguments.overhead)
+            print(text, end="")
+            if arguments.output:
+                Path(arguments.output).write_text(text, encoding="utf-8")
+            return 0
         cluster = load(arguments.cluster)
         if arguments.overlap_grad_reduce is not None:
             cluster = replace(cluster, overlap=arguments.overlap_grad_reduce)
@@ -212,9 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = _context(arguments, shape, cluster) | {"layout": _layout(layout)} | numbers
     print("\n".join(lines))
     if arguments.output:
-        arguments.output.write_text("\n".join([*heading("Prediction", _surroundings()), "", *lines, ""]))
+        Path(arguments.output).write_text("\n".join([*heading("Prediction", _surroundings()), "", *lines, ""]))
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
     if arguments.plan and not any(one["fits"] for one in result["candidates"]):
         print("python -m bench.predict --plan: nothing fits", file=sys.stderr)
         return 1
@@ -249,14 +211,14 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
     reserve = 1e9 * (RESERVE_GB if arguments.reserve_gb is None else arguments.reserve_gb)
     if not 0 <= reserve < room:
         raise ValueError(f"--reserve-gb {reserve / 1e9:g}: at least 0, and less than a device's {room / 1e9:.1f}")
-    given = {field: getattr(arguments, name) for field, name in zip(plan.SEARCHED, LAYOUT, strict=True)}
+    given = {field: getattr(arguments, option[2:].replace("-", "_")) for field, option in plan.SEARCHED.items()}
     fixed = {field: value for field, value in given.items() if value is not None}
     candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=dropout_of(arguments))
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
         f"({cluster.name})",
         "",
-        *plan.table(candidates, TOP if arguments.top is None else arguments.top),
+        *plan.table(candidates, TOP),
         "",
         f"- {calibration(cluster)}",
     ]

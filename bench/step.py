@@ -14,17 +14,15 @@ formulas of commengine.cost, on every rank and in every step: if one differs, th
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study.tables import write_csv
-from bench.command.files import add_files, check_picture, check_writable
+from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
-from bench.command.parser import TrainerCommandParser, new_trainer_parser
+from bench.command.parser import new_parser
 from bench.command.start import progress, run_on_ranks
 from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.recorder import TracedConfig
@@ -33,7 +31,7 @@ from bench.traces import formats
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
 from trainers.config import bucket_size
-from trainers.options import COUNT, between
+from trainers.options import COUNT, OneLineParser, between
 from trainers.run.startup import watched
 from trainers.tasks.bert import BERTTrainConfig
 
@@ -41,9 +39,9 @@ COMMAND = "bench.step"
 FORMAT = 1
 
 
-def parser() -> TrainerCommandParser:
+def parser() -> OneLineParser:
     """The options that are not those of the training command."""
-    options = new_trainer_parser(COMMAND, __doc__)
+    options = new_parser(COMMAND, __doc__, passes_on=True)
     recorder.add_model(options)
     add = options.add_argument
     add(
@@ -57,7 +55,6 @@ def parser() -> TrainerCommandParser:
     add_files(
         options,
         json="write every number of every rank and step",
-        csv="write a line for each row of the table and each rank",
         timeline="draw the median step: .png, .svg or .pdf",
         chrome="write the median step for chrome://tracing and ui.perfetto.dev",
     )
@@ -70,9 +67,6 @@ def parser() -> TrainerCommandParser:
 def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     """The options and the trainer's settings, as JSON types. Raises ValueError or UsageError that names the option."""
     given, rest = parser().parse_known_args(argv)
-    check_writable(**{name: getattr(given, name) for name in ("json", "csv", "output", "timeline", "chrome")})
-    if given.timeline:
-        check_picture("timeline", given.timeline)
     config = recorder.read_traceable(given.model, rest, f"python -m {COMMAND}", world_size)
     given.save_format = formats.chosen(given.save_format, "--save", given=bool(given.save))
     if given.save:
@@ -133,18 +127,13 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
         *(["", "## By part of the step", "", *step_tables.table(rows)] if rows else []),
         "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of), "", volumes.SOURCES,
     ]  # fmt: skip
-    print("\n".join(lines), flush=True)
-    if options["output"]:
-        Path(options["output"]).write_text("\n".join([*heading("Traced training step", surroundings), *lines, ""]))
-    if options["json"]:
-        result = surroundings | {
-            "format": FORMAT, "kind": "step", "ranks": len(ranks), **recorder.to_json(config),
-            "clock_uncertainty": traced.uncertainty, "median_step": shown, "seconds": sums, "phases": phases,
-            "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
-        }  # fmt: skip
-        Path(options["json"]).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if options["csv"]:
-        write_csv(Path(options["csv"]), list(step_tables.csv_rows(rows)))
+    result = surroundings | {
+        "format": FORMAT, "kind": "step", "ranks": len(ranks), **recorder.to_json(config),
+        "clock_uncertainty": traced.uncertainty, "median_step": shown, "seconds": sums, "phases": phases,
+        "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
+    }  # fmt: skip
+    text = "\n".join([*heading("Traced training step", surroundings), *lines, ""])
+    publish(text, result, output=options["output"], json_file=options["json"])
     steps = [of_rank[shown] for of_rank in ranks]
     if options["timeline"]:
         timeline.write_picture(Path(options["timeline"]), steps, title)

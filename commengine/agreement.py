@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .errors import CollectiveError, CollectiveMismatch
+from .errors import CollectiveError, CollectiveMismatch, GroupMember
 from .mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -28,33 +29,12 @@ RECORD_BYTES = 1024
 _PROBLEM = "\1"
 
 
-class GroupMember(Protocol):
-    """This rank's place in a group of ranks."""
+class Shown(NamedTuple):
+    """The shape, dtype and place of a tensor, without the tensor."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-
-
-class Comparing(GroupMember, Protocol):
-    """A group whose ranks compare what they are about to do: a Communicator."""
-
-    def compare(self, words: str, problem: str | None = None) -> None:
-        """Raise on every rank unless all ranks give the same words and none has a problem."""
-
-
-class Described(Protocol):
-    """A tensor, or only its shape, dtype and place."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def is_cpu(self) -> bool: ...
+    shape: torch.Size
+    dtype: torch.dtype
+    is_cpu: bool
 
 
 def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = None) -> None:
@@ -90,21 +70,21 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
         ranks.setdefault(record.rstrip(b"\0").decode(errors="replace"), []).append(rank)
     problems = [(who, said.removeprefix(_PROBLEM)) for said, who in ranks.items() if said.startswith(_PROBLEM)]
     if problems:
-        raise CollectiveError("; ".join(f"{_named(who)}: {said}" for who, said in problems))
+        raise CollectiveError("; ".join(f"{ranks_named(who)}: {said}" for who, said in problems))
     common = set.intersection(*(set(words.split("\n")[1:]) for words in ranks))
     calls_of = [(who, _call(said, common)) for said, who in ranks.items()]
-    raise disagreement(member.rank, member.name, member.size, calls_of)
+    raise disagreement(member, calls_of)
 
 
 def disagreement(
-    rank: int, name: str, size: int, asked: Sequence[tuple[list[int], str]], fault: str = "the ranks disagree"
+    member: GroupMember, asked: Sequence[tuple[list[int], str]], fault: str = "the ranks disagree"
 ) -> CollectiveMismatch:
     """Return the error of ranks that give different calls.
 
-    rank, name, size: this rank's place in the group. asked: ranks, and what these asked for.
+    member: this rank's place in the group. asked: ranks, and what these asked for.
     """
-    asks = "; ".join(f"{_named(who)} asked for {what}" for who, what in asked)
-    return CollectiveMismatch(f"rank {rank} of group {name!r} (size {size}): {fault}: {asks}")
+    asks = "; ".join(f"{ranks_named(who)} asked for {what}" for who, what in asked)
+    return CollectiveMismatch(f"rank {member.rank} of group {member.name!r} (size {member.size}): {fault}: {asks}")
 
 
 def _call(words: str, common: Iterable[str]) -> str:
@@ -114,7 +94,7 @@ def _call(words: str, common: Iterable[str]) -> str:
 
 
 def describe(
-    operation: str, tensor: Described | None, redop: str | None = None, root: int | None = None, stream: int = 0
+    operation: str, tensor: Tensor | Shown | None, redop: str | None = None, root: int | None = None, stream: int = 0
 ) -> str:
     """Describe one call in one line, such as ``all_reduce(float32 [4, 8], op=sum)``.
 
@@ -133,7 +113,8 @@ def describe(
     return f"{operation}({', '.join(parts)})"
 
 
-def _named(ranks: list[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return the first 16 of ``ranks`` in words, and how many more there are."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:16]))}{more}"
 

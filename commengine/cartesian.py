@@ -7,15 +7,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from .communicator import Communicator
 from .decomposition import Decomposition, grid_coords, grid_rank
 from .errors import CollectiveError
-from .mpi import load_mpi
+from .mpi import OwnsCommunicators, load_mpi
 
 
-class CartesianGrid:
+class CartesianGrid(OwnsCommunicators):
     """The ranks of ``comm`` as a Cartesian grid, in row-major order as ``MPI_Cart_create`` without reordering.
 
     comm: the Communicator whose ranks form the grid; it stays the caller's. Any group does: the world, the ``tensor``
@@ -127,18 +125,13 @@ class CartesianGrid:
         equally many points on this axis.
         """
         axes = len(self.shape)
-        mine = torch.full((1 + axes,), -1, dtype=torch.int64, device="cpu")
-        mine[0] = len(local_shape)
-        mine[1:] = torch.tensor([*local_shape, *[-1] * axes][:axes], dtype=torch.int64, device="cpu")
-        everybody = torch.empty(self.size * (1 + axes), dtype=torch.int64, device="cpu")
-        self.comm.all_gather(everybody, mine)
-        rows = everybody.view(self.size, 1 + axes).tolist()
-        shapes = [row[1:] for row in rows]
+        with self.comm._making("decomposition_of") as comm:
+            shapes = comm.allgather([int(points) for points in local_shape])
         blocks = [[-1] * extent for extent in self.shape]
         for rank, shape in enumerate(shapes):
-            for sizes, c, points in zip(blocks, self.coords_at(rank), shape, strict=True):
+            for sizes, c, points in zip(blocks, self.coords_at(rank), shape, strict=False):
                 sizes[c] = points if sizes[c] in (-1, points) else -2
-        if any(row[0] != axes for row in rows) or min(map(min, blocks), default=0) < 0:
+        if any(len(shape) != axes for shape in shapes) or min(map(min, blocks), default=0) < 0:
             told = ", ".join(f"{shape} at {list(self.coords_at(rank))}" for rank, shape in enumerate(shapes[:16]))
             raise CollectiveError(
                 f"the blocks of the ranks are not those of one field on a grid of shape {list(self.shape)}: {told}. "
@@ -150,17 +143,6 @@ class CartesianGrid:
         """Close the Communicator that `from_mpi` or `sub` made; otherwise do nothing. Collective; may be repeated."""
         if self._owned:
             self.comm.close()
-
-    def __deepcopy__(self, memo: object) -> CartesianGrid:
-        """Return the grid itself: a copied layer belongs to the same grid."""
-        return self
-
-    def __enter__(self) -> CartesianGrid:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            self.close()
 
     def __repr__(self) -> str:
         return f"CartesianGrid(shape={list(self.shape)}, periodic={list(self.periodic)})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +11,29 @@ from torch import Tensor
 
 from . import compiled_ops
 from .agreement import agree
-from .calls.checks import INT_MAX, call_error, is_c_int
 from .calls.dispatch import Dispatcher
-from .calls.group_calls import GroupCalls
 from .calls.opening import open_group
-from .device.backends import Backend, HostedBackend, NcclBackend, open_backend
+from .calls.routes import Routes
+from .device.backends import Backend, NcclBackend, open_backend
 from .device.choice import DeviceLike
+from .device.staged import HostedBackend
 from .device.stream import DeviceStream
-from .dtypes import Order
-from .errors import CollectiveError, CollectiveMismatch
-from .host.operands import POOL_BYTES, Operands
+from .errors import CollectiveError, call_error
 from .host.polling import PollingCalls
 from .host.switch_points import SwitchPoints
-from .host.transport import HostTransport
-from .mpi import load_mpi, making_communicators, ranks_in
+from .host.wire import MpiWire, Order
+from .mpi import OwnsCommunicators, load_mpi, making_communicators, ranks_in
+from .operations import OperationCalls
+from .operations.checks import INT_MAX, is_c_int
 from .shared_memory.windows import SharedTensors
 from .stream import Stream
 from .timeout.entries import WatchedGroup
-from .trace import Trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Communicator(GroupCalls):
+class Communicator(OperationCalls, OwnsCommunicators):
     """A group of ranks that runs collectives on tensors, over a duplicate of the caller's MPI communicator.
 
     mpi_comm: any mpi4py intracommunicator. Its own messages and those of the Communicator never mix.
@@ -56,9 +54,7 @@ class Communicator(GroupCalls):
         The constructor, `split` and `close` are such collectives, from their first moment to their last. It also holds
         for communicators that are split from this one, until this one is closed. For MPI below
         THREAD_MULTIPLE see `commengine.timeout.watcher`.
-    transport: how device tensors travel. "nccl"; "mpi": by an MPI that takes device addresses; "staged": by any MPI,
-        through pinned host memory.
-    cuda_aware_mpi: whether the MPI takes device addresses; None: ask it.
+    transport: how device tensors travel. "nccl"; "staged": by MPI, through pinned host memory.
     switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
         rank; None: the table that was measured on a processor of the same maker as rank 0's.
 
@@ -81,6 +77,10 @@ class Communicator(GroupCalls):
     Raises `CollectiveError`, before anything is sent, if the arguments show that an operation cannot be done.
     """
 
+    _backend: Backend | None
+    _calls: Dispatcher
+    _host: Routes
+
     def __init__(
         self,
         mpi_comm: MPI.Intracomm,
@@ -91,21 +91,19 @@ class Communicator(GroupCalls):
         name: str = "world",
         timeout: float | None = None,
         transport: str = "nccl",
-        cuda_aware_mpi: bool | None = None,
         switch_points: SwitchPoints | None = None,
-        operand_bytes: int = POOL_BYTES,
     ) -> None:
         given = {
             "device": device, "checked": checked, "order": order, "transport": transport,
-            "cuda_aware_mpi": cuda_aware_mpi, "switch_points": switch_points, "operand_bytes": operand_bytes,
+            "switch_points": switch_points,
         }  # fmt: skip
-        opened = open_group(mpi_comm, name, timeout, given)
-        self._root_watch = opened.watch
-        watched = None if opened.watch is None else opened.watch.group(opened.comm, name)
-        self._set_up(opened.comm, checked, order, name, watched, opened.points, opened.operand_bytes)
+        comm, self._watch, points = open_group(mpi_comm, name, timeout, given)
+        self._is_root = True
+        watched = None if self._watch is None else self._watch.group(comm, name)
+        self._set_up(comm, checked, order, name, watched, points)
         try:
             with self._calls.watching("device", "start"):
-                backend, no_device = open_backend(opened.comm, self._host, device, transport, cuda_aware_mpi)
+                backend, no_device = open_backend(comm, self._host, device, transport)
             self._use(backend)
             self.no_device = no_device
         except CollectiveError:  # on every rank
@@ -114,7 +112,7 @@ class Communicator(GroupCalls):
 
     def _set_up(
         self, comm: Any, checked: bool, order: Order | None, name: str, watched: WatchedGroup | None,
-        points: SwitchPoints, operand_bytes: int,
+        points: SwitchPoints,
     ) -> None:  # fmt: skip
         """Set all fields, and take over the MPI communicator ``comm``, which nobody else uses."""
         self.mpi: MPI.Intracomm = comm
@@ -127,38 +125,20 @@ class Communicator(GroupCalls):
         self.device = torch.device("cpu")
         #: why the group has host tensors only although a rank finds a CUDA device and None was given as the device
         self.no_device = None
-        self._backend: Backend | None = None
+        self._backend = None
         self._watched = watched
         self._shared = SharedTensors(comm, name)
-        self._operands = Operands(self._shared, points, operand_bytes)
-        self._operand_bytes = operand_bytes
         self._streams: list[Stream] = []
         self._blocks: dict[int, Communicator] = {}
         self._host = self._new_host(comm)
         self._polled = PollingCalls(comm, self._look())
-        self._calls = Dispatcher(
-            self.rank,
-            self.size,
-            name,
-            self._host,
-            checked=checked,
-            streams=self._streams,
-            shared=self._shared,
-            watched=watched,
-            least=points.least,
-        )
+        self._calls = Dispatcher(self, self._host, watched)
         #: names this communicator in a compiled graph
         self.handle = compiled_ops.register(self)
 
-    def _new_host(self, comm: Any, *, polling: bool = False) -> HostTransport:
-        return HostTransport(
-            comm,
-            polling=polling,
-            look=self._look(),
-            shared=self._shared,
-            points=self.switch_points,
-            order=self.order,
-        )
+    def _new_host(self, comm: Any, *, polling: bool = False) -> Routes:
+        wire = MpiWire(comm, polling=polling, look=self._look(), order=self.order)
+        return Routes(wire, self._shared, self.switch_points)
 
     def _use(self, backend: Backend | None) -> None:
         """Let ``backend``, which nobody else uses, carry device tensors; None: there are none."""
@@ -176,14 +156,7 @@ class Communicator(GroupCalls):
 
     def _look(self) -> Callable[[], None] | None:
         """Return what this rank does while it waits, if it has no watcher thread."""
-        watch = None if self._watched is None else self._watched.watch
-        return None if watch is None or watch.threaded else watch.look
-
-    def _attach_trace(self, log: Trace) -> None:
-        self._calls.attach(log)
-
-    def _detach_trace(self, log: Trace) -> bool:
-        return self._calls.detach(log)
+        return None if self._watch is None or self._watch.threaded else self._watch.look
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank={self.rank}, size={self.size})"
@@ -218,44 +191,6 @@ class Communicator(GroupCalls):
         with self._making("empty", asked, problem):
             return self._shared.empty(shape, dtype)
 
-    def operand(self, operation: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised host tensor that is to be an operand of ``operation``, and is used for a while only.
-
-        If it is large enough (`shares_operand`), it lies in memory that the ranks of the node share, as a tensor of
-        `empty` does, so that the collective copies nothing. It is the tensor that is reduced, or the ``output`` of an
-        all-gather. Each rank takes its memory from a pool of its own, so the ranks' tensors may live for different
-        times. The memory returns to the pool when no tensor refers to it any more: no view, nothing that autograd keeps
-        for the backward, no collective in flight. If a rank has no room left, its tensor is private, and the collective
-        takes the way of private tensors on all ranks.
-
-        The first call for tensors of that size is collective; later calls are local. After `close` the pool's memory
-        lives as long as a tensor on some rank refers to it.
-        """
-        if not self.shares_operand(operation, math.prod(shape) * dtype.itemsize, dtype):
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        if not self._operands.opened:
-            self._live_mpi()
-            self._drain_streams()
-            with self._making("operand"):
-                self._operands.open()
-        return self._operands.empty(shape, dtype)
-
-    def shares_operand(self, operation: str, nbytes: int, dtype: torch.dtype) -> bool:
-        """Whether `operand` takes a tensor of ``nbytes`` from shared memory, as long as there is room.
-
-        Collective at the first call, if the size may be large enough; with ``checked``, at the first call for each
-        operation and dtype.
-        """
-        if nbytes < self._operands.floor:  # small collectives must not become slower
-            return False
-        least = self._operands.known.get((operation, dtype))
-        if least is None:
-            self._live_mpi()
-            asked = f"shares_operand({operation}, {dtype})" if self.checked else "shares_operand"
-            with contextlib.nullcontext() if self._shared.looked and not self.checked else self._making(asked):
-                least = self._operands.look_up(operation, dtype)
-        return nbytes >= least
-
     def _drain_streams(self) -> None:
         """Let the host streams finish before the group's first window is made.
 
@@ -286,7 +221,7 @@ class Communicator(GroupCalls):
         A checked collective that another rank calls instead compares, too, and must meet this comparison. An unchecked
         one must not be taken for it: MPI does not match a call that blocks with one that does not.
         """
-        return self._host.calls if self.checked else self._polled
+        return self._host.wire.calls if self.checked else self._polled
 
     def compare(self, words: str, problem: str | None = None) -> None:
         """Raise CollectiveMismatch on every rank unless all ranks give the same words. Collective.
@@ -321,17 +256,32 @@ class Communicator(GroupCalls):
                 with making_communicators():
                     own = comm.Dup()
                 transport = self._new_host(own, polling=True)
-                transport.open_routes()
+                transport.open()
                 stream = Stream(
                     name,
                     index,
                     transport,
                     threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
-                    device_transport=backend.over(transport).transport if isinstance(backend, HostedBackend) else None,
+                    device_transport=backend.over(transport) if isinstance(backend, HostedBackend) else None,
                     release=own.Free,
                 )
         self._streams.append(stream)
         return stream
+
+    def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
+        """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
+
+        No call of a block may write memory that another call of the block reads or writes. If one does, CollectiveError
+        is raised at the end of the block, before anything is sent, on each rank whose own tensors show it. broadcast
+        and reduce count as writing their tensor on every rank, a reduce-scatter in place as writing its whole input.
+        Only the root sees the whole of a gather or scatter: if that one depends on another call, the root raises, and
+        the others wait. The collectives of a block are in the same order on every rank.
+
+        The tensors may be touched when the block has ended, or, with ``stream=``, when the stream has reached the
+        block's end; the Work of each call is done when the whole block is. If the block raises an exception, nothing is
+        sent.
+        """
+        return self._calls.coalesce(stream)
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
         """Split the group: the ranks of each ``color`` form a Communicator, ordered by (key, rank).
@@ -358,9 +308,8 @@ class Communicator(GroupCalls):
                 self._watched.splits += 1
             backend: Backend | None = None
             try:
-                self._compare_names(part, color, name)
                 if isinstance(self._backend, NcclBackend):
-                    backend = self._backend.split(comm, None if part == mpi.COMM_NULL else part, color, key)
+                    backend = self._backend.split(comm, None if part == mpi.COMM_NULL else part)
             except CollectiveError:  # on every rank
                 if part != mpi.COMM_NULL:
                     part.Free()
@@ -368,24 +317,16 @@ class Communicator(GroupCalls):
         if part == mpi.COMM_NULL:
             return None
         made = Communicator.__new__(Communicator)
-        made._root_watch = None
-        watched = None if self._watched is None else self._watched.part(part, name)
-        made._set_up(part, self.checked, self.order, name, watched, self.switch_points, self._operand_bytes)
+        made._watch, made._is_root = self._watch, False
+        watched = None
+        if self._watch is not None and self._watched is not None:
+            watched = self._watch.split(self._watched, part, name)
+        made._set_up(part, self.checked, self.order, name, watched, self.switch_points)
         if isinstance(self._backend, HostedBackend):
             backend = self._backend.over(made._host)
         made._use(backend)
         made.no_device = self.no_device
         return made
-
-    def _compare_names(self, part: Any, color: int | None, name: str) -> None:
-        """Raise CollectiveError on every rank of the group if the ranks of a part gave it different names."""
-        problem = None
-        try:
-            if part != load_mpi().COMM_NULL:
-                agree(part, PollingCalls(part, self._look()), repr(name))
-        except CollectiveMismatch:
-            problem = f"split: name={name!r} is not that of all ranks with color={color}"
-        agree(self, self._comparing, "split", problem)
 
     def block(self, size: int) -> Communicator:
         """The Communicator of ``size`` consecutive ranks that this rank is one of: ranks 0 to size - 1, and so on.
@@ -417,7 +358,7 @@ class Communicator(GroupCalls):
         `commengine.launch.run` calls this method.
         """
         if self._backend is not None:
-            self._backend.make_current()
+            self._backend.runtime.cuda.set_device(self.device)
 
     def world_ranks(self) -> list[int]:
         """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective."""
@@ -434,15 +375,6 @@ class Communicator(GroupCalls):
         with contextlib.nullcontext() if self._shared.looked else self._making("node_size"):
             node = self._shared.node
         return None if node is None else node.size
-
-    def wait_for_all(self) -> None:
-        """Wait until every rank is here, and leave the core to others meanwhile. Collective.
-
-        `barrier` is done sooner, and keeps its core: it would slow down the ranks that still work, where there are more
-        ranks than cores. A rank soon sleeps between two looks, unless collectives are checked.
-        """
-        with self._making("wait_for_all"):
-            pass
 
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
@@ -463,7 +395,7 @@ class Communicator(GroupCalls):
         watched, alive = self._watched, not load_mpi().Is_finalized()
         untold: list[BaseException] = []
         with self._calls.watching("close", "life"):
-            if alive and (self.checked or (watched is not None and not watched.watch.closed)):
+            if alive and (self.checked or (watched is not None and not watched.over)):
                 agree(self, self._comparing, "close")
             for part in self._blocks.values():
                 untold += [] if part._calls.closed else part._free()
@@ -484,26 +416,14 @@ class Communicator(GroupCalls):
                 self._host.close()
                 self._shared.close()
                 self.mpi.Free()
-            if self._root_watch is not None:
-                self._root_watch.close()
-        if watched is not None:
-            watched.watch.forget(watched)
+            if self._watch is not None and self._is_root:
+                self._watch.close()
+        if self._watch is not None and watched is not None:
+            self._watch.forget(watched)
         return untold
-
-    def __deepcopy__(self, memo: object) -> Communicator:
-        """Return the communicator itself: a copied layer belongs to the same group."""
-        return self
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # After an exception the other ranks may not be here, and a collective free would hang.
-        if exception[0] is None:
-            self.close()
 
     def _live_mpi(self) -> MPI.Intracomm:
         if self._calls.closed:
             problem = "the communicator is closed"
-            raise call_error(self, "new_stream, split, empty, wait_for_all or world_ranks", problem)
+            raise call_error(self, "new_stream, split, empty, compare or world_ranks", problem)
         return self.mpi

@@ -11,6 +11,7 @@ them. The errors are those of the `Communicator`, raised when the graph runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any, Protocol
@@ -53,13 +54,6 @@ def unregister(handle: int) -> None:
     _live.pop(handle, None)
 
 
-def _communicator(handle: int) -> Collectives:
-    comm = _live.get(handle)
-    if comm is None:
-        raise CollectiveError(f"a compiled graph uses communicator {handle}, which is closed")
-    return comm
-
-
 # As the layers call them -------------------------------------------------------------------------------------------
 
 
@@ -93,16 +87,12 @@ def reduce_scatter_into_(output: Tensor, input: Tensor, comm: Collectives, strea
 # The operators -----------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(x: Tensor, comm: int, op: str) -> None:
-    _communicator(comm).all_reduce(x, op)
-
-
-def _all_gather(output: Tensor, input: Tensor, comm: int) -> None:
-    _communicator(comm).all_gather(output, input)
-
-
-def _reduce_scatter(output: Tensor, input: Tensor, comm: int) -> None:
-    _communicator(comm).reduce_scatter(output, input)
+def _run(method: str, place: int, *args: Any) -> None:
+    """Call a method of the communicator that ``args[place]`` names, with the other arguments."""
+    comm = _live.get(args[place])
+    if comm is None:
+        raise CollectiveError(f"a compiled graph uses communicator {args[place]}, which is closed")
+    getattr(comm, method)(*args[:place], *args[place + 1 :])
 
 
 def _fake(*args: object) -> None:
@@ -110,12 +100,13 @@ def _fake(*args: object) -> None:
 
 
 _library: Any = torch.library.Library("commengine", "DEF")  # type: ignore[no-untyped-call]
-for _schema, _implementation in (
-    ("all_reduce_(Tensor(a!) x, int comm, str op) -> ()", _all_reduce),
-    ("all_gather_into_(Tensor(a!) output, Tensor input, int comm) -> ()", _all_gather),
-    ("reduce_scatter_into_(Tensor(a!) output, Tensor input, int comm) -> ()", _reduce_scatter),
-):
+# An operator's arguments keep their order: torch's cache on disk may hold graphs that an earlier version compiled.
+for _method, _schema in {
+    "all_reduce": "all_reduce_(Tensor(a!) x, int comm, str op) -> ()",
+    "all_gather": "all_gather_into_(Tensor(a!) output, Tensor input, int comm) -> ()",
+    "reduce_scatter": "reduce_scatter_into_(Tensor(a!) output, Tensor input, int comm) -> ()",
+}.items():
     # MPI and NCCL need contiguous tensors: the compiler must keep the strides that the program gave.
     _name = _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _library.impl(_name, functools.partial(_run, _method, _schema.count("Tensor")), "CompositeExplicitAutograd")
     torch.library.register_fake(f"commengine::{_name}", _fake, lib=_library)

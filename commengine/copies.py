@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .agreement import ranks_named
 from .communicator import Communicator
 
 
@@ -40,9 +41,5 @@ def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
     counted = Counter(values).most_common()
     parties = [[rank for rank, value in zip(ranks, values, strict=True) if value == one] for one, _ in counted]
     if len(parties) == 2 and len(parties[0]) > len(parties[1]):
-        return f"on {_named(parties[1])} is not that of {_named(parties[0])}"
-    return f"differs between {' and '.join(map(_named, parties))}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return f"on {ranks_named(parties[1])} is not that of {ranks_named(parties[0])}"
+    return f"differs between {' and '.join(map(ranks_named, parties))}"

@@ -23,8 +23,8 @@ are added as twice as many real ones, and cannot be multiplied. Operations that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
-
-#: The order in which the operands of a group are reduced: that of the ranks, one after the other, or a binary tree.
-Order: TypeAlias = Literal["rank", "tree"]
-
-ORDERS = ("rank", "tree")
 
 #: the words before a reduction's name that make it a reduction in a binary tree (`reduce_unseen`); transports and
 #: routes pass such a name on, and no caller of a Communicator gives it
@@ -194,10 +189,7 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
         part.data_ptr() == out.data_ptr() for part in parts[2:]
     ):
         if out.numel() > SCRATCH_ELEMENTS:
-            rows = [torch.split(row.reshape(-1), SCRATCH_ELEMENTS) for row in (out, *parts)]
-            for block, *operands in zip(*rows, strict=True):
-                reduce_unseen(operands, op, block)
-            return out
+            return _in_blocks(reduce_unseen, parts, op, out)
         total = out.new_empty(out.shape, dtype=torch.float32 if out.dtype in HALF_TYPES else out.dtype)
     step = _STEPS[op]
     step(parts[0].to(total.dtype), parts[1], out=total)
@@ -208,13 +200,19 @@ def reduce_unseen(parts: Sequence[torch.Tensor] | torch.Tensor, op: str, out: to
     return out if total is out else out.copy_(total)
 
 
+def _in_blocks(
+    reduce: Callable[..., object], parts: Sequence[torch.Tensor], op: str, out: torch.Tensor
+) -> torch.Tensor:
+    rows = [torch.split(row.reshape(-1), SCRATCH_ELEMENTS) for row in (out, *parts)]
+    for block, *operands in zip(*rows, strict=True):
+        reduce(operands, op, block)
+    return out
+
+
 def _reduce_in_tree(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
     """`reduce_unseen` in a binary tree, of a dtype that rounds."""
     if out.numel() > SCRATCH_ELEMENTS:
-        rows = [torch.split(row.reshape(-1), SCRATCH_ELEMENTS) for row in (out, *parts)]
-        for block, *operands in zip(*rows, strict=True):
-            _reduce_in_tree(operands, op, block)
-        return out
+        return _in_blocks(_reduce_in_tree, parts, op, out)
     step = _STEPS[op]
     pairs = list(parts)
     while len(pairs) > 2:

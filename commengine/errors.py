@@ -1,5 +1,22 @@
 """The exceptions that commengine raises."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class GroupMember(Protocol):
+    """This rank's place in a group of ranks."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
 
 class CollectiveError(RuntimeError):
     """A collective was asked for something that it cannot do, or it failed.
@@ -39,6 +56,21 @@ class LaunchError(RuntimeError):
 
 class UsageError(Exception):
     """Bad input that every rank knows about: rank 0 prints the message, and all ranks exit with code 2."""
+
+
+@contextmanager
+def usage_errors(where: str) -> Iterator[None]:
+    """Turn ValueError and OSError of code that reads what a user gave into UsageError, which begins with ``where``."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise UsageError(f"{where}{said}") from error
+
+
+def call_error(member: GroupMember, operation: str, problem: str) -> CollectiveError:
+    """Return a CollectiveError that names the rank, the group and the operation."""
+    return CollectiveError(f"rank {member.rank} of group {member.name!r} (size {member.size}): {operation}: {problem}")
 
 
 def one_line(problem: object, most: int = 2000) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .communicator import Communicator
 from .errors import CollectiveError
-from .mpi import load_mpi
+from .mpi import OwnsCommunicators, load_mpi
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,13 @@ class GridLayout:
         """The size of a data group."""
         return self.world_size // self.tensor
 
-    def tensor_group(self, rank: int) -> range:
-        """Return the ranks of the tensor group of ``rank``: adjacent ranks, with the shards of one model replica."""
-        first = rank - rank % self.tensor
-        return range(first, first + self.tensor)
-
-    def data_group(self, rank: int) -> range:
-        """Return the ranks of the data group of ``rank``: those that hold the same shard in their tensor groups."""
-        return range(rank % self.tensor, self.world_size, self.tensor)
-
 
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of ``number`` in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-class ProcessGrid:
+class ProcessGrid(OwnsCommunicators):
     """The ranks of ``world`` as a grid: each rank belongs to one tensor group and one data group.
 
     world: the Communicator to split; it stays the caller's. Construction and `close` are collective over it.
@@ -95,13 +86,6 @@ class ProcessGrid:
         """Free the two groups; the world stays open. Collective."""
         self.tensor.close()
         self.data.close()
-
-    def __enter__(self) -> ProcessGrid:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            self.close()
 
     def __repr__(self) -> str:
         return f"ProcessGrid(tensor={self.tensor.size}, data={self.data.size})"

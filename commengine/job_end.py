@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -38,15 +39,22 @@ WAITING_LAUNCHERS = ("prterun", "orterun", "mpirun", "mpiexec")
 #: seconds that such a launcher has to end the job, and then to end itself after SIGTERM
 LAUNCHER_SECONDS = 4.0, 2.0
 
+#: a program that sends a process signals, or prints lines, after so many seconds each, as long as that process is there
 _BESIDE = """
-import os, signal, sys, time
-launcher, first, second = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-for seconds, number in ((first, signal.SIGTERM), (second, signal.SIGKILL)):
-    deadline = time.monotonic() + seconds
+import os, sys, time
+process, *steps = sys.argv[1:]
+for seconds, step in zip(steps[::2], steps[1::2]):
+    deadline = time.monotonic() + float(seconds)
     while time.monotonic() < deadline:
-        os.kill(launcher, 0)
+        try:
+            os.readlink(f"/proc/{process}/exe")  # which an ended process has not, even if nobody waited for it
+        except OSError:
+            sys.exit()
         time.sleep(0.1)
-    os.kill(launcher, number)
+    if step.isdecimal():
+        os.kill(int(process), int(step))
+    else:
+        os.write(2, step.encode())
 """
 
 
@@ -112,6 +120,14 @@ def end_waiting_launcher() -> None:
     parent = os.getppid()
     with contextlib.suppress(OSError):
         if Path(f"/proc/{parent}/comm").read_text().strip() in WAITING_LAUNCHERS:
-            argv = [sys.executable, "-I", "-S", "-c", _BESIDE, str(parent), *map(str, LAUNCHER_SECONDS)]
-            null = subprocess.DEVNULL
-            subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
+            steps = zip(LAUNCHER_SECONDS, (int(signal.SIGTERM), int(signal.SIGKILL)), strict=True)
+            beside(parent, *itertools.chain(*steps), stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def beside(process: int, *steps: object, **how: Any) -> subprocess.Popen[bytes]:
+    """Start a program that sends ``process`` signals or prints lines, and ends when that process does.
+
+    steps: seconds, then the number of a signal or a line, and so on. how: more arguments of `subprocess.Popen`.
+    """
+    argv = [sys.executable, "-I", "-S", "-c", _BESIDE, str(process), *map(str, steps)]
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from .errors import TransferError
 
@@ -30,18 +30,13 @@ def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:
     return ranks
 
 
-def in_one_world(comm: MPI.Comm) -> bool:
-    """Whether all ranks of ``comm`` belong to this process's MPI.COMM_WORLD: none was spawned apart. Not collective."""
-    mpi = load_mpi()
-    return mpi.UNDEFINED not in ranks_in(comm, mpi.COMM_WORLD)
-
-
 def world_ranks_of(comm: MPI.Comm) -> list[int]:
-    """Return the ranks that messages name: those in MPI.COMM_WORLD, or in ``comm`` where it has ranks of another one.
+    """Return the ranks that messages name: those in MPI.COMM_WORLD, or in ``comm`` where some were spawned apart.
 
     Not collective.
     """
-    return ranks_in(comm, load_mpi().COMM_WORLD if in_one_world(comm) else comm)
+    ranks = ranks_in(comm, load_mpi().COMM_WORLD)
+    return list(range(comm.size)) if load_mpi().UNDEFINED in ranks else ranks
 
 
 def sleep_until_all(comm: MPI.Comm, nap: float, look: Callable[[], object] | None = None) -> None:
@@ -54,6 +49,24 @@ def sleep_until_all(comm: MPI.Comm, nap: float, look: Callable[[], object] | Non
         time.sleep(nap)
         if look is not None:
             look()
+
+
+class OwnsCommunicators:
+    """What has communicators of MPI: a ``with`` block closes it at its end, and a copied layer keeps it as it is."""
+
+    def close(self) -> None:
+        """Free the communicators. Collective."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:  # otherwise the other ranks may not be here, and a collective free would hang
+            self.close()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 @contextlib.contextmanager

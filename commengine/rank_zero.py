@@ -7,42 +7,19 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from .communicator import Communicator
 from .errors import UsageError, one_line
-from .mpi import sleep_until_all
 
 T = TypeVar("T")
 
-#: seconds between two looks of a rank that waits for rank 0
-_LOOK_SECONDS = 1e-3
 
+def broadcast_json(world: Communicator, value: Any, root: int = 0) -> Any:
+    """Return the ``value`` of rank ``root``, which must be representable in JSON, on every rank. Collective.
 
-def broadcast_json(world: Communicator, value: Any) -> Any:
-    """Return rank 0's ``value``, which must be representable in JSON, on every rank. Collective."""
-    encoded = json.dumps(value).encode() if world.rank == 0 else b""
-    return json.loads(_broadcast_bytes(world, encoded, 0))
-
-
-def wait_for_json(world: Communicator, value: Any) -> Any:
-    """Do the same as `broadcast_json` where rank 0 may come hours after the others. Collective.
-
-    A rank that waits for rank 0 sleeps between two looks, and leaves its core to others. world: a communicator without
-    a timeout.
+    A rank that waits for the others, which may come hours later, sleeps between two looks.
     """
-    sleep_until_all(world.mpi, _LOOK_SECONDS)
-    return broadcast_json(world, value)
-
-
-def _broadcast_bytes(world: Communicator, mine: bytes, root: int) -> bytes:
-    length = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
-    world.broadcast(length, root)
-    data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-    if world.rank == root and mine:
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    world.broadcast(data, root)
-    return bytes(data.numpy())
+    with world._making("broadcast_json") as comm:
+        return json.loads(comm.bcast(json.dumps(value) if world.rank == root else None, root))
 
 
 def gather_json(world: Communicator, value: Any) -> list[Any]:
@@ -50,23 +27,8 @@ def gather_json(world: Communicator, value: Any) -> list[Any]:
 
     The other ranks get an empty list.
     """
-    mine = json.dumps(value).encode()
-    lengths = torch.empty(world.size, dtype=torch.int64, device="cpu")
-    world.all_gather(lengths, torch.tensor([len(mine)], dtype=torch.int64, device="cpu"))
-    longest = int(lengths.max())
-    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-    everybody = None
-    if world.rank == 0:
-        everybody = torch.empty((world.size, longest), dtype=torch.uint8, device="cpu")
-    world.gather(everybody, padded[None])
-    if everybody is None:
-        return []
-    return [json.loads(bytes(row[:length].numpy())) for row, length in zip(everybody, lengths.tolist(), strict=True)]
-
-
-def broadcast_text(world: Communicator, text: str, root: int) -> str:
-    """Return ``text`` of the rank ``root`` on every rank. Collective."""
-    return _broadcast_bytes(world, text.encode(), root).decode()
+    with world._making("gather_json") as comm:
+        return [json.loads(one) for one in comm.gather(json.dumps(value), 0) or ()]
 
 
 def on_rank_zero(world: Communicator, work: Callable[[], Any]) -> Any:
@@ -102,10 +64,8 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
         result = work()
     except (UsageError, ValueError, OSError) as error:
         problem = one_line(error) or repr(error)
-    world.wait_for_all()
-    ranks = torch.tensor([world.rank if problem else world.size], dtype=torch.int64, device="cpu")
-    world.all_reduce(ranks, "min")
-    first = int(ranks)
-    if first < world.size:
-        raise UsageError(broadcast_text(world, problem, first))
+    with world._making("on_every_rank") as comm:
+        told = next(filter(None, comm.allgather(problem)), None)
+    if told is not None:
+        raise UsageError(told)
     return result

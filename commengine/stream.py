@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from .errors import CollectiveError
-from .trace import CollectiveEvent
+
+#: a `commengine.trace.CollectiveEvent`
+Record: TypeAlias = Any
 
 #: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
 MOST_RECORDS = 1024
@@ -24,29 +26,19 @@ MOST_RECORDS = 1024
 EXIT_SECONDS = 10.0
 
 
-class StreamPoint(Protocol):
-    """A point in a stream that its work reaches."""
-
-    def done(self) -> bool:
-        """Whether the point was reached. Never blocks."""
-
-    def block(self) -> None:
-        """Block the calling thread until the point is reached."""
-
-
 class Gate:
-    """A point in a host stream, which the stream's worker opens."""
+    """A point in a host stream, which the stream's worker opens. A CUDA event is such a point of a device stream."""
 
     def __init__(self) -> None:
         self._open = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         """Whether the gate is open. Never blocks."""
         return self._open
 
-    def block(self) -> None:
+    def synchronize(self) -> None:
         """Block the calling thread until the gate is open."""
         if not self._open:
             self._lock.acquire()
@@ -59,59 +51,44 @@ class Gate:
 
 
 class Event:
-    """A point in a stream: done when all that was enqueued before it is done."""
+    """A point in a stream: done when all that was enqueued before it is done. point: a `Gate` or a CUDA event."""
 
-    def __init__(self, point: StreamPoint | None = None, records: Sequence[CollectiveEvent] = ()) -> None:
+    def __init__(self, point: Any = None, records: Sequence[Record] = (), tensors: tuple[Any, ...] = ()) -> None:
         self._point: Any = Gate() if point is None else point
+        self._tensors = tensors
         self._records = records  # the traced collectives that a caller waits for when it waits here
         self._error: BaseException | None = None
         self._told = False
 
     def done(self) -> bool:
         """Whether the point was reached. Never blocks."""
-        return bool(self._point.done())
+        return bool(self._point.query())
 
     def wait(self) -> None:
-        """Block the calling thread until the point is reached. Raises the stream's failure if it failed before."""
+        """Block the calling thread until the point is reached. Raises the stream's failure if it failed before.
+
+        Any thread may call it, also repeatedly; every call then raises that failure.
+        """
         waited = [record for record in self._records if record.wait_start is None]
         for record in waited:
             record.wait_start = time.perf_counter()
-        self._point.block()
+        self._point.synchronize()
         for record in waited:
             record.wait_end = time.perf_counter()
-        self._records = ()
+        self._records = self._tensors = ()
         if self._error is not None:
             self._told = True
             raise self._error
 
     def _follow(self) -> None:
         """Wait on behalf of another stream: the caller's waiting times and tensors stay as they are."""
-        self._point.block()
+        self._point.synchronize()
         if self._error is not None:
             raise self._error
 
 
 class Work(Event):
     """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
-
-    def __init__(
-        self,
-        point: StreamPoint | None = None,
-        tensors: tuple[Any, ...] = (),
-        records: Sequence[CollectiveEvent] = (),
-    ) -> None:
-        super().__init__(point, records)
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        """Block until the collective is done. Any thread may call it, also repeatedly.
-
-        If the collective failed, every call raises that error.
-        """
-        try:
-            super().wait()
-        finally:
-            self._tensors = ()
 
 
 class GroupedWork(Work):
@@ -141,25 +118,17 @@ class GroupedWork(Work):
         return self._group
 
 
-def finished_work() -> Work:
-    """Return a Work that is done: the result of a collective without a stream."""
-    gate = Gate()
-    gate.open()
-    return Work(gate)
-
-
-class StreamTransport(Protocol):
-    """The transport of one stream: it has a method for each operation (`commengine.operations`)."""
-
-    def close(self) -> None:
-        """Free what the transport made from MPI. Collective."""
+#: the result of every call without a stream that ran on the host
+DONE = Work()
+DONE._point.open()
 
 
 class Stream:
     """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
 
     name, index: the stream's name in errors and traces, and its number in its communicator, from 1.
-    transport: runs the collectives, on an MPI communicator that belongs to the stream alone.
+    transport: runs the collectives, on an MPI communicator that belongs to the stream alone: its
+        `commengine.calls.routes.Routes`, or NCCL's wire.
     device_transport: the same for device tensors, if MPI moves them.
     release: frees the MPI communicator. Collective.
     threaded: run the collectives on a worker thread. Without it (when MPI offers less than THREAD_MULTIPLE) each
@@ -170,7 +139,7 @@ class Stream:
         self,
         name: str,
         index: int,
-        transport: StreamTransport,
+        transport: Any,
         *,
         threaded: bool,
         device_transport: Any = None,
@@ -179,11 +148,11 @@ class Stream:
         self.name = name
         self.index = index
         self.threaded = threaded
-        self.transport: Any = transport
+        self.transport = transport
         self.device_transport = device_transport
         self._release = release
         self._failure: BaseException | None = None
-        self._records: list[CollectiveEvent] = []  # traced collectives that nobody has waited for one by one
+        self._records: list[Record] = []  # traced collectives that nobody has waited for one by one
         self._failed: list[Event] = []  # events that hand the failure to whoever waits for them
         self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -193,14 +162,12 @@ class Stream:
             self._worker.start()
             atexit.register(self._end_with_program)
 
-    def enqueue(
-        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
-    ) -> Work:
+    def enqueue(self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None) -> Work:
         """Run ``call()`` after everything that is in the stream already. ``tensors`` live until the Work is waited for.
 
         record: the traced collective, if there is one.
         """
-        work = Work(None, tensors, () if record is None else (record,))
+        work = Work(None, () if record is None else (record,), tensors)
         if record is not None:
             if len(self._records) >= MOST_RECORDS:
                 self._forget_waited()
@@ -225,7 +192,7 @@ class Stream:
 
     def drain(self) -> None:
         """Block until the stream is empty. A failure stays with those who wait for its collectives."""
-        self.record()._point.block()
+        self.record()._point.synchronize()
 
     def __deepcopy__(self, memo: object) -> Stream:
         """Return the stream itself: a copied layer keeps its stream, as it keeps its communicator."""

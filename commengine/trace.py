@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any, Protocol
 
 #: the format of the files that `Trace.save` writes, and the fields of an event in them. Format 1 had no peers and no
 #: buffers
@@ -29,25 +25,6 @@ SAVED = (
     "operation", "redop", "root", "peers", "dtype", "shape", "bytes", "buffers", "group", "size", "stream",
     "enqueue", "start", "end", "wait_start", "wait_end",
 )  # fmt: skip
-
-
-class Clocked(Protocol):
-    """The times of a collective that a device measures: `commengine.device.clock.DeviceTimes`."""
-
-    def settle(self, record: CollectiveEvent) -> None:
-        """Wait for the collective and write its times into ``record``."""
-
-    def start(self, stream: Any) -> None:
-        """Mark that ``stream`` reaches the collective."""
-
-    def end(self, stream: Any) -> None:
-        """Mark that the collective is done."""
-
-    def wait_starts(self, stream: Any) -> None:
-        """Mark that ``stream`` begins to wait for the collective."""
-
-    def wait_ends(self, stream: Any) -> None:
-        """Mark that ``stream`` goes on."""
 
 
 class TracedGroup(Protocol):
@@ -63,11 +40,9 @@ class TracedGroup(Protocol):
     def world_ranks(self) -> list[int]:
         """The ranks of the group in MPI.COMM_WORLD."""
 
-    def _attach_trace(self, log: Trace) -> None:
-        """Log the group's collectives in ``log``, too."""
-
-    def _detach_trace(self, log: Trace) -> bool:
-        """Stop that; whether ``log`` was attached."""
+    @property
+    def _calls(self) -> Any:
+        """The `commengine.calls.dispatch.Dispatcher`: `attach` and `detach` a log."""
 
 
 @dataclass(slots=True)
@@ -75,7 +50,8 @@ class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
 
     peers: the ranks of the group that a message goes to and comes from. buffers: for each tensor among the arguments,
-    in order, its bytes and whether the other ranks read or write it in place (see `Communicator.empty`).
+    in order, its bytes and whether the other ranks read or write it in place (see `Communicator.empty`). times: the
+    `commengine.device.clock.DeviceTimes` of a collective on a device.
 
     Without a stream ``enqueue`` equals ``start``, and the caller waits from ``start`` to ``end``. For a collective on
     a device, ``wait_start`` and ``wait_end`` are those of the CUDA stream that waits, and all times except ``enqueue``
@@ -99,7 +75,7 @@ class CollectiveEvent:
     wait_end: float | None = None
     peers: tuple[int, ...] = ()
     buffers: tuple[tuple[int, bool], ...] = ()
-    times: Clocked | None = field(default=None, repr=False, compare=False)
+    times: Any = field(default=None, repr=False, compare=False)
 
     def settle(self) -> None:
         """For a collective on a device: wait until it is done, and fill in its times. Does nothing otherwise."""
@@ -154,7 +130,7 @@ class Trace:
     def follow(self, comm: TracedGroup) -> None:
         """Log the collectives of ``comm``, and of its blocks, from now on."""
         self._comms = tuple(dict.fromkeys((*self._comms, comm)))
-        comm._attach_trace(self)
+        comm._calls.attach(self)
         for block in comm.blocks:
             self.follow(block)
 
@@ -172,7 +148,7 @@ class Trace:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Log nothing inside the block."""
-        logged = [comm for comm in self._comms if comm._detach_trace(self)]
+        logged = [comm for comm in self._comms if comm._calls.detach(self)]
         try:
             yield
         finally:
@@ -181,9 +157,10 @@ class Trace:
 
     def totals(self) -> list[Total]:
         """Return one row per group and operation, the row with the most seconds first."""
-        rows = {key: Total(**{n: getattr(t, n) for n in Total.__slots__}) for key, t in self._settled.items()}
+        rows = {key: replace(total) for key, total in self._settled.items()}
         for event in self.events:
-            _add(rows, event)
+            key = (event.group, event.size, event.operation)
+            rows.setdefault(key, Total(*key)).add(event)
         return sorted(rows.values(), key=lambda row: -row.seconds)
 
     def settle(self) -> None:
@@ -191,8 +168,7 @@ class Trace:
 
         Call it when no traced collective is in flight.
         """
-        for event in self.events:
-            _add(self._settled, event)
+        self._settled = {(row.group, row.size, row.operation): row for row in self.totals()}
         self.events.clear()
 
     def summary(self) -> str:
@@ -248,11 +224,6 @@ class Trace:
         Path(path).write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
 
 
-def _add(rows: dict[tuple[str, int, str], Total], event: CollectiveEvent) -> None:
-    key = (event.group, event.size, event.operation)
-    rows.setdefault(key, Total(*key)).add(event)
-
-
 @contextlib.contextmanager
 def trace(*comms: TracedGroup) -> Iterator[Trace]:
     """Log every collective of the communicators ``comms``, and of their `blocks`, on this rank while the block runs.
@@ -268,28 +239,4 @@ def trace(*comms: TracedGroup) -> Iterator[Trace]:
         yield log
     finally:
         for comm in log._comms:
-            comm._detach_trace(log)
-
-
-def begin(
-    operation: str,
-    tensor: Tensor | None,
-    group: str,
-    size: int,
-    stream: str | None,
-    redop: str | None,
-    root: int | None,
-    nbytes: int,
-    peers: tuple[int, ...],
-    buffers: tuple[tuple[int, bool], ...],
-) -> CollectiveEvent:
-    """Return the record of a collective that is about to be enqueued. group, size: the group's name and size."""
-    now = time.perf_counter()
-    shape, dtype, elements = (
-        ((), "none", 0) if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.numel())
-    )
-    name = dtype.removeprefix("torch.")
-    return CollectiveEvent(
-        operation, redop, root, name, shape, elements, nbytes, group, size, stream, now, now,
-        peers=peers, buffers=buffers,
-    )  # fmt: skip
+            comm._calls.detach(log)

@@ -1,7 +1,7 @@
 """Random collectives against the exact results: ``mpiexec -n 3 python -m tests.fuzz --calls 30000 --state FILE``.
 
 Everything is drawn from the seed: operations, dtypes, sizes around all switch points, offsets in bytes, memory
-(private, windows, operands), forms in place, blocks, streams, orders, checked and watched communicators, inference
+(private, windows), forms in place, blocks, streams, orders, checked and watched communicators, inference
 mode, autocast, tensors that want gradients, NumPy arrays, and calls that must be refused on every rank. Each tensor,
 the bytes beside it and every input are compared. With ``--state`` the command goes on where it stopped. Under MPICH,
 ``MPIR_CVAR_NUM_CLIQUES=2`` emulates two nodes. The exit status is 1 if something was wrong.
@@ -51,8 +51,6 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
     wrong: list[str] = []
     done = 0
     with Communicator(mpi, device="cpu", switch_points=points, **how) as comm:
-        for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):  # later calls are not collective
-            comm.operand(operation, (8 << 20,), torch.uint8)
         calls, lanes = Calls(comm, Memory(comm, aligned), memory == "never"), [comm.new_stream(), comm.new_stream()]
         flying: list[tuple[Any, Any, str]] = []
 

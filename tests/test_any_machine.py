@@ -35,10 +35,17 @@ def run(*words, gpus=1, cupy=False, ranks=2, cwd=None):
         "PRETENDED_CUPY": str(int(cupy)),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return mpirun.run(ranks, *words, env=env, cwd=cwd, timeout=100)
+    return mpirun.run(ranks, *words, env=env, cwd=cwd, timeout=100, fresh=True)
 
 
-@pytest.mark.parametrize("gpus, cupy, why", [(1, False, WITHOUT_CUPY), (4, False, WITHOUT_CUPY), (1, True, ONE_GPU)])
+@pytest.mark.parametrize(
+    "gpus, cupy, why",
+    [
+        (1, False, WITHOUT_CUPY),
+        pytest.param(4, False, WITHOUT_CUPY, marks=pytest.mark.long),
+        pytest.param(1, True, ONE_GPU, marks=pytest.mark.long),
+    ],
+)
 def test_training_falls_back_to_the_cpu_and_says_why_in_one_line(gpus, cupy, why):
     done = run(*TRAIN, gpus=gpus, cupy=cupy)
     assert done.returncode == 0, done.stderr
@@ -46,13 +53,16 @@ def test_training_falls_back_to_the_cpu_and_says_why_in_one_line(gpus, cupy, why
     assert len(said) == 1 and said[0].startswith(f"running on the CPU: {why}"), done.stderr
 
 
-@pytest.mark.parametrize("gpus, cupy, why", [(1, False, WITHOUT_CUPY), (1, True, ONE_GPU)])
+@pytest.mark.parametrize(
+    "gpus, cupy, why", [pytest.param(1, False, WITHOUT_CUPY, marks=pytest.mark.long), (1, True, ONE_GPU)]
+)
 def test_a_device_that_is_asked_for_is_still_an_error(gpus, cupy, why):
     done = run(*TRAIN, "--device", "cuda", gpus=gpus, cupy=cupy)
     assert done.returncode == 2 and why in done.stderr and done.stderr.count("error:") == 1
     assert "device='" not in done.stderr and "transport='" not in done.stderr  # Python's form
 
 
+@pytest.mark.long
 def test_training_on_the_cpu_says_nothing():
     done = run(*TRAIN, "--device", "cpu", gpus=4)
     assert done.returncode == 0 and "CPU" not in done.stderr
@@ -60,6 +70,7 @@ def test_training_on_the_cpu_says_nothing():
     assert same_bits.returncode == 0 and "CPU" not in same_bits.stderr
 
 
+@pytest.mark.long
 def test_the_other_commands_fall_back_too(tmp_path):
     saved = run(*TRAIN, "--save", str(tmp_path / "run"), "--device", "cpu", gpus=1)
     assert saved.returncode == 0, saved.stderr
@@ -81,6 +92,7 @@ def test_a_study_is_one_of_the_host(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_study_refuses_another_device_before_it_measures(tmp_path):
     refused = run("-m", "bench.study", str(tmp_path / "there"), "--device", "cuda", gpus=4)
     assert refused.returncode == 2 and "argument --device: invalid choice: 'cuda' (choose from" in refused.stderr
@@ -90,7 +102,7 @@ def test_a_study_refuses_another_device_before_it_measures(tmp_path):
     "words",
     [
         ("inside_mpi.py",),
-        ("data_parallel.py",),
+        pytest.param(("data_parallel.py",), marks=pytest.mark.long),
         pytest.param(("closure.py", "--exchanges", "2", "--forecast", "4"), marks=pytest.mark.long),
         pytest.param(("shallow_water/surrogate.py", "--steps", "2"), marks=pytest.mark.long),
     ],

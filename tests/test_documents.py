@@ -1,12 +1,15 @@
 """README.md and docs/: every command is run or parsed, every link leads somewhere, every name and path exists."""
 
 import importlib
+import inspect
 import itertools
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,24 +38,31 @@ NOT_OURS = {
     "export PATH=$PWD/.venv/bin:$PATH OMP_NUM_THREADS=1": "sets the shell's environment",
     "python -m mpi4py program.py": "mpi4py's own command",
     "python -m mpi4py": "mpi4py's own command",
+    "mpirun -n 2 python program.py": "the program that README.md shows",
     "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
 SMALLER = {
-    "bench.collectives": ["--time-limit", "0.01", "--warmup", "1"],
-    "bench.norm_placement": ["--minutes", "0.01", "--steps", "2", "--slice", "1", "--depths", "1", "2"],
+    "bench.collectives": ["--time-limit", "0.01", "--warmup", "1", "--operations", "all_reduce", "broadcast"],
+    "norm_placement": ["--minutes", "0.01", "--steps", "2", "--slice", "1", "--depths", "1", "2"],
     "bench.step": ["--steps", "2", "--warmup", "1"],
     "bench.replay": ["--rounds", "2"],
     "bench.study": ["--minutes", "0.001", "--max-bytes", "16K"],
-    "bench.switch_points": ["--seconds", "2", "--largest", "64K"],
+    "switch-points": ["--seconds", "2", "--largest", "64K"],
+    "overhead": ["--seconds", "0.001", "--rounds", "2"],
 }
 #: options of commands with a trained model that name a file or a folder, which the reader has
 FILES_OF_THE_READER = (
     "data", "prompts", "json", "plot", "predictions", "samples", "include_path", "tokenizer_model",
 )  # fmt: skip
+#: the parts of commands that have options of their own
+PARTS = {
+    "fit": "bench.study.fitting", "report": "bench.study.reporting",
+    "overhead": "bench.collective_study.overhead", "switch-points": "bench.collective_study.switch_points",
+}  # fmt: skip
 #: the commands that pass options on to a training run: its settings
-TRAINERS = {"bench.norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
+TRAINERS = {"norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
 #: what a reader has made before, or names as an example
 OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 
@@ -115,8 +125,19 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     if name == "trainers.supervise":  # with the command that it starts
         module.read([*arguments, "--data-path", str(data), "--vocab-size", "4096"])
         return
+    alone = {"trainers.preprocess_data": "PreprocessConfig", "trainers.prepare_corpus": "CorpusSettings"}
+    if name in alone:
+        parse(getattr(module, alone[name]), arguments, name)
+        return
+    if arguments[:1] == ["--only"]:  # a part with options of its own
+        part, *arguments = arguments[1:]
+        module = importlib.import_module(PARTS[part])
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
-    parser = module.parser() if hasattr(module, "parser") else module._parser()
+    if name == "bench.contest":
+        name, *arguments = arguments
+        parser = module.parser(name)
+    else:
+        parser = module.parser() if hasattr(module, "parser") else module._parser()
     _, rest = parser.parse_known_args(arguments)
     if rest:
         assert name in TRAINERS, f"{command.text}: unknown arguments {rest}"
@@ -196,39 +217,51 @@ def folder(tmp_path_factory):
     return folder
 
 
+#: the pages whose commands are run, in this order
+RUN = (
+    "corpus.md", "cost-study.md", "step-cost.md", "prediction.md", "measuring-reference.md", "training.md", "data.md",
+    "bert.md", "sizes.md",
+)  # fmt: skip
+
+
 def runnable() -> list[Command]:
     """The commands that are run, in the order of their page: some read what an earlier one wrote.
 
     Training commands, which take minutes, and those that read GPT-2's vocabulary, which the repository does not have,
-    are parsed only, as are those that read a model of Hugging Face; the examples have tests of their own.
+    are parsed only, as are those that read a model of Hugging Face or run on a cluster; the examples have tests of
+    their own.
     """
-    pages = [ROOT / "docs" / page for page in ("corpus.md", "cost-study.md", "training.md")]
+    pages = [ROOT / "docs" / page for page in RUN]
     return [
         command
         for command in documents.commands(*pages)
         if command.fenced
         and "python" in command.words
         and not any(word.startswith("trainers.pretrain_") for word in command.words)
-        and not {"encoder.json", "trainers.convert"} & set(command.words)
+        and not {"encoder.json", "trainers.convert", "emulator"} & set(command.words)
+        and not {"srun", "tensor.json", "data.json"}
+        & set(command.words)  # the two files are what srun's commands write
         and not any("smollm" in word or "runs/tuned" in word for word in command.words)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("command", runnable(), ids=ids)
 def test_command_runs(command, folder):
     """As it is written, but for options that make a measurement short."""
     ranks, words = python_words(command.words)
     if words[0] == "-m":
-        words += SMALLER.get(words[1], [])
-        if words[1] == "bench.collectives" and "--min-bytes" not in words:
+        part = words[words.index("--only") + 1] if "--only" in words else None  # it has options of its own
+        words += SMALLER.get(part or words[2 if words[1] == "bench.contest" else 1], [])
+        if words[1] == "bench.collectives" and part is None and "--min-bytes" not in words:
             words += ["--max-bytes", "1K", "--step-factor", "16"]
     env = {"PYTHONPATH": str(ROOT)}
     if command.words[0] == "mpirun":
-        done = mpirun.run(ranks, *words, timeout=100, env=env, cwd=folder)
+        done = mpirun.run(ranks, *words, timeout=600, env=env, cwd=folder)
     else:
-        done = mpirun.command([sys.executable, *words], timeout=100, env=env, cwd=folder)
+        done = mpirun.command([sys.executable, *words], timeout=600, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     for option, name in itertools.pairwise(words):
         if option in ("--json", "--output", "--plot", "--timeline", "--save"):
@@ -237,9 +270,11 @@ def test_command_runs(command, folder):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_python_of_the_cost_study_runs(folder):
+def test_python_of_the_reference_of_measuring_runs(folder):
     """After the commands above, which wrote the model that it reads."""
-    (text,) = [block.text for block in documents.blocks(ROOT / "docs" / "cost-study.md") if block.language == "python"]
+    (text,) = [
+        block.text for block in documents.blocks(ROOT / "docs" / "measuring-reference.md") if block.language == "python"
+    ]
     if not (folder / "model.json").exists():
         pytest.skip("the page's commands did not run before: choose them too")
     done = mpirun.command([sys.executable, "-c", text], timeout=60, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
@@ -306,6 +341,41 @@ def test_parts_of_other_programs_that_pages_show_are_in_the_files(language):
     blocks = [block for page in PAGES for block in documents.blocks(page) if block.language == language]
     assert len(shown) == len(blocks) > 0
     assert all(text in (ROOT / title).read_text() for title, text in shown)
+
+
+RESULT = re.compile(r"\]\(((?:\.\./)*bench/results/[\w.-]+\.(?:md|json))\)")
+#: a figure that was measured or computed: a number with decimals, of no version and in no name
+FIGURE = re.compile(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w.]*\.\d|\w)")
+
+
+def quoted(page: Path) -> list[tuple[str, list[Path]]]:
+    """The rows and paragraphs of a page that quote results: (text, the files that they name).
+
+    A file that a table's head names is quoted by all rows, and one in a sentence that ends with a colon by the table or
+    the list under it.
+    """
+    found, of_table = [], []
+    for block in re.split(r"\n\s*\n", documents.prose(page)):
+        lines = block.splitlines()
+        rows = [line for line in lines if line.startswith("|")]
+        named = [(page.parent / name).resolve() for name in RESULT.findall(rows[0] if rows else block)]
+        above = [*of_table, *named] if rows else named
+        for text in rows or [block]:
+            files = [*above, *((page.parent / name).resolve() for name in RESULT.findall(text))]
+            if files:
+                found.append((text, files))
+        of_table = named if not rows and block.rstrip().endswith(":") else []
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+def test_figures_that_a_page_quotes_stand_in_the_results(page):
+    """Each number with decimals beside a link to a file of bench/results is in that file."""
+    for text, files in quoted(page):
+        results = "".join(file.read_text() for file in files)
+        figures = FIGURE.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", text))
+        missing = [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)]
+        assert missing == [], f"{', '.join(file.name for file in files)} has no {missing}: {text}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=documents.name)
@@ -375,7 +445,8 @@ def test_dotted_names_in_backticks_exist(page):
 
 
 def test_the_pages_are_short_enough_to_read():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    words = sum(len(page.read_text().split()) for page in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert words <= 9000, "a decision is its reason and one number: its history is git's"
     assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 250
 
 
@@ -420,18 +491,33 @@ def test_every_public_name_is_in_the_reference(package, page):
     module = importlib.import_module(package)
     text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
     documented = {name.split(".")[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
-    submodules = {"launch"}  # its functions are documented one by one
-    assert set(module.__all__) - submodules <= documented
+    public = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert public <= documented
 
 
 def test_every_command_is_in_the_reference():
     for package in ("trainers", "bench"):
         text = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
-        commands = {path.stem for path in (ROOT / package).glob("*.py") if "__main__" in path.read_text()}
+        commands = set(importlib.import_module(f"{package}.__main__").PROGRAMS)
         assert commands and {name for name in commands if f"::: {package}.{name}\n" not in text} == set()
 
 
+def test_the_site_has_tables_of_the_flags_of_training() -> None:
+    """Of every flag of every command that the reference marks, with its help."""
+    flags = runpy.run_path(str(ROOT / "docs" / "flags.py"))
+    page = (ROOT / "docs" / "reference" / "trainers.md").read_text()
+    marked = flags["MARK"].findall(page)
+    assert marked == ["trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune"]
+    shown = flags["with_flags"](page)
+    assert "<!-- flags" not in shown and "| `--train-iters` | `1000` | steps of the run |" in shown
+    for module in marked:
+        lines = list(flags["table"](module))
+        assert len(lines) == 2 + len(fields(importlib.import_module(module).CONFIG))
+        assert all(line in shown and line.count("|") - line.count(r"\|") == 4 for line in lines)
+
+
 @pytest.mark.slow
+@pytest.mark.long  # make docs builds the pages in any case
 @pytest.mark.skipif(shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="no extra 'docs'")
 def test_a_broken_reference_is_an_error(tmp_path):
     """Make docs must fail where a page names what does not exist."""

@@ -16,13 +16,15 @@ from tests.support.faults import parts
 from tests.support.faults.results import BEGIN, END, Results, write_table
 
 PARTS = {name: parts.Part(name) for name in parts.names()}
-#: Other tests of `make test` do the same as these short cases: tests/trainers/checkpoints/test_checkpoint.py kills a
-#: rank in a save, test_checkpoint_writer_failures.py beside it fills disks, and tests/trainers/run/test_stopping.py
-#: sends signals; "supervised" kills ranks and launchers, and starts the run again; tests/commengine/shared_memory/
-#: test_files.py has small disks for shared memory.
+#: `make test` runs the cheap parts. Other tests of it do the same as the cases of some others:
+#: tests/trainers/checkpoints/test_checkpoint.py kills a rank in a save, test_checkpoint_writer_failures.py beside it
+#: fills disks, tests/trainers/run/test_stopping.py sends signals, tests/trainers/test_supervise.py starts runs again,
+#: and tests/commengine/shared_memory/test_files.py has small disks for shared memory.
 MARKS = {
     "slurm": pytest.mark.slurm,
-    **dict.fromkeys(("saves", "kills", "full_disks", "signals", "small_shm"), pytest.mark.long),
+    **dict.fromkeys(
+        ("saves", "kills", "full_disks", "signals", "small_shm", "flips", "links", "supervised"), pytest.mark.long
+    ),
 }
 CASES = [
     pytest.param(name, number, id=f"{name}-{number}", marks=MARKS.get(name, ()))
@@ -71,6 +73,7 @@ def test_a_part_numbers_its_short_cases_among_all() -> None:
         assert part.short and max(part.short) < part.cases, part.name
 
 
+@pytest.mark.slow
 def test_a_process_in_its_exec_is_found(tmp_path: Path) -> None:
     case = parts.Case("none", 0, tmp_path, tmp_path)
     with case.marked():

@@ -20,23 +20,26 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def job(tmp_path: Path):
-    """Run pytest on a test file of this text under mpiexec, with this directory's conftest."""
+    """Run pytest on a test file of this text under mpiexec, with this directory's conftest.
+
+    fresh: as for `mpirun.start`; False where no rank dies.
+    """
     shutil.copy(HERE / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    mpi\n")
 
-    def job(text: str, n: int = 2, *args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    def job(text: str, n: int = 2, *args: str, fresh: bool = True) -> tuple[subprocess.CompletedProcess[str], float]:
         head = "import time, pytest\npytestmark = pytest.mark.mpi\n\n"
         (tmp_path / "test_it.py").write_text(head + text)
         began = time.monotonic()
         argv = ["-m", "pytest", "-m", "mpi", "--with-mpi", "--color=no", *args, str(tmp_path)]
-        done = mpirun.run(n, *argv, timeout=60, env={"PYTHONPATH": str(mpirun.ROOT)}, cwd=tmp_path)
+        done = mpirun.run(n, *argv, timeout=60, env={"PYTHONPATH": str(mpirun.ROOT)}, cwd=tmp_path, fresh=fresh)
         return done, time.monotonic() - began
 
     return job
 
 
 def test_passing_ranks_exit_0(job):
-    done, _ = job("def test_it(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n")
+    done, _ = job("def test_it(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n", fresh=False)
     assert done.returncode == 0, done
     assert done.stdout.count("1 passed") == 1, done.stdout  # one rank's report
 
@@ -173,9 +176,9 @@ def test_rank_that_dies_ends_the_run(job):
 @pytest.mark.parametrize(
     "n, passed",
     [
-        pytest.param(1, "every", marks=pytest.mark.long),
-        (2, "every two_or_more usual"),
-        pytest.param(4, "every four two_or_more", marks=pytest.mark.long),
+        pytest.param(1, "case_of[1] every one_or_two", marks=pytest.mark.long),
+        (2, "every one_or_two two_or_more usual"),
+        pytest.param(4, "case_of[4] every four two_or_more", marks=pytest.mark.long),
     ],
 )
 def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
@@ -183,22 +186,26 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
         "def test_usual(mpi_world):\n    pass\n\n"
         "@pytest.mark.every_size\ndef test_every(mpi_world):\n    pass\n\n"
         "@pytest.mark.every_size\n@pytest.mark.mpi(min_size=2)\ndef test_two_or_more(mpi_world):\n    pass\n\n"
-        "@pytest.mark.mpi(min_size=4)\ndef test_four(mpi_world):\n    pass\n"
+        "@pytest.mark.mpi(min_size=4)\ndef test_four(mpi_world):\n    pass\n\n"
+        "@pytest.mark.sizes(1, 2)\ndef test_one_or_two(mpi_world):\n    pass\n\n"
+        "CASES = [pytest.param(n, id=str(n), marks=pytest.mark.sizes(n)) for n in (1, 4)]\n"
+        "@pytest.mark.every_size\n@pytest.mark.parametrize('n', CASES)\ndef test_case_of(mpi_world, n):\n    pass\n"
     )
-    done, _ = job(text, n, "-v", "--where-size-matters")
+    done, _ = job(text, n, "-v", "--where-size-matters", fresh=False)
     assert done.returncode == 0, done
-    assert sorted(re.findall(r"test_it.py::test_(\w+) PASSED", done.stdout)) == passed.split()
+    assert sorted(re.findall(r"test_it.py::test_(\S+) PASSED", done.stdout)) == passed.split()
     assert "SKIPPED" not in done.stdout
 
 
 def test_a_file_without_mpi_tests_is_not_imported(job, tmp_path):
     (tmp_path / "test_serial.py").write_text("raise ImportError('not on every rank')\n")
-    done, _ = job("def test_it(mpi_world):\n    pass\n", 1, "--only-mpi-files")
+    done, _ = job("def test_it(mpi_world):\n    pass\n", 1, "--only-mpi-files", fresh=False)
     assert done.returncode == 0 and "1 passed" in done.stdout, done
 
 
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
-    done, _ = job("@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n", 2, "--where-size-matters")
+    text = "@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n"
+    done, _ = job(text, 2, "--where-size-matters", fresh=False)
     assert done.returncode != 0
     assert "test_it.py::test_it needs 5 ranks" in done.stdout + done.stderr
 
@@ -211,7 +218,7 @@ def test_a_test_that_starts_a_command_must_be_marked_slow(job):
         "        mpirun.command(['true'], timeout=10)\n\n"
         "@pytest.mark.slow\ndef test_slow(mpi_world):\n    assert not mpirun.command(['true'], timeout=10).returncode\n"
     )
-    done, _ = job(text, 1)
+    done, _ = job(text, 1, fresh=False)
     assert "2 passed" in done.stdout, done
 
 
@@ -222,7 +229,7 @@ def test_timeout_leaves_no_process_behind(tmp_path: Path):
         "print('here', flush=True)\nMPI.COMM_WORLD.Barrier()\ntime.sleep(1000)\n"
     )
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        mpirun.run(2, str(tmp_path / "sleeper.py"), timeout=5)
+        mpirun.run(2, str(tmp_path / "sleeper.py"), timeout=5, fresh=True)
     assert "here" in caught.value.output
     pids = [path.stem for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
@@ -275,14 +282,31 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
     argv = [sys.executable, str(HERE / "run"), *options, str(tmp_path)]
     done = mpirun.command(argv, timeout=60, env={"RANKS": "0"})
     assert done.returncode == 1, done
-    *_, head, first, second, third, between, of_files, file, blank, last = done.stdout.splitlines()
-    assert (between, blank, last) == ("", "", "1 passed, 1 failed, 1 skipped")
-    assert of_files == "======== slowest 20 files" and re.match(r" +0\.\d\d s  serial tests +\S+\.py$", file)
-    assert head == "======== slowest 20 tests" and re.match(r" +0\.2\d s  serial tests +\S+::test_good$", first)
-    assert {line.split("::")[1] for line in (second, third)} == {"test_bad", "test_skipped"}
+    *_, head, first, second, third, between, of_files, file, gap, of_failed, bad, blank, last = done.stdout.splitlines()
+    assert (between, gap, blank, last) == ("", "", "", "1 passed, 1 failed, 1 skipped")
+    assert of_failed == "======== failed" and re.match(r"serial tests: \S+::test_bad$", bad)
+    assert of_files == "======== slowest 20 files" and re.match(r" +\d+\.\d\d s  serial tests +\S+\.py$", file)
+    assert head == "======== slowest 20 tests"
+    timed = [
+        re.fullmatch(r" *(\d+\.\d\d) s  serial tests +\S+::(\w+)", line).groups() for line in (first, second, third)
+    ]
+    assert timed == sorted(timed, key=lambda one: -float(one[0]))
+    seconds = {name: float(time) for time, name in timed}
+    assert seconds.keys() == {"test_good", "test_bad", "test_skipped"} and seconds["test_good"] >= 0.2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_tests_run_names_the_test_in_which_a_run_ended_early(tmp_path):
+    (tmp_path / "test_it.py").write_text("import os\ndef test_good():\n    pass\ndef test_dies():\n    os._exit(3)\n")
+    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), "--confcutdir", str(HERE),
+            "-p", "tests.conftest", "-n0", str(tmp_path)]  # fmt: skip
+    done = mpirun.command(argv, timeout=60, env={"RANKS": "0"})
+    assert done.returncode == 1, done
+    *_, of_failed, early, blank, last = done.stdout.splitlines()
+    assert (of_failed, blank, last) == ("======== failed", "", "1 passed, 1 failed, 0 skipped")
+    assert re.match(r"serial tests: ended early with exit status 3, unfinished: \S+::test_dies$", early)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_tests_run_ends_its_pytest_when_it_is_killed(tmp_path, number):
     """Else the tests would go on, with nobody to read their output."""
     (tmp_path / "test_it.py").write_text(

@@ -11,42 +11,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import switch_points
-from bench.collective_study import fitted_series
+from bench.collective_study import fitted_series, switch_points
 from bench.step_study import recording, timeline
 from bench.transports import in_process, peer_process
 from bench.transports import operations as measured
 from commengine import Communicator, compiled_ops, cost
 from commengine.cost import step as training_step
-from commengine.device.nccl import DeviceTransport
-from commengine.device.staged import StagedTransport
 from commengine.host import switch_points as measured_points
-from commengine.host.routes import MemoryRoutes
 from commengine.host.switch_points import AMD, KINDS, OTHERS, SwitchPoints
-from commengine.host.transport import HostTransport
-from commengine.operations import FORMULAS, IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
+from commengine.operations import IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
+from commengine.operations.operation import Operation
 from commengine.shared_memory import flags
-from commengine.shared_memory.slots import Bounce
-from commengine.shared_memory.two_level import TwoLevel
-from commengine.shared_memory.window_collectives import InWindow
 
 ALL = frozenset(OPERATIONS)
 PAIRWISE = frozenset(name for name, operation in OPERATIONS.items() if operation.pairwise)
 REDUCING = frozenset(name for name, operation in OPERATIONS.items() if operation.reduces)
 COLLECTIVE = ALL - PAIRWISE
+FORMULAS = tuple(dict.fromkeys(operation.formula for operation in OPERATIONS.values() if operation.formula is not None))
 
 #: table -> (operations that it leaves out, names of its own), each with the reason
 LEFT_OUT = {
     # bench gives every rank the same call, see below
     "bench.transports.in_process.Engine.operations": {"send", "recv"},
     "bench.transports.in_process.Mpi4py.operations": {"send", "recv"},
-    "bench.transports.peer_process.PEERS['gloo'].operations": {"send", "recv"},
-    "bench.transports.peer_process.PEERS['torch-nccl'].operations": {"send", "recv"},
+    **{f"bench.transports.peer_process.PEERS[{name!r}].operations": {"send", "recv"} for name in peer_process.PEERS},
+    # oneCCL's C++ interface has no gather and no scatter, and DeepSpeed has one operator
+    "bench.transports.peer_process.PEERS['oneccl'].operations": {"send", "recv", "gather", "scatter"},
+    "bench.transports.peer_process.PEERS['deepspeed'].operations": ALL - {"all_reduce"},
     # a barrier moves no bytes; a send and a recv are not measured
     "bench.transports.operations.FACTOR_OF": {"barrier", "send", "recv"},
     # bench.collectives gives every rank the same call; a send and a recv are two, which sendrecv measures together
     "bench.transports.operations.OPERATIONS": {"send", "recv"},
-    # a series of bench.fit is named after the call of rank 0, which sends
+    # a series of bench.study --only fit is named after the call of rank 0, which sends
     "bench.collective_study.fitted_series.MESSAGES": {"recv"},
 }
 OWN_NAMES = {
@@ -82,12 +78,11 @@ TABLES = {
     },
     "bench.step_study.recording.REPLAYED": (recording.REPLAYED, ALL),
     "bench.step_study.recording.MESSAGES": (recording.MESSAGES, PAIRWISE),
-    "bench.step_study.recording.IN_WINDOWS": (recording.IN_WINDOWS, IN_MEMORY),
     "bench.collective_study.fitted_series.MESSAGES": (
         fitted_series.MESSAGES,
         {n for n, o in OPERATIONS.items() if o.formula == "p2p"},
     ),
-    "bench.switch_points.SERIES": ({name for name, _ in switch_points.SERIES}, IN_MEMORY),
+    "bench.collective_study.switch_points.SERIES": ({name for name, _ in switch_points.SERIES}, IN_MEMORY),
 }
 
 
@@ -104,10 +99,12 @@ def test_exceptions_are_exceptions():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("transport", [HostTransport, StagedTransport, DeviceTransport], ids=lambda t: t.__name__)
-def test_transport_has_the_operation(transport: type, operation: str):
-    parameters = inspect.signature(getattr(transport, operation)).parameters
-    assert tuple(parameters) == ("self", *OPERATIONS[operation].arguments)
+@pytest.mark.parametrize("way", ["by_mpi", "by_nccl"])
+def test_operation_has_its_ways(operation: str, way: str):
+    row = OPERATIONS[operation]
+    arguments = tuple(inspect.signature(getattr(row, way)).parameters)
+    assert arguments in (("wire", *row.arguments), ("wire", "args"))
+    assert getattr(type(row), way) is not getattr(Operation, way)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -133,9 +130,8 @@ def test_row_is_sound(operation: str):
 @pytest.mark.parametrize("operation", IN_MEMORY)
 def test_operation_in_memory_has_its_routes(operation: str):
     reduces = operation in REDUCING_IN_MEMORY
-    assert hasattr(MemoryRoutes, operation) and hasattr(InWindow, operation)
-    assert hasattr(Bounce, operation) or not reduces
-    assert hasattr(TwoLevel, operation) == reduces
+    own = vars(type(OPERATIONS[operation]))
+    assert {"in_window", "in_slots"} <= own.keys() and ("in_two_levels" in own) == reduces
     kinds = KINDS if reduces else ("full",)
     for table in (AMD, OTHERS):
         rows = SwitchPoints.load(table).rows
@@ -144,7 +140,8 @@ def test_operation_in_memory_has_its_routes(operation: str):
 
 
 def test_no_other_operation_has_a_route():
-    assert {name for name in OPERATIONS if hasattr(MemoryRoutes, name)} == set(IN_MEMORY)
+    ways = {"in_window", "in_slots", "in_two_levels"}
+    assert {name for name, row in OPERATIONS.items() if ways & vars(type(row)).keys()} == set(IN_MEMORY)
 
 
 def test_operation_is_compiled_or_is_not():

@@ -123,6 +123,6 @@ def test_counted_numbers_of_the_text():
     assert f"512 x 39 TFLOP/s are {100 * 15.1e15 / 512 / 39e12:.1f}%; 74% are {0.74 * 512 * 39e-3:.1f} PFLOP/s" in PAGE
     assert f"9.27 is {math.log(9.27):.3f} nats" in PAGE
     b, s, v = 2, 256, 8192
-    assert f"sends {4 * 3 * b * s:,} bytes in place of {4 * b * s * v / 1e6:.1f} million" in PAGE
+    assert f"sends {4 * 3 * b * s:,} bytes in place of {4 * b * s * v:,}" in PAGE
     shape = PRESETS["gpt-8.3b-32-heads"].shape()
     assert sum(one.count for one in cost.tensor_parallel_collectives(shape, 8, 8, recompute="full")) == 6 * 72 + 2

@@ -1,6 +1,7 @@
 """README.md and the pages for users: the first commands, the example, and make, work as they are written."""
 
 import importlib
+import runpy
 import shlex
 import time
 from pathlib import Path
@@ -13,7 +14,10 @@ from tests.support.lab.make import make, nvidia_smi
 from trainers.options import parse
 from trainers.scoring.settings import EvaluateConfig
 
-USERS = [mpirun.ROOT / page for page in ("README.md", "docs/training.md")]
+USERS = [
+    mpirun.ROOT / page
+    for page in ("README.md", *(f"docs/{name}.md" for name in ("training", "data", "sizes", "weights")))
+]
 EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 
 
@@ -47,6 +51,30 @@ def test_a_rank_of_the_example_that_fails_ends_it(tmp_path):
     assert "[rank 3] Traceback" in done.stderr and "AssertionError: broken" in done.stderr
 
 
+@pytest.mark.slow
+def test_the_program_of_the_readme_says_the_same_on_any_number_of_ranks(tmp_path):
+    (block,) = [block for block in documents.blocks(mpirun.ROOT / "README.md") if block.language == "python"]
+    (tmp_path / "program.py").write_text(block.text)
+    said = []
+    for ranks in (1, 2):
+        done = mpirun.run(ranks, str(tmp_path / "program.py"), timeout=60)
+        assert done.returncode == 0, done.stderr
+        said.append(float(done.stdout))
+    assert said[0] == pytest.approx(said[1], rel=1e-5) and said[0] > 0
+
+
+def test_the_readme_is_one_screen_and_its_picture_is_of_the_table():
+    text = (mpirun.ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    assert text.count("![") == 1 and "docs/images/all_reduce.png" in text
+    script = runpy.run_path(str(mpirun.ROOT / "docs" / "picture.py"))
+    times = script["times"](script["TABLE"].read_text())
+    assert script["PICTURE"].exists() and set(script["DRAWN"]) <= set(times)
+    large = [size for size in times["mpi4py"] if size >= 64 << 10]
+    shares = [times[name][size] / times["mpi4py"][size] for name in ("private", "in window") for size in large]
+    assert min(shares) > 0.14 and max(shares) < 0.6  # what the picture's title says
+
+
 def accepted(command: str, data: Path) -> Any:
     """The settings of a training command, such as ``mpirun -n N python -m trainers.pretrain_gpt ...``, valid for N.
 
@@ -78,14 +106,14 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
     commands = [command for command in documents.commands(*USERS) if command.text.startswith("mpirun ")]
     found = [accepted(command.text, data) for command in commands if writes_a_run(command.words)]
     assert [config.save for config in found] == [
-        "runs/blend",
         "runs/four",
         "runs/mine",
-        "runs/large",
         "runs/four",
+        "runs/blend",
+        "runs/large",
         "runs/tuned",
     ]
-    assert found[4].load == "runs/four" and found[4].train_iters > found[1].train_iters
+    assert found[2].load == "runs/four" and found[2].train_iters > found[0].train_iters
 
 
 @pytest.mark.parametrize(
@@ -171,7 +199,9 @@ def test_make_train_does_not_make_up_data(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not [*(mpirun.ROOT / ".venv").glob(".installed-*")], reason="no .venv of make")
-@pytest.mark.parametrize("chosen", [(), ("DEVICE=cpu",)], ids=["nothing", "the CPU"])
+@pytest.mark.parametrize(
+    "chosen", [(), pytest.param(("DEVICE=cpu",), marks=pytest.mark.long)], ids=["nothing", "the CPU"]
+)
 def test_make_train_tells_who_has_chosen_nothing_of_the_gpu(data, tmp_path, chosen):
     mpi = next((mpirun.ROOT / ".venv").glob(".installed-*")).name.removeprefix(".installed-")
     words = (f"MPI={mpi}", f"DATA={data}", "ARGS=--no-such-option", *chosen)

@@ -29,8 +29,9 @@ def test_wheel_holds_all_modules_and_their_data(tmp_path):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(wheels / done.stdout.split()[-1]) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    kinds = {".py", ".yaml", ".json", ".sh", ".typed"}
+    kinds = {".py", ".yaml", ".json", ".html", ".jinja", ".css", ".js", ".sh", ".typed", ".c", ".cpp"}
     files = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds]
-    expected = {path.as_posix() for path in files if path.parts[:2] != ("bench", "results")}
-    assert {"bench/clusters/dgx-2h.yaml", "bench/gpu.sh", "bench/peers/gpt.py"} <= expected
+    left_out = [("bench", name) for name in ("results", "contest", "emulator")]
+    expected = {path.as_posix() for path in files if path.parts[:2] not in left_out}
+    assert {"bench/clusters/dgx-2h.yaml", "bench/gpu.sh", "bench/peers/models.py"} <= expected
     assert held == expected

@@ -1,155 +1,87 @@
-"""Parallel layers and models over commengine. They read no files and no arguments, and have no global state."""
+"""Parallel layers and models over commengine. They read no files and no arguments, and have no global state.
 
-from .attention.key_value_cache import KeyValueCache
-from .attention.rotary import RopeScaling
-from .attention.self_attention import DropoutMask, SelfAttention
-from .block import NormPlacement, TransformerBlock
-from .canonical.shards import CanonicalShards, use_canonical_shards
-from .cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
-from .embedding import VocabParallelEmbedding
-from .fields import (
-    FieldAvgPool,
-    FieldBatchNorm,
-    FieldConv,
-    FieldConvTranspose,
-    FieldGroupNorm,
-    FieldLayerNorm,
-    FieldMaxPool,
-    FieldUpsample,
-    SpectralConv,
-)
-from .generation.generate import generate
-from .generation.sampling import Sampling
-from .generation.vocab_argmax import vocab_parallel_argmax
-from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from .mlp import MLP, Gelu, SwiGLU
-from .models.bert import BERT, BERTConfig
-from .models.bert_tasks import BERTMultipleChoice, BERTSequenceClassifier, BERTSpans
-from .models.config import PositionEmbedding, TransformerConfig
-from .models.fno import FNO
-from .models.gpt import GPT, GPTConfig
-from .models.transformer import Transformer
-from .models.unet import UNet
-from .movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
-from .movement.operators import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    reduce_scatter,
-    repartition,
-    scatter,
-    sum_reduce,
-)
-from .movement.plan import TransferPlan, halo_plan, repartition_plan
-from .movement.transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
-from .norm import LayerNorm, Normalization, ParallelLayerNorm, RMSNorm
-from .placement import (
-    Constant,
-    Normal,
-    Placement,
-    add_parameter,
-    all_reduce_together,
-    initialize,
-    placements,
-    require_divisible,
-    sum_partial_gradients,
-)
-from .recompute import Recompute
-from .regions import (
-    copy_to_tensor_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_parallel_region,
-)
-from .rng import Randomness, dropout
+The names that are imported here as themselves are public.
+"""
 
-__all__ = [
-    "BERT",
-    "FNO",
-    "GPT",
-    "MLP",
-    "BERTConfig",
-    "BERTMultipleChoice",
-    "BERTSequenceClassifier",
-    "BERTSpans",
-    "CanonicalShards",
-    "ColumnParallelLinear",
-    "Constant",
-    "DropoutMask",
-    "FieldAvgPool",
-    "FieldBatchNorm",
-    "FieldConv",
-    "FieldConvTranspose",
-    "FieldGroupNorm",
-    "FieldLayerNorm",
-    "FieldMaxPool",
-    "FieldUpsample",
-    "GPTConfig",
-    "Gelu",
-    "KeyValueCache",
-    "LayerNorm",
-    "NormPlacement",
-    "Normal",
-    "Normalization",
-    "ParallelLayerNorm",
-    "Placement",
-    "PositionEmbedding",
-    "RMSNorm",
-    "Randomness",
-    "Recompute",
-    "ReplicatedLinear",
-    "RopeScaling",
-    "RowParallelLinear",
-    "Sampling",
-    "SelfAttention",
-    "SpectralConv",
-    "StartedTransfer",
-    "SwiGLU",
-    "TransferPlan",
-    "Transformer",
-    "TransformerBlock",
-    "TransformerConfig",
-    "UNet",
-    "VocabParallelEmbedding",
-    "add_parameter",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_together",
-    "all_to_all",
-    "broadcast",
-    "class_cross_entropy",
-    "copy_to_tensor_parallel_region",
-    "dropout",
-    "gather",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_parallel_region",
-    "generate",
-    "halo_accumulate",
-    "halo_exchange",
-    "halo_plan",
-    "initialize",
-    "placements",
-    "plan_halo",
-    "reduce_from_tensor_parallel_region",
-    "reduce_scatter",
-    "reduce_scatter_to_sequence_parallel_region",
-    "repartition",
-    "repartition_plan",
-    "require_divisible",
-    "scatter",
-    "scatter_to_tensor_parallel_region",
-    "shift",
-    "start_halo_exchange",
-    "start_transfer",
-    "sum_partial_gradients",
-    "sum_reduce",
-    "transfer",
-    "transfer_adjoint",
-    "use_canonical_shards",
-    "vocab_parallel_argmax",
-    "vocab_parallel_cross_entropy",
-]
+from .attention.key_value_cache import KeyValueCache as KeyValueCache
+from .attention.rotary import RopeScaling as RopeScaling
+from .attention.self_attention import DropoutMask as DropoutMask
+from .attention.self_attention import SelfAttention as SelfAttention
+from .canonical.layers import use_canonical_shards as use_canonical_shards
+from .canonical.shards import CanonicalShards as CanonicalShards
+from .cross_entropy import class_cross_entropy as class_cross_entropy
+from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from .fields.conv import FieldConv as FieldConv
+from .fields.conv import FieldConvTranspose as FieldConvTranspose
+from .fields.norm import FieldBatchNorm as FieldBatchNorm
+from .fields.norm import FieldGroupNorm as FieldGroupNorm
+from .fields.norm import FieldLayerNorm as FieldLayerNorm
+from .fields.pool import FieldAvgPool as FieldAvgPool
+from .fields.pool import FieldMaxPool as FieldMaxPool
+from .fields.spectral import SpectralConv as SpectralConv
+from .fields.upsample import FieldUpsample as FieldUpsample
+from .generation.generate import generate as generate
+from .generation.sampling import Sampling as Sampling
+from .generation.vocab_argmax import vocab_parallel_argmax as vocab_parallel_argmax
+from .linear import ColumnParallelLinear as ColumnParallelLinear
+from .linear import ReplicatedLinear as ReplicatedLinear
+from .linear import RowParallelLinear as RowParallelLinear
+from .mlp import MLP as MLP
+from .mlp import Gelu as Gelu
+from .mlp import SwiGLU as SwiGLU
+from .models.bert import BERT as BERT
+from .models.bert import BERTConfig as BERTConfig
+from .models.bert_tasks import BERTMultipleChoice as BERTMultipleChoice
+from .models.bert_tasks import BERTSequenceClassifier as BERTSequenceClassifier
+from .models.bert_tasks import BERTSpans as BERTSpans
+from .models.block import TransformerBlock as TransformerBlock
+from .models.config import NormPlacement as NormPlacement
+from .models.config import PositionEmbedding as PositionEmbedding
+from .models.config import TransformerConfig as TransformerConfig
+from .models.fno import FNO as FNO
+from .models.gpt import GPT as GPT
+from .models.gpt import GPTConfig as GPTConfig
+from .models.transformer import Transformer as Transformer
+from .models.unet import UNet as UNet
+from .movement.halo import halo_accumulate as halo_accumulate
+from .movement.halo import halo_exchange as halo_exchange
+from .movement.halo import plan_halo as plan_halo
+from .movement.halo import shift as shift
+from .movement.operators import all_gather as all_gather
+from .movement.operators import all_reduce as all_reduce
+from .movement.operators import all_to_all as all_to_all
+from .movement.operators import broadcast as broadcast
+from .movement.operators import gather as gather
+from .movement.operators import reduce_scatter as reduce_scatter
+from .movement.operators import repartition as repartition
+from .movement.operators import scatter as scatter
+from .movement.operators import sum_reduce as sum_reduce
+from .movement.plan import TransferPlan as TransferPlan
+from .movement.plan import halo_plan as halo_plan
+from .movement.plan import repartition_plan as repartition_plan
+from .movement.transfer import StartedTransfer as StartedTransfer
+from .movement.transfer import start_transfer as start_transfer
+from .movement.transfer import transfer as transfer
+from .movement.transfer import transfer_adjoint as transfer_adjoint
+from .norm import LayerNorm as LayerNorm
+from .norm import Normalization as Normalization
+from .norm import RMSNorm as RMSNorm
+from .placement import Constant as Constant
+from .placement import Normal as Normal
+from .placement import Placement as Placement
+from .placement import add_parameter as add_parameter
+from .placement import all_reduce_together as all_reduce_together
+from .placement import initialize as initialize
+from .placement import placements as placements
+from .placement import require_divisible as require_divisible
+from .placement import sum_partial_gradients as sum_partial_gradients
+from .recompute import Recompute as Recompute
+from .regions import copy_to_tensor_parallel_region as copy_to_tensor_parallel_region
+from .regions import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region
+from .regions import gather_from_tensor_parallel_region as gather_from_tensor_parallel_region
+from .regions import reduce_from_tensor_parallel_region as reduce_from_tensor_parallel_region
+from .regions import reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region
+from .regions import scatter_to_tensor_parallel_region as scatter_to_tensor_parallel_region
+from .rng import Randomness as Randomness
+from .rng import dropout as dropout

@@ -5,7 +5,8 @@ It communicates O(b * s) elements instead of b * s * v.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,11 @@ from torch import Tensor
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
 
-from .checks import require_targets
-from .derivatives import one_derivative
-from .regions import new_operand
+from .checks import require_within
+from .functions import one_derivative
+
+#: a target that does not count
+IGNORED = -100
 
 
 def vocab_parallel_cross_entropy(
@@ -25,13 +28,12 @@ def vocab_parallel_cross_entropy(
     comm: Communicator,
     *,
     vocab_size: int | None = None,
-    ignore_index: int = -100,
     overwrite: bool = False,
 ) -> Tensor:
     """Per-token losses in nats, in float32 (float64 for float64 logits), equal on all ranks of ``comm``.
 
     logits_shard: [..., padded vocabulary / comm.size], this rank's columns. It is not changed, unless ``overwrite``.
-    target: int64 [...], global token numbers, equal on all ranks. ``ignore_index`` gives loss 0 and gradient 0.
+    target: int64 [...], global token numbers, equal on all ranks. `IGNORED` gives loss 0 and gradient 0.
     vocab_size: columns from this number on are padding, which enter neither the maximum nor the sum.
     overwrite: work in the memory of ``logits_shard``, which saves two copies of the logits. The caller must own it and
         not use it afterwards. A second backward through the same graph then raises an error.
@@ -47,10 +49,29 @@ def vocab_parallel_cross_entropy(
     vocab_size = padded if vocab_size is None else vocab_size
     if not 0 < vocab_size <= padded:
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
-    compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at values, and plans its buffers itself
-    require_targets(target, vocab_size, ignore_index)
-    overwrite = overwrite and not compiling
-    losses: Tensor = _CrossEntropy.apply(logits_shard, target, comm, vocab_size, ignore_index, overwrite)[0]  # type: ignore[no-untyped-call]
+    overwrite = overwrite and not torch.compiler.is_compiling()  # a compiled graph plans its buffers itself
+    return cross_entropy_of_shards(logits_shard[None], target, comm, vocab_size, overwrite, Arithmetic())
+
+
+class Arithmetic(NamedTuple):
+    """How a cross-entropy computes exponentials, in place, and logarithms; and how it adds up what shards give."""
+
+    exp_: Callable[[Tensor], Tensor] = torch.exp_
+    log: Callable[[Tensor], Tensor] = torch.log
+    add: Callable[[Iterator[Tensor]], Tensor] = next  # there is one shard
+
+
+def cross_entropy_of_shards(
+    logits: Tensor,
+    target: Tensor,
+    comm: Communicator,
+    vocab_size: int,
+    overwrite: bool,
+    arithmetic: Arithmetic,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of ``logits`` [shards, ..., columns of a shard]: this rank's shards, in order."""
+    require_within(target, vocab_size, "a target", IGNORED)
+    losses: Tensor = _CrossEntropy.apply(logits, target, comm, vocab_size, overwrite, arithmetic)[0]  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -62,66 +83,59 @@ class _CrossEntropy(torch.autograd.Function):
         target: Tensor,
         comm: Communicator,
         vocab_size: int,
-        ignore_index: int,
         overwrite: bool,
+        arithmetic: Arithmetic,
     ) -> tuple[Tensor, Tensor]:
-        width = logits.shape[-1]
-        start = comm.rank * width
-        real = min(max(vocab_size - start, 0), width)
+        shards, width = logits.shape[0], logits.shape[-1]
+        start = comm.rank * shards * width
         precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        # The detached tensor shares the version counter of logits, so autograd sees the change.
+        values = logits.detach().to(precision, copy=not overwrite)
+        for first, shard in zip(range(start, start + shards * width, width), values.unbind(), strict=True):
+            if vocab_size < first + width:
+                shard[..., max(vocab_size - first, 0) :] = -torch.inf
 
         # Subtracting the global maximum keeps exp() finite. A rank that holds only padding contributes -inf.
-        peak = new_operand("all_reduce", target.shape, logits.new_empty(0, dtype=precision), comm).fill_(-torch.inf)
-        if real:
-            peak.copy_(logits[..., :real].amax(dim=-1))
+        peak = values.amax(dim=-1).amax(dim=0)
         all_reduce_(peak, comm, "max")
-
-        ctx.overwrite = overwrite and real == width and precision == logits.dtype
-        if ctx.overwrite:
-            # The detached tensor shares the version counter of logits, so autograd sees the change.
-            shifted = logits.detach().sub_(peak.unsqueeze(-1))
-        elif real == width:
-            shifted = logits.to(precision) - peak.unsqueeze(-1)
-        else:
-            shifted = _shift_real(logits, peak, real)
-        mine = (target >= start) & (target < start + real)
-        column = torch.where(mine, target - start, 0).unsqueeze(-1)
-        sums = new_operand("all_reduce", (2, *target.shape), peak, comm)
-        sums[1] = torch.where(mine, shifted.gather(-1, column).squeeze(-1), 0.0)
-        exponentials = shifted.exp_()
-        sums[0] = exponentials.sum(dim=-1)
+        values.sub_(peak.unsqueeze(-1))
+        mine = (target >= start) & (target < min(start + shards * width, vocab_size))
+        column = torch.where(mine, target - start, 0)
+        # One index for each dimension: the logits may lie in memory in another order, and a view would copy them.
+        at = [
+            torch.arange(size, dtype=torch.int64, device=target.device).view(-1, *[1] * (target.dim() - 1 - axis))
+            for axis, size in enumerate(target.shape)
+        ]
+        places = (column // width, *at, column % width)
+        sums = peak.new_empty((2, *target.shape))
+        sums[1] = torch.where(mine, values[places], 0.0)
+        values = arithmetic.exp_(values)
+        sums[0] = arithmetic.add(shard.sum(dim=-1) for shard in values.unbind())
         all_reduce_(sums, comm)
 
-        counted = target != ignore_index
+        counted = target != IGNORED
         tie = logits.new_empty(0)  # it leads from the gradient to the logits, which are not kept: see `one_derivative`
-        ctx.save_for_backward(exponentials, sums[0], column, mine, counted, tie)
-        ctx.dtype = logits.dtype
-        return torch.where(counted, sums[0].log() - sums[1], 0.0), tie
+        ctx.save_for_backward(values, sums[0], mine, counted, *places, tie)
+        ctx.dtype, ctx.overwrite = logits.dtype, overwrite
+        return torch.where(counted, arithmetic.log(sums[0]) - sums[1], 0.0), tie
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        exponentials, total, column, mine, counted, _ = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        values, total, mine, counted, *places, _ = ctx.saved_tensors
         scale = torch.where(counted, grads[0], 0.0)
         factor = (scale / total).unsqueeze(-1)
-        result = exponentials.mul_(factor) if ctx.overwrite else exponentials * factor
-        result.scatter_add_(-1, column, torch.where(mine, -scale, 0.0).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None, None
+        found = values.mul_(factor) if ctx.overwrite else values * factor
+        found[tuple(places)] -= torch.where(mine, scale, 0.0)
+        return found.to(ctx.dtype), None, None, None, None, None
 
 
-def _shift_real(logits: Tensor, peak: Tensor, real: int) -> Tensor:
-    """Logits minus the maximum, with -inf (exp 0) in the padding columns."""
-    shifted = peak.new_full(logits.shape, -torch.inf)
-    shifted[..., :real].copy_(logits[..., :real]).sub_(peak.unsqueeze(-1))
-    return shifted
-
-
-def class_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+def class_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Losses in nats, in float32 (float64 for float64 logits), of logits that every rank has whole.
 
-    logits: [..., classes]. labels: int64 [...], 0 to classes - 1; ``ignore_index`` gives loss 0 and gradient 0.
+    logits: [..., classes]. labels: int64 [...], 0 to classes - 1; `IGNORED` gives loss 0 and gradient 0.
     Communicates nothing.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
+    losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     return losses.view(labels.shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,3 +18,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def integers(values: Sequence[Any], device: torch.device | None = None) -> Tensor:
+    """``values``, a list of integers or of rows of integers, as an int64 tensor on ``device``: see `to_device`.
+
+    device: None for the host.
+    """
+    return to_device(torch.tensor(values, dtype=torch.int64, device="cpu"), device or torch.device("cpu"))

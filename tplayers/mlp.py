@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator, Stream
+from commengine import Communicator
 
-from .canonical import pointwise
-from .canonical.shards import CanonicalShards
-from .derivatives import one_derivative
-from .linear import DEFAULT_INIT, ColumnParallelLinear, RowParallelLinear
-from .placement import Normal
+from .functions import one_derivative
+from .linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear
+from .placement import Normal, require_one_of
 
 #: The form of GELU: x * Phi(x) with the error function (BERT), or the approximation by tanh (GPT-2, Megatron-LM's GPT).
 Gelu: TypeAlias = Literal["erf", "tanh"]
@@ -28,13 +26,12 @@ class MLP(nn.Module):
 
     gelu: the form of GELU, "tanh" or "erf" (else ValueError). They differ by up to 4.7e-4.
     bias: of both linear layers.
-    sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
+    options: sequence_parallel, overlap_stream, init and dtype, as in `ColumnParallelLinear`.
+    output_init: initial values of B.
 
     forward: x [..., hidden_size], equal on all ranks -> the same. One all-reduce each way.
     With sequence_parallel: x [s / comm.size, ..., hidden_size], this rank's sequence shard -> the same.
     """
-
-    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -44,26 +41,17 @@ class MLP(nn.Module):
         *,
         gelu: Gelu = "tanh",
         bias: bool = True,
-        sequence_parallel: bool = False,
-        overlap_stream: Stream | None = None,
-        init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        require_gelu(gelu)
+        require_one_of(GELUS, gelu=gelu)
         self.gelu = gelu
-        self.up = ColumnParallelLinear(
-            hidden_size, ffn_hidden_size, comm, bias,
-            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
-        )  # fmt: skip
-        self.down = RowParallelLinear(
-            ffn_hidden_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
-        )
+        self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, comm, bias, **options)
+        options["init"] = output_init
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.canonical is not None:
-            return self.down.of_shards(pointwise.gelu(self.up.shards(x), GELUS[self.gelu]))
         result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
 
@@ -73,10 +61,8 @@ class SwiGLU(nn.Module):
 
     A rank holds the same columns of G and of U, so the product needs no communication. ``gate_up`` is one layer with
     the rows [gate; up], of ``ffn_hidden_size`` each; the gate goes through SiLU.
-    bias, sequence_parallel, overlap_stream, forward: as in `MLP`.
+    bias, options, output_init, forward: as in `MLP`.
     """
-
-    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -85,24 +71,15 @@ class SwiGLU(nn.Module):
         comm: Communicator,
         *,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        overlap_stream: Stream | None = None,
-        init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        self.gate_up = ColumnParallelLinear(
-            hidden_size, 2 * ffn_hidden_size, comm, bias, blocks=2,
-            sequence_parallel=sequence_parallel, overlap_stream=overlap_stream, init=init, dtype=dtype,
-        )  # fmt: skip
-        self.down = RowParallelLinear(
-            ffn_hidden_size, hidden_size, comm, bias, sequence_parallel=sequence_parallel, init=output_init, dtype=dtype
-        )
+        self.gate_up = ColumnParallelLinear(hidden_size, 2 * ffn_hidden_size, comm, bias, blocks=2, **options)
+        options["init"] = output_init
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.canonical is not None:
-            return self.down.of_shards(pointwise.gated(self.gate_up.shards(x)))
         result: Tensor = self.down(_gated(self.gate_up(x)))
         return result
 
@@ -139,9 +116,3 @@ class _Gated(torch.autograd.Function):
         torch.ops.aten.silu.out(gate, out=of_up)
         of_up.mul_(grads[0])
         return found
-
-
-def require_gelu(gelu: str) -> None:
-    """Raise ValueError unless ``gelu`` is a `Gelu`."""
-    if gelu not in GELUS:
-        raise ValueError(f"gelu={gelu!r} must be one of {', '.join(GELUS)}")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 #: inside of attention. None: everything.
 Recompute: TypeAlias = Literal["full", "selective"] | None
 
-RECOMPUTE = ("full", "selective")
+RECOMPUTE = ("full", "selective", None)
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -24,9 +24,3 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return result
-
-
-def require_known(recompute: str | None) -> None:
-    """Raise ValueError unless ``recompute`` is a `Recompute`."""
-    if recompute is not None and recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r} must be None or one of {', '.join(RECOMPUTE)}")

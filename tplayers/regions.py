@@ -19,16 +19,16 @@ reduce_scatter_to_sequence_parallel_region         reduce-scatter        all-gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commengine import Communicator
+from commengine import Communicator, Stream, Work
 from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
 
-from .derivatives import one_derivative
+from .functions import one_derivative
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -39,7 +39,7 @@ def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
     x: any shape, equal on all ranks of ``comm``. Every rank of ``comm`` must run the backward.
     """
-    return _apply(_CopyTo, x, comm)
+    return _apply(_CopyTo, x, comm, 0)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -49,7 +49,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
     x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is not changed.
     """
-    return _apply(_ReduceFrom, x, comm)
+    return _apply(_ReduceFrom, x, comm, 0)
 
 
 def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -114,46 +114,35 @@ def communicates(comm: Communicator) -> bool:
 # The collectives, on any dimension and layout ---------------------------------------------------------------------
 
 
-def new_operand(operation: str, shape: Sequence[int], like: Tensor, comm: Communicator) -> Tensor:
-    """An uninitialised tensor for ``operation``, in memory that the ranks of a node share where that is faster.
-
-    It has the dtype and device of ``like``. See `Communicator.operand`.
-    """
-    if like.is_cpu and not torch.compiler.is_compiling():
-        return comm.operand(operation, shape, like.dtype)
+def gathered_rows(part: Tensor, comm: Communicator, stream: Stream | None = None) -> tuple[Tensor, Work | None]:
+    """Begin to gather the ``part`` of every rank, which is contiguous, along dim 0; and what to wait for, if any."""
     # Not new_empty: the compiler would merge two of them, and so use one buffer for the forward's and the backward's
     # gathering.
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+    whole = torch.empty((comm.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
+    return whole, all_gather_into_(whole, part, comm, stream)
 
 
-def in_shared_memory(operation: str, numel: int, like: Tensor, comm: Communicator) -> bool:
-    """Whether `new_operand` would put ``numel`` elements in memory that ranks share. A group of one has none.
+def reduced_rows(
+    total: Tensor, comm: Communicator, split: bool, stream: Stream | None = None
+) -> tuple[Tensor, Work | None]:
+    """Begin to sum ``total`` over the ranks, in place; and what to wait for, if any.
 
-    A compiled graph plans its own memory. Collective as `Communicator.shares_operand` is.
+    split: only this rank's rows are wanted, which then lie in a tensor of their own.
     """
-    return (
-        like.is_cpu
-        and not torch.compiler.is_compiling()
-        and comm.shares_operand(operation, numel * like.itemsize, like.dtype)
-    )
+    if not communicates(comm):
+        return total, None
+    if not split:
+        return total, all_reduce_(total, comm, stream=stream)
+    part = total.new_empty((total.shape[0] // comm.size, *total.shape[1:]))
+    return part, reduce_scatter_into_(part, total, comm, stream)
 
 
-def new_whole(part: Tensor, comm: Communicator) -> Tensor:
-    """An uninitialised tensor for the ``part`` of every rank, along dim 0."""
-    return new_operand("all_gather", (comm.size * part.shape[0], *part.shape[1:]), part, comm)
+def _unchanged(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    return x.view_as(x)
 
 
-def product_for(operation: str, a: Tensor, b: Tensor, comm: Communicator) -> Tensor:
-    """``a`` [..., k] times the matrix ``b`` [k, n], written where ``operation`` takes it. Autograd does not see it."""
-    if torch.compiler.is_compiling():
-        return a @ b
-    product = new_operand(operation, (*a.shape[:-1], b.shape[1]), a, comm)
-    torch.mm(a.reshape(-1, a.shape[-1]), b, out=product.view(-1, b.shape[1]))
-    return product
-
-
-def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
-    result = new_operand("all_reduce", x.shape, x, comm).copy_(x)
+def _all_reduce(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
     all_reduce_(result, comm)
     return result
 
@@ -164,19 +153,11 @@ def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    front = x.movedim(dim, 0).contiguous()
-    whole = new_whole(front, comm)
-    all_gather_into_(whole, front, comm)
-    return _from_front(whole, dim)
+    return _from_front(gathered_rows(x.movedim(dim, 0).contiguous(), comm)[0], dim)
 
 
 def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    front = x.movedim(dim, 0)
-    if not front.is_contiguous():
-        front = new_operand("reduce_scatter", front.shape, x, comm).copy_(front)
-    part = front.new_empty((front.shape[0] // comm.size, *front.shape[1:]))
-    reduce_scatter_into_(part, front, comm)
-    return _from_front(part, dim)
+    return _from_front(reduced_rows(x.movedim(dim, 0).contiguous(), comm, split=True)[0], dim)
 
 
 def _from_front(x: Tensor, dim: int) -> Tensor:
@@ -196,29 +177,6 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, comm: Communicato
 def _require_parts(x: Tensor, comm: Communicator, dim: int) -> None:
     if x.shape[dim] % comm.size:
         raise ValueError(f"dimension {dim} of {list(x.shape)} does not divide into {comm.size} equal parts")
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.comm), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        return _all_reduce(x, comm)
-
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class _ReduceOwn(torch.autograd.Function):
@@ -254,6 +212,8 @@ def _pair(
     return Region
 
 
+_CopyTo = _pair(_unchanged, _all_reduce)
+_ReduceFrom = _pair(_all_reduce, _unchanged)
 _ScatterTo = _pair(_my_part, _all_gather)
 _GatherFrom = _pair(_all_gather, _my_part)
 _GatherSequence = _pair(_all_gather, _reduce_scatter)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_copy import to_device
+from .host_copy import integers
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64
 
@@ -45,10 +45,7 @@ class Randomness:
     def __init__(
         self, seed: int, iteration: int, samples: Sequence[int], *, device: torch.device | None = None
     ) -> None:
-        hashes = torch.tensor(
-            [stable_hash(seed, iteration, sample) for sample in samples], dtype=torch.int64, device="cpu"
-        )
-        self.base = hashes if device is None else to_device(hashes, device)
+        self.base = integers([stable_hash(seed, iteration, sample) for sample in samples], device)
         self._parts = (seed, iteration, *samples)
 
     def keys(self, site: str, heads: range | Tensor | None = None) -> Tensor:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from commengine import UsageError
 from commengine.errors import one_line
-from trainers.checkpoints.checkpoint import damage
+from trainers.checkpoints import checkpoint
 from trainers.options import OneLineParser, OptionError
 
-from .comparison.settings import unlike_models, unlike_settings
-from .comparison.steps import Steps, compare_steps
+from .comparison.steps import compare_steps, unlike_models, unlike_settings
 from .comparison.tensors import common_checkpoint, differences, last_checkpoints
 
 #: tensors that are named, of those that differ
@@ -35,7 +34,11 @@ def compare(one: Path, other: Path) -> bool:
         print(f"the models differ: {models}; nothing else is compared")
         _print_settings(one, other)
         return True
-    steps, lacking = _steps(one, other)
+    steps, lacking = None, ""
+    try:
+        steps = compare_steps(one, other)
+    except UsageError as error:  # a run's digests cannot be read
+        lacking = str(error)
     pair = common_checkpoint(one, other, None if steps is None else steps.different)
     if pair is None and (steps is None or not steps.compared):
         why = lacking if steps is None else f"{one} and {other}: {'; '.join(steps.lines())}"
@@ -56,29 +59,19 @@ def compare(one: Path, other: Path) -> bool:
         f"{where}: {len(found)} tensor{'s differ' if len(found) > 1 else ' differs'}{some}, in the order of the model:"
     )
     for difference in found[:NAMED]:
-        print(f"  {difference.name}: {difference.text()}")
-    for line in () if different else _changed(*pair):
-        print(line)
+        print(f"  {difference}")
+    for path in () if different else pair:  # one reason for tensors that the steps do not show
+        try:
+            checkpoint.compare(path)
+        except UsageError as error:
+            print(f"{path} changed after it was saved: {error.__cause__ or error}")
     return True
-
-
-def _steps(one: Path, other: Path) -> tuple[Steps | None, str]:
-    """The comparison of the steps; or None, and the reason why a run's digests cannot be read."""
-    try:
-        return compare_steps(one, other), ""
-    except UsageError as error:
-        return None, str(error)
 
 
 def _print_settings(one: Path, other: Path) -> None:
     """Name the settings in which two runs differ."""
     if told := unlike_settings(one, other):
         print("settings that differ: " + ", ".join(told))
-
-
-def _changed(*checkpoints: Path) -> list[str]:
-    """Which of the checkpoints are not the bytes that were saved: one reason for tensors that the steps do not show."""
-    return [f"{path} changed after it was saved: {said}" for path in checkpoints if (said := damage(path))]
 
 
 def parser() -> OneLineParser:

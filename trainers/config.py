@@ -8,21 +8,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 
-from commengine.dtypes import Order
+from commengine.host.wire import Order
 
 from .options import (
-    ABOVE_ZERO,
-    AT_LEAST_ONE,
-    BATCH,
-    FRACTION,
-    NOT_EMPTY,
     NOT_NEGATIVE,
-    SEED,
+    AtLeastOne,
+    Batch,
+    Natural,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    Text,
     ValidRange,
+    flag_of,
     given,
     option,
     require,
@@ -36,37 +39,47 @@ SIGNAL = ValidRange(
     lambda name: name.upper().removeprefix("SIG") in SIGNALS, f"must be one of {', '.join(SIGNALS)}, also as SIGUSR1"
 )
 POSITIVE = ValidRange(lambda value: value > 0, "must be positive: rows of padding have no gradient at all")
-#: of learning rates and weight decays: far above all that trains
-RATE = (NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 1000"))
+#: learning rates and weight decays: far above all that trains
+Rate = Annotated[float, NOT_NEGATIVE, ValidRange(lambda rate: rate <= 1000, "must be at most 1000")]
+Minutes = Annotated[float, NOT_NEGATIVE, ValidRange(lambda minutes: minutes <= 10**6, "must be at most 1000000")]
 DEVICE = ValidRange(
     lambda device: re.fullmatch(r"cpu|cuda(:\d{1,4})?", device) is not None, "must be cpu, cuda, or cuda:N"
 )
 #: the words before a colon with which ``--load`` names a model of another program: ``hf:FOLDER``
 OTHER_PROGRAMS = ("hf", "megatron")
-FP32_SCALE = ValidRange(
+_FP32 = ValidRange(
     lambda scale: 2.0**-126 <= scale <= 2.0**127, "must be positive, from 2**-126 to 2**127 (1.2e-38 to 1.7e38: fp32)"
 )
+LossScale = Annotated[float, _FP32]
+
+#: what ``--load`` does in every training command, unless the command says something else
+LOAD = (
+    "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
+    "checkpoint, unless this is also the folder of --save: then a new run starts"
+)
+#: the options that need --save, and why
+NEEDS_SAVE = dict.fromkeys(("exit_interval", "exit_signal", "exit_duration_in_mins"), ", or the run is lost") | {
+    "save_interval": "", "save_hf": "", "async_save": "", "check_for_spiky_loss": ", for the batches",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class JobConfig:
     """The settings of every command whose ranks share a model. A field is the flag of the same name, with dashes."""
 
-    tensor_model_parallel_size: int = option(
-        1, "ranks that one model is split over; the other factor of the ranks is data-parallel", valid=AT_LEAST_ONE
+    tensor_model_parallel_size: AtLeastOne = option(
+        1, "ranks that one model is split over; the other factor of the ranks is data-parallel"
     )
-    device: str | None = option(
-        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda if every rank can have one)",
-        valid=DEVICE,
-    )  # fmt: skip
+    device: Annotated[str, DEVICE] | None = option(
+        None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda if every rank can have one)"
+    )
     device_transport: str = option(
         "nccl", "how device tensors travel: by NCCL, by an MPI that takes device addresses, or through host memory",
-        choices=("nccl", "mpi", "staged"),
+        choices=("nccl", "staged"),
     )  # fmt: skip
-    distributed_timeout_minutes: float = option(
-        10.0, "a collective that takes longer ends the job, with a report of the ranks that are missing; 0: no limit",
-        valid=(NOT_NEGATIVE, ValidRange(lambda minutes: minutes <= 10**6, "must be at most 1000000")),
-    )  # fmt: skip
+    distributed_timeout_minutes: Minutes = option(
+        10.0, "a collective that takes longer ends the job, with a report of the ranks that are missing; 0: no limit"
+    )
     verify_checkpoints: bool = option(
         True, "compare a checkpoint with its checksums before loading it; a damaged file is then an error"
     )
@@ -112,49 +125,38 @@ class TrainConfig(JobConfig):
     )
     compile: bool = option(False, "train with the model compiled by torch.compile; needs a C++ compiler")
     # batches and steps
-    micro_batch_size: int = option(1, "samples that a rank takes through the model at once", valid=BATCH)
-    global_batch_size: int | None = option(
-        None, "samples of a step (default micro-batch-size * data-parallel size)", valid=BATCH, fixed=True
+    micro_batch_size: Batch = option(1, "samples that a rank takes through the model at once")
+    global_batch_size: Batch | None = option(
+        None, "samples of a step (default micro-batch-size * data-parallel size)", fixed=True
     )
-    train_iters: int = option(1000, "steps of the run", valid=AT_LEAST_ONE)
-    exit_interval: int | None = option(
-        None, "save and stop early after a step whose number is a multiple of this", valid=AT_LEAST_ONE
+    train_iters: AtLeastOne = option(1000, "steps of the run")
+    exit_interval: AtLeastOne | None = option(
+        None, "save and stop early after a step whose number is a multiple of this"
     )
-    exit_signal: str | None = option(
-        None, "save and stop after the step in which this signal comes, such as USR1; SIGTERM and SIGINT always do so",
-        valid=SIGNAL,
-    )  # fmt: skip
-    exit_duration_in_mins: float | None = option(
-        None, "save and stop after the step in which the run has lasted this long, start included",
-        valid=ABOVE_ZERO,
-    )  # fmt: skip
-    exit_before_limit: float = option(
-        120.0, "with --save in a Slurm job: save and stop this many seconds before the job's time limit; 0: do not",
-        valid=NOT_NEGATIVE,
-    )  # fmt: skip
-    seed: int = option(
-        1234, "seed of the initial weights, the order of samples and dropout", fixed=True,
-        valid=SEED,
-    )  # fmt: skip
+    exit_signal: Annotated[str, SIGNAL] | None = option(
+        None, "save and stop after the step in which this signal comes, such as USR1; SIGTERM and SIGINT always do so"
+    )
+    exit_duration_in_mins: Positive | None = option(
+        None, "save and stop after the step in which the run has lasted this long, start included"
+    )
+    exit_before_limit: NotNegative = option(
+        120.0, "with --save in a Slurm job: save and stop this many seconds before the job's time limit; 0: do not"
+    )
+    seed: Seed = option(1234, "seed of the initial weights, the order of samples and dropout", fixed=True)
     # optimizer
-    lr: float = option(1.5e-4, "highest learning rate", valid=RATE)
-    min_lr: float | None = option(
-        None, "learning rate at the end of the decay (default 1e-5, or lr if that is less)", valid=RATE
-    )
+    lr: Rate = option(1.5e-4, "highest learning rate")
+    min_lr: Rate | None = option(None, "learning rate at the end of the decay (default 1e-5, or lr if that is less)")
     lr_decay_style: str = option("cosine", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
-    lr_decay_iters: int | None = option(
-        None, "step at which min-lr is reached (default train-iters)", valid=AT_LEAST_ONE
+    lr_decay_iters: AtLeastOne | None = option(None, "step at which min-lr is reached (default train-iters)")
+    lr_warmup_iters: Natural = option(0, "steps over which lr rises from 0")
+    weight_decay: Rate = option(0.01, "AdamW's weight decay; biases and norms do not decay")
+    adam_beta1: Share = option(0.9, "decay of AdamW's mean of gradients")
+    adam_beta2: Share = option(0.999, "decay of AdamW's mean of squared gradients")
+    adam_eps: Annotated[float, NOT_NEGATIVE, POSITIVE] = option(
+        1e-8, "added to the root of AdamW's mean of squared gradients"
     )
-    lr_warmup_iters: int = option(0, "steps over which lr rises from 0", valid=NOT_NEGATIVE)
-    weight_decay: float = option(0.01, "AdamW's weight decay; biases and norms do not decay", valid=RATE)
-    adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients", valid=FRACTION)
-    adam_beta2: float = option(0.999, "decay of AdamW's mean of squared gradients", valid=FRACTION)
-    adam_eps: float = option(
-        1e-8, "added to the root of AdamW's mean of squared gradients",
-        valid=(NOT_NEGATIVE, POSITIVE),
-    )  # fmt: skip
-    clip_grad: float = option(
-        1.0, "clip the gradient to this norm, taken over the whole model; 0 turns clipping off", valid=NOT_NEGATIVE
+    clip_grad: NotNegative = option(
+        1.0, "clip the gradient to this norm, taken over the whole model; 0 turns clipping off"
     )
     # precision
     bf16: bool = option(False, "parameters and activations in bfloat16, with fp32 masters and gradient sums")
@@ -162,21 +164,15 @@ class TrainConfig(JobConfig):
         False, "the same in float16, with a scaled loss; a step whose gradient overflows is skipped, and neither the "
         "learning rate nor AdamW counts it"
     )  # fmt: skip
-    loss_scale: float | None = option(
-        None, "a constant scale of the fp16 loss (default: a dynamic scale)", valid=FP32_SCALE
+    loss_scale: LossScale | None = option(None, "a constant scale of the fp16 loss (default: a dynamic scale)")
+    initial_loss_scale: LossScale = option(2.0**16, "first dynamic scale of the fp16 loss")
+    loss_scale_window: AtLeastOne = option(1000, "steps in a row without overflow after which the scale doubles")
+    hysteresis: AtLeastOne = option(
+        2, "number of overflows at which the scale halves; the overflows before only skip their step"
     )
-    initial_loss_scale: float = option(2.0**16, "first dynamic scale of the fp16 loss", valid=FP32_SCALE)
-    loss_scale_window: int = option(
-        1000, "steps in a row without overflow after which the scale doubles", valid=AT_LEAST_ONE
+    min_loss_scale: LossScale | None = option(
+        None, "smallest dynamic scale; an overflow there ends the run (default 1, or initial-loss-scale if less)"
     )
-    hysteresis: int = option(
-        2, "number of overflows at which the scale halves; the overflows before only skip their step",
-        valid=AT_LEAST_ONE,
-    )  # fmt: skip
-    min_loss_scale: float | None = option(
-        None, "smallest dynamic scale; an overflow there ends the run (default 1, or initial-loss-scale if less)",
-        valid=FP32_SCALE,
-    )  # fmt: skip
     # gradient reduction
     grad_reduce_in_fp32: bool = option(
         False, "reduce the gradients of half-precision parameters in fp32 (default: in the parameters' dtype)"
@@ -187,28 +183,22 @@ class TrainConfig(JobConfig):
     overlap_grad_reduce: bool | None = option(
         None, "reduce a bucket while backward runs (default: on for devices, off on the host)"
     )
-    ddp_bucket_size: int | None = option(
+    ddp_bucket_size: AtLeastOne | None = option(
         None,
         "elements of a gradient bucket (default: 4 million on the host; on devices 40 million, or 1 million for each "
         "data-parallel rank if that is more)",
-        valid=AT_LEAST_ONE,
-    )
+    )  # fmt: skip
     # evaluation, saving, logging
-    eval_interval: int = option(1000, "steps between evaluations on the validation documents", valid=AT_LEAST_ONE)
-    eval_iters: int = option(
-        100, "global batches of an evaluation, at most the whole split; 0 turns evaluation off", valid=NOT_NEGATIVE
+    eval_interval: AtLeastOne = option(1000, "steps between evaluations on the validation documents")
+    eval_iters: Natural = option(
+        100, "global batches of an evaluation, at most the whole split; 0 turns evaluation off"
     )
-    save: str | None = option(None, "folder for checkpoints, metrics.jsonl and the report", valid=NOT_EMPTY)
-    load: str | None = option(
-        None,
-        "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
-        "checkpoint, unless this is also the folder of --save: then a new run starts",
-        valid=NOT_EMPTY,
-    )
+    save: Text | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
+    load: Text | None = option(None, LOAD)
     overwrite: bool = option(
         False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
     )
-    save_interval: int | None = option(None, "steps between checkpoints (default: at the end only)", valid=AT_LEAST_ONE)
+    save_interval: AtLeastOne | None = option(None, "steps between checkpoints (default: at the end only)")
     async_save: bool = option(
         False, "write checkpoints in the background: ranks copy their share in memory, and training goes on meanwhile"
     )
@@ -216,27 +206,24 @@ class TrainConfig(JobConfig):
         None, "write each checkpoint for transformers, too, into its folder hf; --no-save-hf: none (default: the last "
         "one of a run)"
     )  # fmt: skip
-    keep_last: int | None = option(
-        None, "after saving, remove all but this number of the newest checkpoints (default: keep all)",
-        valid=AT_LEAST_ONE,
-    )  # fmt: skip
-    keep_every: int | None = option(
-        None, "with --keep-last, also keep the checkpoints whose iteration is a multiple of this", valid=AT_LEAST_ONE
+    keep_last: AtLeastOne | None = option(
+        None, "after saving, remove all but this number of the newest checkpoints (default: keep all)"
     )
-    log_interval: int = option(100, "steps between rows of metrics.jsonl", valid=AT_LEAST_ONE)
-    log_communication_interval: int | None = option(
+    keep_every: AtLeastOne | None = option(
+        None, "with --keep-last, also keep the checkpoints whose iteration is a multiple of this"
+    )
+    log_interval: AtLeastOne = option(100, "steps between rows of metrics.jsonl")
+    log_communication_interval: Natural | None = option(
         None, "trace the collectives of the steps whose number is a multiple of this, for the report; 0: of none "
-        "(default: 1 on the CPU; 100 on a GPU, or the last step of a shorter run)", valid=NOT_NEGATIVE,
+        "(default: 1 on the CPU; 100 on a GPU, or the last step of a shorter run)",
     )  # fmt: skip
     # checks while it trains
-    check_replicas: int | None = option(
-        None, "after each step whose number is a multiple of this, compare checksums of all that several ranks hold",
-        valid=AT_LEAST_ONE,
-    )  # fmt: skip
-    check_for_spiky_loss: float | None = option(
-        None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10",
-        valid=ABOVE_ZERO,
-    )  # fmt: skip
+    check_replicas: AtLeastOne | None = option(
+        None, "after each step whose number is a multiple of this, compare checksums of all that several ranks hold"
+    )
+    check_for_spiky_loss: Positive | None = option(
+        None, "save the batch of a step whose loss is this many standard deviations above the last ones, such as 10"
+    )
     log_straggler: bool = option(
         False, "log each rank's own time, and name a rank that keeps the others waiting; traces every step"
     )
@@ -248,8 +235,8 @@ class TrainConfig(JobConfig):
         "write a row of metrics.jsonl after every step, with digests of the loss, of the gradient's norm and of "
         "the weights, which trainers.compare compares with those of another run",
     )
-    tensorboard_dir: str | None = option(
-        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)", valid=NOT_EMPTY
+    tensorboard_dir: Text | None = option(
+        None, "folder for TensorBoard (default SAVE/tensorboard if TensorBoard is installed)"
     )
 
     def validate(self, ranks: int) -> None:
@@ -257,10 +244,11 @@ class TrainConfig(JobConfig):
         super().validate(ranks)
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16: exclude each other; leave one of them out")
         require(self.loss_scale is None or self.fp16, f"{given(self, 'loss_scale')}: needs --fp16")
-        fits, largest = self.least_loss_scale <= self.initial_loss_scale, self.initial_loss_scale
-        require(fits, f"{given(self, 'min_loss_scale')}: must not exceed --initial-loss-scale {largest}")
-        decays = self.lr_decay_style != "constant"
-        require(not decays or self.last_lr <= self.lr, f"{given(self, 'min_lr')}: must not exceed --lr {self.lr}")
+        fits = self.least_loss_scale <= self.initial_loss_scale
+        limit = given(self, "initial_loss_scale")
+        require(fits, f"{given(self, 'min_loss_scale')}: must not exceed {limit}")
+        falls = self.lr_decay_style == "constant" or self.last_lr <= self.lr
+        require(falls, f"{given(self, 'min_lr')}: must not exceed {given(self, 'lr')}")
         decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
         below = decay is None or self.lr_warmup_iters < decay
         require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
@@ -269,22 +257,16 @@ class TrainConfig(JobConfig):
         batch = self.global_batch_size or step
         require(
             batch % step == 0,
-            f"{given(self, 'global_batch_size')}: must be a multiple of --micro-batch-size {self.micro_batch_size} "
-            f"times the data-parallel size {replicas}, such as {max(step, batch // step * step)}",
+            f"{given(self, 'global_batch_size')}: must be a multiple of {given(self, 'micro_batch_size')} times the "
+            f"data-parallel size {replicas}, such as {max(step, batch // step * step)}",
         )
-        saved = self.save is not None
-        for name in ("exit_interval", "exit_signal", "exit_duration_in_mins"):
-            flag = f"--{name.replace('_', '-')}"
-            require(getattr(self, name) is None or saved, f"{flag}: needs --save DIR, or the run is lost")
-        require(self.save_interval is None or saved, "--save-interval: needs --save DIR")
-        require(not self.save_hf or saved, "--save-hf: needs --save DIR")
-        require(not self.async_save or saved, "--async-save: needs --save DIR")
-        require(self.keep_last is None or saved, f"{given(self, 'keep_last')}: needs --save DIR")
+        require(self.keep_last is None or self.save is not None, f"{given(self, 'keep_last')}: needs --save DIR")
+        for name, why in NEEDS_SAVE.items():
+            require(self.save is not None or not getattr(self, name), f"{flag_of(name)}: needs --save DIR{why}")
         require(
             self.keep_every is None or self.keep_last is not None,
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
-        require(self.check_for_spiky_loss is None or saved, "--check-for-spiky-loss: needs --save DIR, for the batches")
 
     @property
     def last_lr(self) -> float:

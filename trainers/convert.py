@@ -8,27 +8,31 @@ one rank. The files do not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.rank_zero import on_rank_zero
-from tplayers import Placement
 
 from .checkpoints import folder_lock, run_folder
 from .checkpoints.checkpoint import CONVERTED_FROM, Progress
 from .checkpoints.checkpoint_writer import CheckpointWriter
 from .config import OTHER_PROGRAMS, JobConfig
-from .options import AT_LEAST_ONE, HEADS, NOT_EMPTY, VOCABULARY, given, make_writable, option, require
+from .options import (
+    AtLeastOne,
+    Heads,
+    Text,
+    Vocabulary,
+    given,
+    make_writable,
+    option,
+    require,
+)
 from .run.startup import job_config, watched
 from .trained import DTYPES, Trained, load_trained
-from .weights.export import SmallFiles, copy_small_files, export
-from .weights.export_folder import require_replaceable
+from .weights.export import SmallFiles, copy_small_files, export, require_replaceable
 from .weights.tokenizer_files import tokenizer_file
 
 
@@ -39,23 +43,19 @@ class ConvertConfig(JobConfig):
     from_: str | Sequence[str] | None = option(
         None, f"{' or '.join(OTHER_PROGRAMS)}, and the folder or file of the model, for --save", words=True
     )
-    save: str | None = option(None, "the new run, from which others start with --load", valid=NOT_EMPTY)
-    load: str | None = option(
-        None, "the --save folder of a run, or one of the iter_* folders in it, for --to", valid=NOT_EMPTY
-    )
+    save: Text | None = option(None, "the new run, from which others start with --load")
+    load: Text | None = option(None, "the --save folder of a run, or one of the iter_* folders in it, for --to")
     to: str | Sequence[str] | None = option(None, "hf, and a new folder for the model of --load", words=True)
-    ckpt_step: int | None = option(
-        None, "with --load: take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
+    ckpt_step: AtLeastOne | None = option(
+        None, "with --load: take the checkpoint after this step (default: the newest)"
     )
     dtype: str | None = option(
         None, "dtype of the parameters that are written (default: the one that they have)", choices=tuple(DTYPES)
     )
-    vocab_size: int | None = option(
-        None, "tokens of the vocabulary of a Megatron-LM model whose files do not say it", valid=VOCABULARY
+    vocab_size: Vocabulary | None = option(
+        None, "tokens of the vocabulary of a Megatron-LM model whose files do not say it"
     )
-    num_attention_heads: int | None = option(
-        None, "attention heads of a Megatron-LM model whose files do not say it", valid=HEADS
-    )
+    num_attention_heads: Heads | None = option(None, "attention heads of a Megatron-LM model whose files do not say it")
     rotary_interleaved: bool = option(
         False, "with --from hf: components 2 j and 2 j + 1 of a head are a pair, as in Meta's own files; queries and "
         "keys are permuted"
@@ -105,19 +105,6 @@ def _two(option: str, words: str | Sequence[str] | None, programs: Sequence[str]
     return words[0], words[1]
 
 
-class _NoOptimizer:
-    """The state of an optimizer that has done no step: nothing."""
-
-    def wait_for_parameters(self) -> None:
-        """Nothing is under way."""
-
-    def described(self) -> Mapping[str, tuple[torch.dtype, Placement]]:
-        return {}
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-
 def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
     config = job_config(world, ConvertConfig, "convert")
@@ -143,10 +130,11 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
     asked = {name: getattr(config, name) for name in names}
     try:
         dtype = None if config.dtype is None else DTYPES[config.dtype]
-        trained = load_trained(load, grid, dtype=dtype, asked=asked, tell_not_finite=True)
+        trained = load_trained(load, grid, dtype=dtype, asked=asked)
     except UsageError as error:  # on all ranks; it names the option of the other commands
         raise UsageError(str(error).replace(f"--load {load}", f"--from {' '.join(origin)}")) from error
-    settings = _settings_to_save(trained)
+    function = trained.settings.of_the_model()
+    settings = {name: value for name, value in trained.settings.to_json().items() if name in function}
     on_rank_zero(world, lambda: make_writable("--save", folder))
     with folder_lock.hold(world, folder):
 
@@ -160,16 +148,10 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
             return {"hf_files": str(small), "tokenizer_model": tokenizer_file(small)}
 
         settings |= on_rank_zero(world, clear) | {CONVERTED_FROM: load}
-        CheckpointWriter(folder, Progress(0, 0), trained.model, _NoOptimizer(), settings, grid).finish()
+        CheckpointWriter(folder, Progress(0, 0), trained.model, None, settings, grid).finish()
     _say(world, f"written to {folder}: {_parameters(trained)} of {load}; start from it with --load {folder}")
     if not trained.has_tokenizer:
         _say(world, "it has no tokenizer: commands that read or write text need --tokenizer-model FILE")
-
-
-def _settings_to_save(trained: Trained) -> dict[str, Any]:
-    """The settings that the model tells: those that change its function, and the longest sample."""
-    names = trained.settings.of_the_model()
-    return {name: value for name, value in trained.settings.to_json().items() if name in names}
 
 
 def _export(config: ConvertConfig, grid: ProcessGrid) -> None:
@@ -196,8 +178,7 @@ def _export(config: ConvertConfig, grid: ProcessGrid) -> None:
 
 
 def _parameters(trained: Trained) -> str:
-    words = "BERT" if trained.kind == "bert" else "GPT"
-    return f"the {words} of {trained.settings.num_layers} layers, {trained.settings.hidden_size} wide"
+    return f"the {trained.kind.upper()} of {trained.settings.num_layers} layers, {trained.settings.hidden_size} wide"
 
 
 def _say(world: Communicator, line: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from commengine import CollectiveError, Communicator, ProcessGrid
 from trainers.checkpoints.module_checkpoint import load, save
@@ -28,14 +28,12 @@ from trainers.config import bucket_size as default_bucket_size
 from trainers.config import overlapped
 from trainers.training.backwards import Backwards
 from trainers.training.clipping import clip, gradient_norm
-from trainers.training.module_buffers import ModuleBuffers, separate_memory
-from trainers.training.parameter_set import ParameterSet
+from trainers.training.module_state import ModuleBuffers
 from trainers.training.reduction import GradientBuckets
 from trainers.training.sharded_optimizer import ShardedOptimizer
 
-#: In the ranks' notes a rank adds 1 for a parameter that has no gradient, and this for one that lacked it in the
-#: backward.
-_LATE = 1 << 32
+#: a rank's note of a parameter that lacked a gradient in the backward, and of one that has none at all; else it is 0
+_LATE, _ABSENT = 1, -1
 
 
 class DataParallel:
@@ -48,7 +46,7 @@ class DataParallel:
         that names the first parameter and the ranks.
     allow_unused: a backward may leave parameters without a gradient. It counts as zero on that rank; where it is
         missing on all ranks, ``grad`` stays None. False: that is an error, which names the parameters.
-    equal_buffers: after each averaging the buffers that changed get the values of the first replica.
+    equal_buffers: after each averaging the buffers get the values of the first replica.
     overlap: send a bucket of gradients on a stream as soon as it is complete, while the backward goes on. None: on
         devices only, because on the host the ranks already use all cores.
     bucket_size: the largest number of elements of a bucket; None: 4 million on the host, 40 million on devices.
@@ -81,20 +79,17 @@ class DataParallel:
             raise CollectiveError("DataParallel: the module has no parameter that requires a gradient")
         self._own_grid = isinstance(ranks, Communicator)
         self.grid = ProcessGrid(ranks) if isinstance(ranks, Communicator) else ranks
-        separate_memory(module)
+        self.buffers = ModuleBuffers(module, self.grid.data)
         try:
             begin_equal(self.grid, module, copy=make_equal)
         except CollectiveError:  # on every rank
             self._close_grid()
             raise
-        self.buffers = ModuleBuffers(module, self.grid.data)
-        self._parameters = ParameterSet(module)
         self._gradients_compared = self.grid.tensor.size == 1
-        self._block: contextlib.AbstractContextManager[None] | None = None
+        self._block = contextlib.ExitStack()  # of the last backward of a step, while it runs
         self._backwards = Backwards(
-            self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False),
-            failed=self._abandon, repeated=self._repeated,
-        )  # fmt: skip
+            self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False), failed=self._abandon
+        )
         device = next(iter(self._trained.values())).device
         self.gradients = GradientBuckets(  # its hooks run after those above
             module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
@@ -153,54 +148,41 @@ class DataParallel:
         return norm
 
     def _begin(self) -> None:
-        self._block = self.gradients.last_microbatch()
-        self._block.__enter__()
+        self._block.enter_context(self.gradients.last_microbatch())
         for bucket in self.gradients.buckets:
             bucket.put_back()
 
-    def _end_block(self) -> None:
-        assert self._block is not None
-        self._block.__exit__(None, None, None)
-        self._block = None
-
     def _abandon(self) -> None:
         """Forget a backward that raised an error, when what it sent has been received."""
-        self._end_block()
+        self._block.close()
         self.gradients.drain()
-
-    def _repeated(self, parameter: Tensor) -> None:
-        if (name := self.gradients.sent(parameter)) is not None:
-            raise RuntimeError(
-                f"{name}: a second gradient in one backward, after the first was sent; it is used inside and outside "
-                "of a reentrant checkpoint: overlap=False or use_reentrant=False"
-            )
 
     def _finish(self, *, excused: bool) -> None:
         """Send what is left and wait for everything. excused: this rank has had no backward."""
         late = self.gradients.complete()
-        self._end_block()
+        self._block.close()
         self._backwards.stop()
-        absent = [p.grad is None for p in self._trained.values()]
-        (*missing, altered), unequal, apart = self._exchange(
-            set() if excused or self.allow_unused else set(late), absent
+        altered = self._altered()
+        noted, any_altered, apart = self._exchange(
+            set() if excused or self.allow_unused else set(late), altered=altered != ""
         )
         self.gradients.finish()
-        for parameter, count in zip(self._trained.values(), missing, strict=True):
-            if parameter.grad is None and count % _LATE < self.grid.data.size:
+        for parameter, note in zip(self._trained.values(), noted, strict=True):
+            if parameter.grad is None and note == 0:
                 parameter.grad = self._views[parameter]
         if apart:
             raise RuntimeError(
-                f"buffers have other shapes on other ranks: {self.buffers.replaced(apart)}; with equal_buffers=False "
+                f"buffers have other shapes on other ranks: {self.buffers.replaced()}; with equal_buffers=False "
                 "each rank keeps its own"
             )
-        if unequal:
-            self.buffers.equalize(unequal)
-        if altered:
+        if self.equal_buffers:
+            self.buffers.equalize()
+        if any_altered:
             raise RuntimeError(
                 f"the module's parameters are not those of the time when DataParallel was made: "
-                f"{self._parameters.change() or 'they have changed on another rank'}; make a new DataParallel"
+                f"{altered or 'they have changed on another rank'}; make a new DataParallel"
             )
-        names = [name for name, count in zip(self._trained, missing, strict=True) if count >= _LATE]
+        names = [name for name, note in zip(self._trained, noted, strict=True) if note == _LATE]
         if names:
             raise RuntimeError(
                 f"no gradient in the backward for: {', '.join(names)}; allow_unused=True takes it for zero, and "
@@ -210,38 +192,37 @@ class DataParallel:
             self._gradients_compared = True
             require_equal_gradients(self.grid, self.module)
 
-    def _exchange(self, late: set[str], absent: list[bool]) -> tuple[list[int], list[int], list[int]]:
+    def _altered(self) -> str:
+        """The names of parameters that are trained now and were not, or are gone; "" if there is none."""
+        known, now = set(self._trained.values()), dict(self.module.named_parameters(remove_duplicate=False))
+        new = [name for name, p in now.items() if p.requires_grad and p not in known]
+        there = set(now.values())
+        gone = [name for name, p in self._trained.items() if p not in there and name not in new]
+        said = [f"new or no longer frozen: {', '.join(new)}"] if new else []
+        return "; ".join(said + ([f"gone: {', '.join(gone)}"] if gone else []))
+
+    def _exchange(self, late: set[str], *, altered: bool) -> tuple[list[int], bool, bool]:
         """Tell the ranks what is missing and what has changed here.
 
-        late: names of parameters without a gradient in this backward, where that is an error. absent: of each trained
-        parameter, whether it has no gradient at all. Returns for each the sum of the data group's notes, and after them
-        one that is not 0 if a rank's module has other parameters now; the numbers of the groups of buffers that a rank
-        has changed; and of those whose shapes differ. Collective over both groups.
+        late: names of parameters without a gradient in this backward, where that is an error. altered: this rank's
+        module has other parameters now. Returns for each trained parameter _LATE if that is so on a rank, _ABSENT if no
+        replica has a gradient of it, else 0; whether a rank's module has other parameters now; and whether the shapes
+        of buffers differ. Collective over both groups.
         """
-        grid, count, groups = self.grid, len(absent) + 1, len(self.buffers.groups)
-        changed = self.buffers.changed() if self.equal_buffers else []
-        notes = torch.zeros(count + 3 * groups, dtype=torch.int64, device="cpu")
-        if late or any(absent):
-            each = [_LATE * (name in late) + none for name, none in zip(self._trained, absent, strict=True)]
-            notes[: count - 1] = torch.tensor(each, dtype=torch.int64, device="cpu")
-        if self._parameters.changed():
-            notes[count - 1] = _LATE
-        if changed:
-            notes[count : count + groups][changed] = 1
-            notes[count + groups :] = torch.tensor(self.buffers.layouts(), dtype=torch.int64, device="cpu").view(-1)
+        grid = self.grid
+        notes = [_LATE if name in late else _ABSENT * (p.grad is None) for name, p in self._trained.items()]
+        layout = self.buffers.layout() if self.equal_buffers else 0
+        told = torch.tensor([*notes, altered, layout, -layout], dtype=torch.int64, device="cpu")
         if grid.data.size > 1:
-            grid.data.all_reduce(notes)
-        told = notes.tolist()
-        layouts = told[count + groups :]
-        faults = [note // _LATE for note in told[:count]]
-        faults += [int(n * n != grid.data.size * m) for n, m in zip(layouts[::2], layouts[1::2], strict=True)]
+            grid.data.all_reduce(told, "max")
+        told[-1] += told[-2]  # the largest layout less the smallest one
+        told[-2] = 0
         if grid.tensor.size > 1:  # an error of one data group is one of all
-            others = torch.tensor(faults, dtype=torch.int64, device="cpu")
-            grid.tensor.all_reduce(others, "max")
-            faults = others.tolist()
-        missing = [note % _LATE + fault * _LATE for note, fault in zip(told, faults[:count], strict=False)]
-        apart = [number for number, fault in enumerate(faults[count:]) if fault]
-        return missing, [number for number, found in enumerate(told[count : count + groups]) if found], apart
+            faults = told.clamp(min=0)
+            grid.tensor.all_reduce(faults, "max")
+            told = torch.maximum(told, torch.where(faults > 0, 1, _ABSENT))
+        *noted, any_altered, _, apart = told.tolist()
+        return noted, any_altered > 0, apart > 0
 
     # Optimizer and checkpoints -----------------------------------------------------------------------------------
 

@@ -1,27 +1,30 @@
 """The worth of a GPT on text: ``mpiexec -n 4 python -m trainers.evaluate --load RUN --task wikitext --data FILE``.
 
-The tasks are those of the paper (Table 3) and perplexities of any text. Every window and every example is scored once,
-by one of the N / T replicas of the model (T: --tensor-model-parallel-size), and the result has the same digits at
-every number of replicas. Without mpiexec the command runs on one rank.
+The tasks are those of the paper (Table 3), perplexities of any text, and with ``--task lm-eval:NAME,NAME`` those of
+lm-evaluation-harness (the extra "lm-eval"), which runs on rank 0 while the model computes on all ranks. Every window
+and every example is scored once, by one of the N / T replicas of the model (T: --tensor-model-parallel-size), and the
+result has the same digits at every number of replicas. Without mpiexec the command runs on one rank.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from commengine import Communicator, ProcessGrid, UsageError, launch
+from commengine.errors import one_line, usage_errors
 from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
 from .data import text_files
+from .run.metrics import progress_bar
 from .run.startup import job_config
 from .scoring import lambada, results, texts
 from .scoring.passages import Passage, Windows
 from .scoring.scorer import Scores, score
+from .scoring.service import ModelService
 from .scoring.settings import HELD_OUT, LAMBADA, WIKITEXT, EvaluateConfig
 from .trained import Trained, loaded
 
@@ -30,9 +33,39 @@ def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
     config = job_config(world, EvaluateConfig, "evaluate")
     with loaded(config, world, kind="gpt") as (trained, grid):
+        if config.names:
+            _harness(config, world, trained, grid)
+            return
         evaluate = _last_words if config.task == LAMBADA else _perplexity
         result = evaluate(config, trained, grid)
         on_rank_zero(grid.world, lambda: _report(config, result))
+
+
+def _harness(config: EvaluateConfig, world: Communicator, trained: Trained, grid: ProcessGrid) -> None:
+    """Run lm-evaluation-harness on rank 0, which the others serve. An error of the user's is raised on all ranks."""
+    assert isinstance(trained.model, GPT)
+    length, _ = config.window(trained.settings)
+    tokenizer = trained.tokenizer
+    with usage_errors("--tokenizer-model (lm-evaluation-harness needs the end of a text): "):
+        _ = tokenizer.eod
+    service = ModelService(world, grid, trained.model, tokenizer, batch=config.micro_batch_size, seed=config.seed)
+    if world.rank:
+        service.serve()
+        return
+    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork this rank of an MPI job
+    os.environ.pop("LOCAL_RANK", None)  # the harness gives no results where it is not 0
+    if config.offline:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
+    problem = ""
+    try:
+        from .scoring.harness import evaluate_tasks
+
+        evaluate_tasks(config, service, length)
+    except (UsageError, ValueError, KeyError, OSError, ImportError, AssertionError) as error:
+        if service.busy:  # the other ranks are in a request, and not waiting for one
+            raise
+        problem = f"--task {config.task}: {one_line(error) or repr(error)}"
+    service.stop(problem)
 
 
 def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.PerplexityResult:
@@ -47,11 +80,9 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
             return texts.read_held_out(trained.settings, tokenizer, trained.sources)
         assert config.data is not None
         assert tokenizer is not None
-        if config.task == WIKITEXT:
-            return texts.read_wikitext(config.data, tokenizer)
         if config.task == "jsonl":
             return texts.read_json_lines(config.data, config.json_key, tokenizer)
-        return texts.read_plain(config.data, tokenizer)
+        return texts.read_whole(config.data, tokenizer, wikitext=config.task == WIKITEXT)
 
     option = f"--task {HELD_OUT}:" if config.data is None else "--data"
     found = texts.on_all_ranks(grid.world, option, read)
@@ -65,7 +96,7 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
         print(f"no word perplexities: {trained.problem}", file=sys.stderr, flush=True)
     scores = _scored(config, trained, grid, windows, "window")
     assert config.task is not None
-    return results.PerplexityResult.of(config.task, scores, windows, found.counts, _about(trained))
+    return results.PerplexityResult(config.task, scores, windows, found.counts, _about(trained))
 
 
 def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.LambadaResult:
@@ -77,8 +108,7 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
         lines = list(text_files.read_lines(path, config.json_key))
         if not lines:
             raise ValueError(f"{path}: has no text")
-        rows = lambada.encoded(lines, trained.tokenizer)
-        lambada.require_fits(rows, length, [where for where, _ in lines])
+        rows = lambada.encoded(lines, trained.tokenizer, length)
         flat = [tokens for row in rows for tokens in row]
         return texts.Texts(flat, texts.TextCounts(len(rows), 0, 0, sum(map(len, flat))))
 
@@ -98,12 +128,12 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     if config.predictions is not None:
         named = Path(config.predictions)
         before = [example.strict.tokens[: -example.strict.scored].tolist() for example in found]
-        words = [
+        told = [
             {f"{name}_text": trained.tokenizer.decode_after(context, row[name]) for name in ("target", "predicted")}
+            | row
             for context, row in zip(before, rows, strict=True)
         ]
-        merged = [word | row for word, row in zip(words, rows, strict=True)]
-        on_rank_zero(grid.world, lambda: lambada.save_predictions(named, merged))
+        on_rank_zero(grid.world, lambda: lambada.save_predictions(named, told))
     return results.LambadaResult(
         len(rows), sum(row["strict"] for row in rows), sum(row["last_token"] for row in rows),
         sum(example.cut for example in found), length, _about(trained),
@@ -116,10 +146,7 @@ def _scored(
 ) -> Scores:  # fmt: skip
     """The scores of the passages, with a progress bar on rank 0. Collective over the grid's world."""
     assert isinstance(trained.model, GPT)
-    interval = 1 if sys.stderr.isatty() else 15  # so that a log file does not fill with bars
-    with tqdm(
-        total=len(passages), unit=unit, disable=grid.world.rank != 0, ncols=100, file=sys.stderr, mininterval=interval
-    ) as bar:
+    with progress_bar(len(passages), unit, active=grid.world.rank == 0) as bar:
         return score(
             trained.model, passages, grid.data, batch=config.micro_batch_size, predict=predict,
             progress=lambda done: bar.update(done - bar.n),

@@ -18,9 +18,9 @@ from pathlib import Path
 from commengine import Communicator, launch
 from commengine.rank_zero import on_rank_zero
 
-from .finetuning import seeds
 from .finetuning.config import FinetuneConfig
 from .finetuning.predict import predict
+from .finetuning.source import seeds_text, summarize
 from .finetuning.task import FinetuneTask, read_files
 from .options import make_writable
 from .run.loop import train
@@ -71,8 +71,8 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
             return TEMPORARY, None
 
     def report() -> str:
-        summary = seeds.summarize(folder, [Path(one.save or "") for one in runs], files.task.kept_by)
-        print("\n" + seeds.text(summary), flush=True)
+        summary = summarize(folder, [Path(one.save or "") for one in runs], files.task.kept_by)
+        print("\n" + seeds_text(summary), flush=True)
         return str(folder / summary["median_run"])
 
     return 0, on_rank_zero(world, report)

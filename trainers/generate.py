@@ -7,34 +7,32 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tqdm import tqdm
 
 from commengine import Communicator, ProcessGrid, UsageError, cost, launch
-from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
+from commengine.rank_zero import on_rank_zero
 from tplayers import GPT, Sampling
 from tplayers.generation.sampling import LEAST, MOST
 
 from .checkpoints import disk
 from .files.writing import check_writable
 from .generation.conversation import History, Lines, converse
-from .generation.prompts import Prompt, encoded, read_prompts
-from .generation.texts import generate_texts
+from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
 from .options import (
-    BATCH,
-    COUNT,
-    LENGTH,
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    SEED,
-    Parser,
+    Batch,
+    Count,
+    Length,
+    Natural,
+    Seed,
+    Text,
     ValidRange,
     between,
     given,
     option,
-    parser_of,
     require,
+    words_of,
 )
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
@@ -42,45 +40,45 @@ from .trained import LoadConfig, Trained, loaded
 
 COMMAND = "generate"
 
+Temperature = Annotated[
+    float, ValidRange(lambda t: t == 0 or LEAST <= t <= MOST, f"must be 0, or from {LEAST} to {MOST:g}")
+]
+Probability = Annotated[float, ValidRange(lambda p: 0 < p <= 1, "must be above 0, and at most 1")]
+
 
 @dataclass(frozen=True)
 class GenerateConfig(LoadConfig):
     """The settings of `trainers.generate`. A field is the flag of the same name, with dashes."""
 
     prompt: str | None = option(None, "a text to continue")
-    prompts: str | None = option(
-        None, 'a file of texts to continue, one in each line; of .jsonl the "prompt" of the object in each line',
-        valid=NOT_EMPTY,
-    )  # fmt: skip
+    prompts: Text | None = option(
+        None, 'a file of texts to continue, one in each line; of .jsonl the "prompt" of the object in each line'
+    )
     interactive: bool = option(
         False, "continue lines of standard input, with all that was said before; text appears as it is written",
         short="-i",
     )  # fmt: skip
-    max_new_tokens: int = option(128, "the most tokens of a text", valid=COUNT)
-    temperature: float = option(
-        1.0, "logits are divided by it before a token is drawn; 0: the most likely token, which is greedy decoding",
-        valid=ValidRange(lambda t: t == 0 or LEAST <= t <= MOST, f"must be 0, or from {LEAST} to {MOST:g}"),
-    )  # fmt: skip
-    top_k: int = option(0, "draw from this many of the most likely tokens; 0: from all", valid=NOT_NEGATIVE)
-    top_p: float = option(
-        1.0, "draw from the most likely tokens that have this probability together; 1: from all",
-        valid=ValidRange(lambda p: 0 < p <= 1, "must be above 0, and at most 1"),
-    )  # fmt: skip
-    repetition_penalty: float = option(
-        1.0, "divide the positive logits of tokens that a text holds by it, and multiply the negative ones; 1: do not",
-        valid=between(LEAST, MOST),
-    )  # fmt: skip
-    num_samples: int = option(1, "texts for each prompt", valid=BATCH)
+    max_new_tokens: Count = option(128, "the most tokens of a text")
+    temperature: Temperature = option(
+        1.0, "logits are divided by it before a token is drawn; 0: the most likely token, which is greedy decoding"
+    )
+    top_k: Natural = option(0, "draw from this many of the most likely tokens; 0: from all")
+    top_p: Probability = option(
+        1.0, "draw from the most likely tokens that have this probability together; 1: from all"
+    )
+    repetition_penalty: Annotated[float, between(LEAST, MOST)] = option(
+        1.0, "divide the positive logits of tokens that a text holds by it, and multiply the negative ones; 1: do not"
+    )
+    num_samples: Batch = option(1, "texts for each prompt")
     stop: str | Sequence[str] | None = option(None, "strings; a text ends before the first of them", words=True)
-    seed: int = option(1234, "seed of what is drawn; a prompt has one text on any number of ranks", valid=SEED)
-    micro_batch_size: int = option(8, "prompts that go through the model together", valid=BATCH)
-    window_slide: int = option(
+    seed: Seed = option(1234, "seed of what is drawn; a prompt has one text on any number of ranks")
+    micro_batch_size: Batch = option(8, "prompts that go through the model together")
+    window_slide: Length = option(
         1, "tokens that are forgotten together when a text gets longer than the model's positions; those that are left "
         "then go through the model again",
-        valid=LENGTH,
     )  # fmt: skip
     print_prompt: bool = option(False, "write each prompt before its text")
-    json: str | None = option(None, "file for the prompts and their texts and tokens, as JSON", valid=NOT_EMPTY)
+    json: Text | None = option(None, "file for the prompts and their texts and tokens, as JSON")
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
@@ -102,12 +100,7 @@ class GenerateConfig(LoadConfig):
     @property
     def stops(self) -> list[str]:
         """The strings that end a text."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
-
-def parser() -> Parser:
-    """The command line, for documents and tests; it checks no ranges."""
-    return parser_of(GenerateConfig, COMMAND)
+        return words_of(self.stop)
 
 
 def main(world: Communicator) -> int:
@@ -155,46 +148,33 @@ def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
 def _write(
     config: GenerateConfig, grid: ProcessGrid, trained: Trained, prompts: Sequence[Prompt], tokens: list[list[int]]
 ) -> None:
-    """Write the texts of all prompts to standard output and ``--json``, in order. Collective over the grid's world.
-
-    In each round each data rank continues one batch of prompts, so that no rank waits longer than for a batch.
-    """
+    """Write the texts of all prompts to standard output and ``--json``, in order. Collective over the grid's world."""
     world, model, replicas = grid.world, trained.model, grid.data.size
     assert isinstance(model, GPT)
     size = min(config.micro_batch_size, -(-len(prompts) // replicas))
     batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
     rows: list[dict[str, Any]] = []
-    slid = 0
     quiet = world.rank > 0 or len(batches) <= replicas
     bar = tqdm(total=len(prompts), unit="prompt", disable=True if quiet else None, file=sys.stderr, leave=False)
-    for first in range(0, len(batches), replicas):
-        place = first + grid.data.rank
-        mine = batches[place] if place < len(batches) else range(0)
-        done = sum(map(len, batches[first : first + replicas]))
 
-        def generated(mine: range = mine) -> list[dict[str, Any]]:
-            # An error is the same on all ranks of the tensor group, and reaches those of the other groups.
-            texts = generate_texts(
-                model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
-                sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine,
-                stop=config.stops, slide=config.window_slide,
-            )  # fmt: skip
-            return [asdict(text) for text in texts]
+    def generated(mine: Sequence[int]) -> list[dict[str, Any]]:
+        texts = generate_texts(
+            model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
+            sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine, stop=config.stops,
+            slide=config.window_slide,
+        )  # fmt: skip
+        return [asdict(text) for text in texts]
 
-        texts = on_every_rank(world, generated)
-        # Rank 0 has all texts of a round, in the order of the prompts.
-        gathered = [text for of_rank in gather_json(world, texts if not grid.tensor.rank else []) for text in of_rank]
-        found = sorted(gathered, key=lambda text: (text["number"], text["sample"]))
-        slid += sum(text["slid"] for text in found)
+    for texts in in_rounds(grid, batches, generated):
 
-        def show(found: list[dict[str, Any]] = found, done: int = done) -> None:
-            for text in found:
+        def show(texts: list[dict[str, Any]] = texts) -> None:
+            for text in sorted(texts, key=lambda text: (text["number"], text["sample"])):
                 prompt = prompts[text["number"]].text
                 if rows:
                     print()  # an empty line between two texts
                 print((prompt if config.print_prompt else "") + text["text"], flush=True)
                 rows.append({"prompt": prompt, **text})
-            bar.update(done)
+            bar.update(len(texts) // config.num_samples)
 
         on_rank_zero(world, show)
     bar.close()
@@ -202,7 +182,7 @@ def _write(
         path = Path(config.json)
         content = json.dumps({"texts": rows}, indent=1) + "\n"
         on_rank_zero(world, lambda: disk.rewrite(path, content.encode()))
-    if world.rank == 0 and slid:
+    if slid := sum(row["slid"] for row in rows):  # on rank 0
         print(_slid(slid, config, model), file=sys.stderr, flush=True)
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import io
 import math
 import os
 import re
 import shlex
+import sys
 import types
 import typing
-from argparse import ArgumentError, ArgumentParser, BooleanOptionalAction, Namespace, _AppendAction, _StoreTrueAction
+from argparse import ArgumentError, BooleanOptionalAction, _AppendAction, _StoreTrueAction
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import configargparse
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 from commengine import UsageError
 from commengine.errors import one_line
@@ -71,66 +69,53 @@ LAYERS, HEADS, WIDTH, LENGTH = between(1, 2**14), between(1, 2**16), between(1, 
 VOCABULARY, BATCH = between(1, 2**24), between(1, 2**31)
 SECONDS = ValidRange(lambda value: 0 < value <= 10**6, "must be a number above 0, and at most 1000000")
 
+#: the types of options: a type says which values are valid
+AtLeastOne = Annotated[int, AT_LEAST_ONE]
+Batch = Annotated[int, BATCH]
+Count = Annotated[int, COUNT]
+Heads = Annotated[int, HEADS]
+Layers = Annotated[int, LAYERS]
+Length = Annotated[int, LENGTH]
+Natural = Annotated[int, NOT_NEGATIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[float, ABOVE_ZERO]
+Seed = Annotated[int, SEED]
+Share = Annotated[float, FRACTION]
+Text = Annotated[str, NOT_EMPTY]
+Vocabulary = Annotated[int, VOCABULARY]
+Width = Annotated[int, WIDTH]
+
 
 def option(
-    default: Any,
-    text: str,
-    *,
-    choices: Sequence[str] | None = None,
-    valid: ValidRange | Sequence[ValidRange] = (),
-    fixed: bool = False,
-    default_of: str | None = None,
-    words: bool = False,
-    short: str | None = None,
+    default: Any, text: str, *, choices: Sequence[str] | None = None, fixed: bool = False,
+    default_of: str | None = None, words: bool = False, short: str | None = None,
     sets: Callable[[Any, str, Callable[[str], Any]], Mapping[str, Any]] | None = None,
-) -> Any:
-    """A dataclass field that is also a flag.
+) -> Any:  # fmt: skip
+    """A dataclass field that is also a flag. Its type says which values are valid: ``Annotated[int, AT_LEAST_ONE]``.
 
-    text: the flag's help. choices: the valid words. valid: the valid values; None, where it is the default, is always
-    valid. fixed: a run that goes on from a checkpoint must have the checkpoint's value. default_of: the field whose
-    value this one has when it is None. words: the flag takes one word or several, a YAML file a string or a list; the
-    field is then a string or a list of strings. short: another name of the flag, such as "-i". sets: gives the values
-    of other fields that the option's word stands for; flags and files win over these. It is called with the settings'
-    class, the word, and a function that tells the value of another option by its field's name, None if it is not given.
+    None, where it is the default, is always valid.
+
+    text: the flag's help. choices: the valid words. fixed: a run that goes on from a checkpoint must have the
+    checkpoint's value. default_of: the field whose value this one has when it is None. words: the flag takes one word
+    or several, a YAML file a string or a list; the field is then a string or a list of strings. short: another name of
+    the flag, such as "-i". sets: gives the values of other fields that the option's word stands for; flags and files
+    win over these. It is called with the settings' class, the word, and a function that tells the value of another
+    option by its field's name, None if it is not given.
     """
-    ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
-    about = {
-        "help": text, "choices": choices, "ranges": ranges, "fixed": fixed, "default_of": default_of, "words": words,
-        "sets": sets, "short": short,
-    }  # fmt: skip
-    return field(default=default, metadata=about)
+    about = {"help": text, "choices": choices, "fixed": fixed, "default_of": default_of, "words": words}
+    return field(default=default, metadata=about | {"sets": sets, "short": short})
 
 
-class _StrictYAML(configargparse.ConfigFileParser):
-    """The files of ``--config``: keys with plain values, or lists of plain values, as a command line has them."""
-
-    def get_syntax_description(self) -> str:
-        """A sentence of ``--help``."""
-        return "The file of --config is YAML: option: value, in a line each."
-
-    def parse(self, stream: io.StringIO) -> dict[str, str | list[str]]:
-        """The values by key; a key whose value is null is left out. stream: it has the file's name alone.
-
-        Raises OptionError.
-        """
-        found: dict[str, str | list[str]] = {}
-        try:
-            data = read_yaml(stream.name, as_written=True)
-        except InputFileError as error:
-            raise OptionError(f"--config {error}") from error
-        for key, value in data.items():
-            if key.strip("-") in ("config", "help"):
-                raise OptionError(f"--config {stream.name}: {key}: is no option of a file")
-            parts = value if isinstance(value, list) else [value]
-            if not all(isinstance(part, str) for part in parts):
-                if value is not None:
-                    raise OptionError(f"--config: {key}: want one value, or a list of values without null")
-            else:
-                found[key] = value
-        return found
+def ranges_of(kind: type[DataclassInstance]) -> dict[str, tuple[ValidRange, ...]]:
+    """The ranges of each option of dataclass ``kind``, by its field's name."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        every = (getattr(one, "__metadata__", ()) for one in (hint, *typing.get_args(hint)))
+        found[name] = tuple(one for some in every for one in some if isinstance(one, ValidRange))
+    return found
 
 
-class OneLineParser(ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises `OptionError` instead of printing and exiting, and checks the ranges of values."""
 
     def add_argument(self, *names: Any, valid: ValidRange | Sequence[ValidRange] = (), **settings: Any) -> Any:
@@ -146,7 +131,7 @@ class OneLineParser(ArgumentParser):
 
     def parse_known_args(  # type: ignore[override]  # of any signature of the library
         self, *arguments: Any, **settings: Any
-    ) -> tuple[Namespace, list[str]]:
+    ) -> tuple[argparse.Namespace, list[str]]:
         found, rest = super().parse_known_args(*arguments, **settings)
         for action in self._actions:
             value = getattr(found, action.dest, None)
@@ -170,114 +155,115 @@ class OneLineParser(ArgumentParser):
         return super()._get_values(action, words)
 
 
-class Parser(OneLineParser, configargparse.ArgumentParser):
-    """A parser of flags and of ``--config FILE``, a YAML file of the same options.
+class Parser(OneLineParser):
+    """A parser of flags and of ``--config FILE``, a YAML file of the same options."""
 
-    unknown_keys: whether the file may have keys that are none of this parser's options.
-    """
+    def __init__(self, **settings: Any) -> None:
+        about = "The file of --config is YAML: option: value, in a line each."
+        super().__init__(allow_abbrev=False, epilog=about, **settings)
+        self.add_argument("--config", metavar="FILE", help="YAML file of these options; flags win")
 
-    def __init__(self, *, unknown_keys: bool = False, **settings: Any) -> None:
-        self._unknown_keys = unknown_keys
-        library: dict[str, Any] = {"config_file_parser_class": _StrictYAML, "config_file_open_func": _named}
-        super().__init__(allow_abbrev=False, **library, **settings)
-        self.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of these options; flags win")
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = sys.argv[1:] if args is None else list(args)
+        first = OneLineParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config")
+        path = first.parse_known_args(words)[0].config
+        return super().parse_known_args(words if path is None else [*words, *self._words_of(path, words)], namespace)
 
-    def get_possible_config_keys(self, action: Any) -> list[str]:
-        keys: list[str] = super().get_possible_config_keys(action)
-        return [*keys, *(key.replace("-", "_") for key in keys if "-" in key.lstrip("-") and not key.startswith("-"))]
+    def _words_of(self, path: str, given: Sequence[str]) -> list[str]:
+        """The content of a file as words of a command line, but for options that ``given`` has. Raises OptionError."""
+        try:
+            data = read_yaml(path, as_written=True)
+        except InputFileError as error:
+            raise OptionError(f"--config {error}") from error
+        flags, found = {word.partition("=")[0] for word in given}, list[str]()
+        for key, value in data.items():
+            flag = f"--{key.strip('-').replace('_', '-')}"
+            if flag in ("--config", "--help"):
+                raise OptionError(f"--config {path}: {key}: is no option of a file")
+            if value is None:
+                continue
+            parts = value if isinstance(value, list) else [value]
+            if not all(isinstance(part, str) for part in parts):
+                raise OptionError(f"--config: {key}: want one value, or a list of values without null")
+            action: Any = self._option_string_actions.get(flag)
+            if action is None:
+                raise OptionError(f"--config: {flag}: there is no such option")
+            if flags & set(action.option_strings):
+                continue
+            if isinstance(value, list) and action.nargs not in ("+", "*") and not isinstance(action, _AppendAction):
+                raise OptionError(f"--config: {key}: want one value, got a list")
+            if isinstance(action, BooleanOptionalAction | _StoreTrueAction):
+                found += _switch(action, flag, key, parts[0])
+            elif action.nargs in ("+", "*") and len(parts) > 1:
+                found += [flag, *parts]
+            else:
+                found += [f"{flag}={part}" for part in parts]
+        return found
 
-    def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> list[str]:
-        # ConfigArgParse would read the value of "no-overlap-grad-reduce" as the value of "overlap-grad-reduce".
-        if isinstance(action, BooleanOptionalAction) and key.lstrip("-").startswith(("no-", "no_")):
-            self.error(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
-        if action is None:
-            if self._unknown_keys:
-                return []
-            raise OptionError(f"--config: --{key}: there is no such option")
-        is_flag = isinstance(action, BooleanOptionalAction | _StoreTrueAction) and isinstance(value, str)
-        if is_flag and value.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-            raise OptionError(f"--config: {key}: {value[:100]!r}: must be true or false")
-        if isinstance(value, list) and action.nargs not in ("+", "*") and not isinstance(action, _AppendAction):
-            raise OptionError(f"--config: {key}: want one value, got a list")
-        arguments: list[str] = super().convert_item_to_command_line_arg(action, key, value)
-        return arguments
+
+def _switch(action: argparse.Action, flag: str, key: str, value: str) -> list[str]:
+    """The words that turn an option without a value on or off. value: of ``key`` in a file."""
+    if isinstance(action, BooleanOptionalAction) and flag.startswith("--no-"):
+        raise OptionError(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
+    if value.lower() in ("true", "yes", "on", "1"):
+        return [flag]
+    if value.lower() not in ("false", "no", "off", "0"):
+        raise OptionError(f"--config: {key}: {value[:100]!r}: must be true or false")
+    return [f"--no-{flag[2:]}"] if isinstance(action, BooleanOptionalAction) else []
 
 
-def _named(path: str) -> io.StringIO:
-    """An empty stream with the name of a file, which `_StrictYAML` opens: its errors name the option and the file."""
-    stream = io.StringIO()
-    stream.name = path
-    return stream
-
-
-def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settings:
+def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str, **more: Any) -> Settings:
     """The settings of dataclass ``kind`` from the flags in ``argv`` and from ``--config FILE``; flags win.
 
-    argv: None for the arguments of this process. Raises OptionError, UsageError for a word that sets nothing (`option`,
-    sets), and SystemExit for --help.
+    argv: None for the arguments of this process. more: for `Parser`. Raises OptionError, UsageError for a word that
+    sets nothing (`option`, sets), and SystemExit for --help.
     """
-    parser = parser_of(kind, prog)
+    read = vars(parser_of(kind, prog, **more).parse_args(argv))
+    read.pop("config")
+    given = {name: value for name, value in read.items() if value is not None}
+    values: dict[str, Any] = {}
     for item in fields(kind):
-        if item.metadata["sets"] is not None:
-            word = value_of(kind, item.name, argv, prog)
-            if word is not None:
-                read = partial(_read_option, kind, argv, prog)
-                parser.set_defaults(**item.metadata["sets"](kind, word, read))
-    values = vars(parser.parse_args(argv))
-    values.pop("config")
+        if item.metadata["words"] and len(given.get(item.name, ())) == 1:
+            (given[item.name],) = given[item.name]
+        if item.metadata["sets"] is not None and item.name in given:
+            values |= item.metadata["sets"](kind, given[item.name], given.get)
+    return kind(**values | given)
+
+
+def parser_of(kind: type[DataclassInstance], prog: str, **more: Any) -> Parser:
+    """A parser of the options of dataclass ``kind``: an option that is not given is None. more: for `Parser`.
+
+    It checks no ranges; `require_ranges` does.
+    """
+    parser, hints = Parser(prog=prog, **more), typing.get_type_hints(kind)
     for item in fields(kind):
-        if item.metadata["words"] and values[item.name] is not None and len(values[item.name]) == 1:
-            (values[item.name],) = values[item.name]
-    return kind(**values)
-
-
-def _read_option(kind: type[DataclassInstance], argv: Sequence[str] | None, prog: str, name: str) -> Any:
-    return value_of(kind, name, argv, prog, default=False)
-
-
-def parser_of(kind: type[DataclassInstance], prog: str) -> Parser:
-    """A parser of the options of dataclass ``kind``. It checks no ranges; `require_ranges` does."""
-    parser, hints = Parser(prog=prog), typing.get_type_hints(kind)
-    for item in fields(kind):
-        _add(parser, item, hints[item.name])
+        _add(parser, item, hints[item.name], default=None)
     return parser
 
 
-def add_some(parser: Parser, kind: type[DataclassInstance], names: Sequence[str]) -> None:
+def add_some(parser: OneLineParser, kind: type[DataclassInstance], names: Sequence[str]) -> None:
     """Add the options ``names`` of dataclass ``kind`` to another command's parser, which checks their ranges."""
-    hints = typing.get_type_hints(kind)
+    hints, ranges = typing.get_type_hints(kind), ranges_of(kind)
     for item in fields(kind):
         if item.name in names:
-            _add(parser, item, hints[item.name], valid=item.metadata["ranges"])
+            _add(parser, item, hints[item.name], default=item.default, valid=ranges[item.name])
 
 
-def value_of(
-    kind: type[DataclassInstance], name: str, argv: Sequence[str] | None, prog: str, *, default: bool = True
-) -> Any:
-    """The value of one option, as `parse` would read it; whatever else ``argv`` and the file hold is left alone.
-
-    default: of an option that is not given: its default; else None.
-    """
-    (item,) = (item for item in fields(kind) if item.name == name)
-    parser = Parser(prog=prog, add_help=False, unknown_keys=True)
-    _add(parser, item, typing.get_type_hints(kind)[name])
-    if not default:
-        parser.set_defaults(**{name: None})
-    return getattr(parser.parse_known_args(argv)[0], name)
-
-
-def _add(parser: Parser, item: Field[Any], hint: Any, valid: Sequence[ValidRange] = ()) -> None:
+def _add(parser: OneLineParser, item: Field[Any], hint: Any, *, default: Any, valid: Sequence[ValidRange] = ()) -> None:
     """Add one field to ``parser`` as a flag. valid: the ranges that the parser itself checks."""
     names = [*filter(None, [item.metadata["short"]]), flag_of(item.name)]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
     if kinds == [bool]:
-        parser.add_argument(*names, dest=item.name, action=BooleanOptionalAction, default=item.default, help=text)
+        parser.add_argument(*names, dest=item.name, action=BooleanOptionalAction, default=default, help=text)
     else:
         more = {"choices": item.metadata["choices"], "nargs": "+" if item.metadata["words"] else None}
         if item.metadata["choices"] is None:
             more["metavar"] = item.name.rstrip("_").upper()
-        settings = {"type": kinds[0], "default": item.default, "help": text.replace("%", "%%"), **more}
+        settings = {"type": kinds[0], "default": default, "help": text.replace("%", "%%"), **more}
         parser.add_argument(*names, dest=item.name, valid=valid, **settings)
 
 
@@ -304,7 +290,7 @@ def given(settings: DataclassInstance, name: str) -> str:
     return f"{flag_of(name)} {shlex.join(value) if isinstance(value, list | tuple) else value}"
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise UsageError with ``message`` unless ``condition`` is true."""
     if not condition:
         raise UsageError(message)
@@ -312,10 +298,11 @@ def require(condition: bool, message: str) -> None:
 
 def require_ranges(settings: DataclassInstance) -> None:
     """Raise UsageError, naming the option and what is valid, unless every field of ``settings`` is in its ranges."""
+    ranges = ranges_of(type(settings))
     for item in fields(settings):
         value = getattr(settings, item.name)
         require(value is not None or item.default is None, f"{given(settings, item.name)}: is no value")
-        _require_range(given(settings, item.name), value, item.metadata["ranges"])
+        _require_range(given(settings, item.name), value, ranges[item.name])
 
 
 def _require_range(name: str, value: Any, ranges: Sequence[ValidRange]) -> None:
@@ -325,6 +312,11 @@ def _require_range(name: str, value: Any, ranges: Sequence[ValidRange]) -> None:
             raise OptionError(f"{name}: {valid.text}")
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise OptionError(f"{name}: must be below 2**63")
+
+
+def words_of(value: str | Sequence[str] | None) -> list[str]:
+    """The words of an option that takes several (`option`, words)."""
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def make_writable(option: str, folder: Path) -> None:

@@ -12,25 +12,27 @@ import os
 import re
 import sys
 import time
-from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from tqdm import tqdm
 
-from commengine.errors import one_line
+from commengine import UsageError
+from commengine.errors import one_line, usage_errors
 
 from .data import stdlib_text, text_files
 from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, tokenizer_path
 from .data.indexed_writer import IndexedDatasetWriter
 from .data.samples import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
+from .data.text_input import TextInput
 from .data.tokenizer import SMALLEST_BPE, Tokenizer
 from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
 from .files.writing import require_folder
-from .options import OptionError, Parser, ValidRange, between
+from .options import ValidRange, between, option, parse, require, require_ranges
 
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
@@ -44,67 +46,52 @@ INTERRUPTED = 130
 _LOWERCASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="preprocess_data", description="Tokenise text into an indexed data set.")
-    add = parser.add_argument
-    add("--input", nargs="+", metavar="FILE", help=".jsonl or .json: one document per line; any other name: UTF-8 text")
-    add(
-        "--from-stdlib",
-        action="store_true",
-        help="use the documentation in Python's standard library, about 2 MB",
+@dataclass(frozen=True)
+class PreprocessConfig(TextInput):
+    """The settings of `trainers.preprocess_data`. A field is the flag of the same name, with dashes."""
+
+    from_stdlib: bool = option(False, "use the documentation in Python's standard library, about 2 MB")
+    split_sentences: bool = option(
+        False, "for BERT: each sentence is an item of its document; write PREFIX_KEY_sentence.bin (KEY: --json-key) ..."
     )
-    add("--json-key", default="text", help="key of the text in a JSON line (default: %(default)s)")
-    add("--split-on-blank-lines", action="store_true", help="text files: each paragraph is a document, not each file")
-    add(
-        "--split-sentences",
-        action="store_true",
-        help="for BERT: each sentence is an item of its document; write PREFIX_KEY_sentence.bin (KEY: --json-key) ...",
+    lang: Annotated[str, LANGUAGE] = option("en", "language of the sentences, ISO 639")
+    output_prefix: str = option(None, "write PREFIX.bin, .idx and -tokenizer.json")
+    train_bpe: Annotated[int, between(SMALLEST_BPE, LARGEST_VOCABULARY)] | None = option(
+        None, "train a byte-level BPE of this many tokens on the input"
     )
-    add(
-        "--lang",
-        default="en",
-        valid=LANGUAGE,
-        metavar="CODE",
-        help="language of the sentences, ISO 639 (default: %(default)s)",
+    train_wordpiece: Annotated[int, between(len(SPECIAL) + 1, LARGEST_VOCABULARY)] | None = option(
+        None, "train BERT's WordPiece of this many tokens on the input"
     )
-    add("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and -tokenizer.json")
-    add("--overwrite", action="store_true", help="replace the data set that PREFIX holds")
-    add("--tokenizer-model", metavar="FILE", help="a tokenizer.json")
-    add("--vocab-file", metavar="FILE", help="BERT's vocab.txt; or with --merge-file GPT-2's encoder.json")
-    add("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe; needs --vocab-file")
-    add(
-        "--train-bpe",
-        type=int,
-        valid=between(SMALLEST_BPE, LARGEST_VOCABULARY),
-        metavar="N",
-        help="train a byte-level BPE of N tokens on the input",
+    tokenizer_type: str = option(
+        "BertWordPieceLowerCase", "whether WordPiece lower-cases the text", choices=tuple(_LOWERCASE)
     )
-    add(
-        "--train-wordpiece",
-        type=int,
-        valid=between(len(SPECIAL) + 1, LARGEST_VOCABULARY),
-        metavar="V",
-        help="train BERT's WordPiece of V tokens on the input",
+    append_eod: bool | None = option(
+        None, "end each document with <|endoftext|> (default: yes, but for --split-sentences)"
     )
-    add(
-        "--tokenizer-type",
-        choices=_LOWERCASE,
-        default="BertWordPieceLowerCase",
-        help="whether WordPiece lower-cases the text (default: %(default)s)",
-    )
-    add(
-        "--append-eod",
-        action=BooleanOptionalAction,
-        help="end each document with <|endoftext|> (default: yes, but for --split-sentences)",
-    )
-    add(
-        "--workers",
-        type=int,
-        valid=between(1, 4096),
-        default=_cores(),
-        help="tokenizer threads (default: all cores)",
-    )
-    return parser
+    workers: Annotated[int, between(1, 4096)] | None = option(None, "tokenizer threads (default: all cores)")
+
+    @property
+    def prefix(self) -> str:
+        """PREFIX of the output: Megatron-LM's PREFIX_KEY_sentence for a data set of sentences."""
+        return f"{self.output_prefix}_{self.json_key}_sentence" if self.split_sentences else self.output_prefix
+
+    def validate(self) -> None:
+        """Raise UsageError, naming the option, for everything that can be refused before any work is done."""
+        require(self.output_prefix, "the following arguments are required: --output-prefix")
+        require_ranges(self)
+        require(bool(self.files) != self.from_stdlib, "give --input FILE... or --from-stdlib, one of the two")
+        installed = not self.split_sentences or importlib.util.find_spec("sentencex") is not None
+        require(installed, "--split-sentences: needs the package sentencex; install it with: pip install '.[bert]'")
+        also = ", or --train-wordpiece V, or --train-bpe N"
+        self.require_one_tokenizer(self.train_bpe, self.train_wordpiece, needed=True, also=also)
+        named = f"--output-prefix: {self.output_prefix!r}"
+        has_name = Path(f"{self.output_prefix}.bin").name != ".bin" and not self.output_prefix.endswith(("/", os.sep))
+        require(has_name, f"{named} ends in a folder; valid: FOLDER/NAME")
+        require_folder("--output-prefix", bin_path(self.output_prefix).parent)
+        written = [path(self.prefix) for path in (bin_path, idx_path, tokenizer_path, checksums_path)]
+        self.require_files("--input", self.files, written, "--output-prefix")
+        there = not self.overwrite and idx_path(self.prefix).exists()
+        require(not there, f"--output-prefix: there is a data set {self.prefix} already; give another, or --overwrite")
 
 
 def _cores() -> int:
@@ -112,83 +99,29 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check(args: Namespace) -> None:
-    """Raise ValueError, naming the option, for everything that can be refused before any work is done."""
-    if bool(args.input) == args.from_stdlib:
-        raise ValueError("give --input FILE... or --from-stdlib, one of the two")
-    for path in args.input or ():
-        if not Path(path).is_file() or not os.access(path, os.R_OK):
-            raise ValueError(f"--input: {path}: not a file that can be read; valid: .jsonl, .json or UTF-8 text")
-    if args.split_sentences and importlib.util.find_spec("sentencex") is None:
-        raise ValueError("--split-sentences: needs the package sentencex; install it with: pip install '.[bert]'")
-    _check_tokenizer(args)
-
-    folder = bin_path(args.output_prefix).parent
-    if args.output_prefix.endswith(("/", os.sep)) or bin_path(args.output_prefix).name == ".bin":
-        raise ValueError(f"--output-prefix: {args.output_prefix!r} ends in a folder; valid: FOLDER/NAME")
-    require_folder("--output-prefix", folder)
-    for path in _outputs(_prefix(args)):
-        if path.is_dir():
-            raise ValueError(f"--output-prefix: {path} is a folder")
-        if any(path.exists() and path.samefile(source) for source in args.input or ()):
-            raise ValueError(f"--output-prefix: {path} is an --input file")
-    if not args.overwrite and idx_path(_prefix(args)).exists():
-        raise ValueError(
-            f"--output-prefix: there is a data set {_prefix(args)} already; give another prefix, or --overwrite"
-        )
-
-
-def _check_tokenizer(args: Namespace) -> None:
-    if args.vocab_file is None and args.merge_file is not None:
-        raise ValueError("--merge-file: GPT-2's tokenizer needs --vocab-file, too")
-    choices = (args.tokenizer_model, args.vocab_file, args.train_bpe, args.train_wordpiece)
-    given = sum(choice is not None for choice in choices)
-    if given != 1:
-        raise ValueError(
-            "give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE (BERT's vocab.txt; GPT-2's encoder.json "
-            "needs both, it and --merge-file FILE), or --train-wordpiece V, or --train-bpe N; got "
-            f"{'more than one' if given else 'none'}"
-        )
-
-
-def _prefix(args: Namespace) -> str:
-    """PREFIX of the output: Megatron-LM's PREFIX_KEY_sentence for a data set of sentences."""
-    return f"{args.output_prefix}_{args.json_key}_sentence" if args.split_sentences else args.output_prefix
-
-
-def _outputs(prefix: str) -> tuple[Path, ...]:
-    return bin_path(prefix), idx_path(prefix), tokenizer_path(prefix), checksums_path(prefix)
-
-
 class _Source:
     """The documents that the command line names. They can be read more than once. size: bytes, for the progress."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: PreprocessConfig) -> None:
         self._args = args
         self._texts: list[str] = []
         if args.from_stdlib:
             texts = list(stdlib_text.documents())
-            if not texts:
-                raise ValueError("--from-stdlib: this Python has no sources of its standard library")
+            require(texts, "--from-stdlib: this Python has no sources of its standard library")
             # Topics come first, then modules by name. They are shuffled, so that the last documents, which --split
             # holds out, are like the others.
             order = EpochPermutation(len(texts), seed=0)
             self._texts = [texts[order[i]] for i in range(len(texts))]
             self.size = sum(len(text.encode()) for text in texts)
         else:
-            self.size = sum(Path(path).stat().st_size for path in args.input)
+            self.size = sum(Path(path).stat().st_size for path in args.files)
 
     def pieces(self) -> Iterator[TextPiece]:
         """All documents, in order. Raises TextFileError and OSError."""
         for text in self._texts:
             yield TextPiece(text, True, len(text.encode()))
-        for path in self._args.input or ():
-            if text_files.is_json_lines(path):
-                yield from text_files.read_json_lines(path, self._args.json_key)
-            elif self._args.split_on_blank_lines:
-                yield from text_files.read_paragraphs(path)
-            else:
-                yield from text_files.read_text(path)
+        for path in self._args.files:
+            yield from self._args.pieces(path)
 
     def progress(self, pieces: Iterator[TextPiece], title: str) -> Iterator[TextPiece]:
         """The same pieces. If stderr is a terminal, it draws a bar of the bytes read."""
@@ -198,30 +131,24 @@ class _Source:
                 bar.update(piece.size)
 
 
-def _tokenizer(args: Namespace, source: _Source) -> Tokenizer:
+def _tokenizer(args: PreprocessConfig, source: _Source) -> Tokenizer:
     def texts() -> Iterator[str]:
         pieces = source.progress(text_files.cut(source.pieces()), "train tokenizer")
         return (piece.text for piece in pieces)
 
+    lowercase = _LOWERCASE[args.tokenizer_type]
     if args.train_bpe is not None:
         return Tokenizer.train_bpe(texts(), args.train_bpe)
-    lowercase = _LOWERCASE[args.tokenizer_type]
-    option = "--tokenizer-model"
+    if args.train_wordpiece is None:
+        found = args.read_tokenizer(lowercase=lowercase)
+        assert found is not None
+        return found
     try:
-        if args.train_wordpiece is not None:
-            option = "--train-wordpiece"
-            return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase)
-        if args.tokenizer_model:
-            return Tokenizer.from_file(args.tokenizer_model, lowercase=lowercase)
-        if args.merge_file:
-            option = "--vocab-file, --merge-file"
-            return Tokenizer.from_gpt2(args.vocab_file, args.merge_file)
-        option = "--vocab-file (BERT's vocab.txt; GPT-2's tokenizer needs both, --vocab-file and --merge-file)"
-        return Tokenizer.from_vocab(args.vocab_file, lowercase=lowercase)
+        return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase)
     except TextFileError:  # about the input
         raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{option}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"--train-wordpiece: {error}") from error
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
@@ -260,35 +187,32 @@ def _encode(
     return sequences, size
 
 
-def preprocess(args: Namespace) -> str:
-    """Run the command and return its last line. If it raises ValueError or OSError, it has written nothing."""
-    _check(args)
+def preprocess(args: PreprocessConfig) -> str:
+    """Run the command and return its last line. If it raises an error, it has written nothing."""
+    args.validate()
     # The tokenizer reads these when it first starts its threads, and nothing has started them yet.
-    os.environ["RAYON_NUM_THREADS"] = str(args.workers)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.workers > 1 else "false"
+    workers = args.workers or _cores()
+    os.environ["RAYON_NUM_THREADS"] = str(workers)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers > 1 else "false"
     source = _Source(args)
-    if next(source.pieces(), None) is None:
-        raise ValueError(f"--input: no text in {', '.join(args.input)}")
+    require(next(source.pieces(), None), f"--input: no text in {', '.join(args.files)}")
     tokenizer = _tokenizer(args, source)
     eod = None
     if not args.split_sentences if args.append_eod is None else args.append_eod:
-        try:
+        with usage_errors("--append-eod (or use --no-append-eod): "):
             eod = tokenizer.eod
-        except ValueError as error:
-            raise ValueError(f"--append-eod: {error}; use --no-append-eod") from error
 
     start = time.perf_counter()
     if args.split_sentences:
         pieces = text_files.sentences(text_files.whole(source.pieces()), args.lang)
     else:
         pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
-    prefix = _prefix(args)
+    prefix = args.prefix
     tokenizer_file = tokenizer_path(prefix)
     with IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
         progress = source.progress(pieces, "tokenise")
         items, size = _encode(progress, tokenizer, eod, writer, items=args.split_sentences)
-        if not writer.num_tokens:
-            raise ValueError("--input: the tokenizer found no token in it")
+        require(writer.num_tokens, "--input: the tokenizer found no token in it")
         writer.add_file(tokenizer_file, tokenizer.to_bytes())
     seconds = time.perf_counter() - start
     sentences = f"{items} sentences, " if args.split_sentences else ""
@@ -300,30 +224,23 @@ def preprocess(args: Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command. After an error it exits with 2, one line on stderr and no output files; after Ctrl-C with 130."""
+    prefix = None
     try:
-        args = _parser().parse_args(argv)
-        line = _run(args)
-    except OptionError as error:
-        print(f"preprocess_data: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        args = parse(PreprocessConfig, argv, "preprocess_data", description="Tokenise text into an indexed data set.")
+        prefix = args.output_prefix
+        print(preprocess(args))
+        return
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; nothing is written", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    print(line)
-
-
-def _run(args: Namespace) -> str:
-    """Call `preprocess`. Raises OptionError, naming the option, for each of its errors."""
-    try:
-        return preprocess(args)
+    except OSError as error:
+        problem = f"{'--output-prefix' if (error.filename or '').startswith(prefix or '-') else '--input'}: {error}"
     except TextFileError as error:
         problem = f"--input: {error}"
-    except OSError as error:
-        option = "--output-prefix" if (error.filename or "").startswith(args.output_prefix) else "--input"
-        problem = f"{option}: {error}"
-    except ValueError as error:
+    except (UsageError, ValueError) as error:
         problem = str(error)
-    raise OptionError(one_line(problem))
+    print(f"preprocess_data: error: {one_line(problem)}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

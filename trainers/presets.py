@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,7 @@ def finetuning_settings(name: str, task: str | None) -> dict[str, Any]:
     task: as in `FinetuningRecipe`; any other sets the shape alone, and the run's own check of ``--task`` speaks.
     ``list`` prints the table and raises SystemExit. Raises UsageError for a name that is no BERT.
     """
-    if name == LIST:
-        print("\n".join(finetuning_table()), flush=True)
-        sys.exit(0)
-    preset = find(name, "bert")
+    preset = _find_or_list(name, "bert", finetuning_table)
     shape = ("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size")
     found = {one: value for one, value in preset.settings().items() if one in (*shape, *_OF_FINETUNING)}
     if (recipe := FINETUNING.get(task or "")) is not None:
@@ -199,35 +196,14 @@ def settings(name: str, task: str) -> dict[str, Any]:
 
     ``list`` prints the table and raises SystemExit. Raises UsageError for a name that the command does not have.
     """
+    return _find_or_list(name, task, table).settings()
+
+
+def _find_or_list(name: str, task: str, lines: Callable[[], Iterator[str]]) -> Preset:
     if name == LIST:
-        print("\n".join(table()), flush=True)
+        print("\n".join(lines()), flush=True)
         sys.exit(0)
-    return find(name, task).settings()
-
-
-def require_ranks(name: str, ranks: int, tensor: int) -> None:
-    """Raise UsageError, naming the sizes that work, unless ``ranks`` is a multiple of the tensor-parallel size.
-
-    tensor: the size that the run has; where it is not the preset's, the run's own check of the option speaks.
-    """
-    preset = PRESETS[name]
-    if ranks % tensor == 0 or tensor != preset.tensor:
-        return
-    shape = preset.shape()
-    fits = [n for n in range(1, ranks + 1) if ranks % n == shape.heads % n == shape.hidden % n == shape.vocab % n == 0]
-    needs = ", ".join(f"{n} ({preset.rank_bytes(n) / 1e9:.1f} GB a rank)" for n in fits)
-    raise UsageError(
-        f"--preset {name}: its tensor-model-parallel size {tensor} does not divide the {ranks} ranks; start a multiple "
-        f"of {tensor} ranks, or give --tensor-model-parallel-size N, where N is one of: {needs}"
-    )
-
-
-def origin(name: str | None, message: str) -> str:
-    """The end of an error ``message``: that ``--preset name`` set the option at its begin or its end, or nothing."""
-    values = PRESETS[name].settings() if name is not None else {}
-    options = [f"--{option.replace('_', '-')} {value}" for option, value in values.items()]
-    found = any(message.startswith(f"{one}:") or message.endswith(one) for one in options)
-    return f" (--preset {name} set it)" if found else ""
+    return find(name, task)
 
 
 def table() -> Iterator[str]:

@@ -20,10 +20,10 @@ from commengine.errors import one_line
 from . import options
 from .options import OptionError
 from .run.signals import parse
-from .supervision import hosts, process
+from .supervision import process
 from .supervision.command import TrainingCommand
-from .supervision.policy import INTERRUPTED, Action, Decision, Policy
-from .supervision.settings import Host, Size, SuperviseConfig
+from .supervision.policy import INTERRUPTED, Decision, Policy
+from .supervision.settings import Size, SuperviseConfig, living, taken
 
 _NO_COMMAND = "no command: give it after --, as in: supervise --ranks 4,2 -- mpirun -n {ranks} python -m ..."
 
@@ -39,13 +39,10 @@ def read(argv: Sequence[str]) -> tuple[SuperviseConfig, TrainingCommand]:
     Raises OptionError or UsageError, naming what is valid, and SystemExit for --help.
     """
     words = list(argv)
-    if "--" not in words and not {"-h", "--help"} & set(words):
-        raise UsageError(_NO_COMMAND)
     at = words.index("--") if "--" in words else len(words)
     settings = options.parse(SuperviseConfig, words[:at], "supervise")
     settings.validate()
-    if not words[at + 1 :]:
-        raise UsageError(_NO_COMMAND)
+    options.require(words[at + 1 :], _NO_COMMAND)
     return settings, TrainingCommand(words[at + 1 :], settings)
 
 
@@ -66,44 +63,42 @@ class Supervisor:
                 placed = self._place()
                 decision = self._policy.after_no_room() if placed is None else self._start(*placed, signals)
                 say(decision.text)
-                if decision.action in (Action.END, Action.GIVE_UP):
+                if decision.status is not None:
                     self._command.forget_step()
                     return decision.status
-                if decision.action is Action.SMALLER:
+                if decision.smaller:
                     self._sizes = self._sizes[1:]
                 signals.sleep(decision.wait)
                 if signals.received is not None:
                     say(f"{signals.received.name} came between two starts; started again, the run goes on")
                     return _stopped(signals.received)
 
-    def _start(self, size: Size | None, chosen: list[Host], signals: process.Signals) -> Decision:
+    def _start(self, size: Size | None, chosen: dict[str, int], signals: process.Signals) -> Decision:
         """Run the command once, and decide what comes next."""
         command = self._command
-        words = command.filled(size, chosen)
+        words = command.to_start(size, chosen)
         command.forget_step()
         say(f"starting {shlex.join(words)}")
         status = process.run(words, signals, lambda: command.step() is not None, 60 * self._settings.start_minutes)
         if signals.received is not None and status not in (0, os.EX_TEMPFAIL):
             how = "was ended" if status is None else f"ended with status {status}"
             came = f"{signals.received.name} came, and the launcher {how}"
-            return Decision(Action.END, f"{came}; started again, the run goes on", status=_stopped(signals.received))
+            return Decision(f"{came}; started again, the run goes on", _stopped(signals.received))
         # with --hosts, the hosts that answer decide the size
         smaller = self._settings.hosts is None and len(self._sizes) > 1
         return self._policy.after(status, command.position(), smaller=smaller)
 
-    def _place(self) -> tuple[Size | None, list[Host]] | None:
+    def _place(self) -> tuple[Size | None, dict[str, int]] | None:
         """The size of the next start and its hosts; None if too few hosts are there for any size."""
-        every = self._settings.host_list()
+        every = self._settings.host_slots()
         if not every:
-            return (self._sizes[0] if self._sizes else None), []
-        there = hosts.living(every, self._settings.probe)
-        if gone := [host.name for host in every if host not in there]:
+            return (self._sizes[0] if self._sizes else None), {}
+        there = living(every, self._settings.probe)
+        if gone := [host for host in every if host not in there]:
             say(f"no answer from {', '.join(gone)} (--probe)")
-        size = hosts.largest(self._sizes, there)
-        if size is None:
-            say(f"the hosts that answer have too little room for {self._sizes[-1].ranks} ranks")
-            return None
-        return size, hosts.taken(there, size.ranks)
+        slots = {host: every[host] for host in there}
+        size = next((size for size in self._sizes if size.ranks <= sum(slots.values())), None)
+        return None if size is None else (size, taken(slots, size.ranks))
 
 
 def _stopped(received: signal.Signals) -> int:

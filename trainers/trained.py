@@ -15,35 +15,42 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
+from tplayers.placement import unfilled_parameters
 
 from .checkpoints import checkpoint, pointer
-from .checkpoints.model_kind import OF_GPT, OF_SOME_GPTS, OF_TASKS, kind_of, tops_of
 from .config import JobConfig, of_other_program
+from .data.corpus import require_vocabulary
 from .data.tokenizer import Tokenizer
-from .options import AT_LEAST_ONE, NOT_EMPTY, option, require, require_ranges
+from .options import AtLeastOne, Text, option, require, require_ranges
 from .run.startup import watched
 from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.other_models import require_kind, settings_of_other
-from .tasks.run_tokenizer import tokenizer_of
 from .tasks.transformer import TransformerTrainConfig
-from .tasks.unfilled_model import unfilled_model
 from .training.precision import parameter_dtype
 from .weights.opening import fill_model, open_other
+
+if TYPE_CHECKING:
+    from .checkpoints.state_file import SavedState
 
 Settings = TypeVar("Settings", bound=JobConfig)
 
 _CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
+
+#: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
+#: BERT has besides; those of the heads that `trainers.finetune` puts on a BERT
+_OF_GPT, _OF_SOME_GPTS = {"embedding", "layers", "final_norm"}, {"position_embedding", "output"}
+_OF_BERT, _OF_TASKS = "mlm_head", {"classifier", "span_head"}
 
 #: the dtypes in which a trained model can compute, by their names
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
@@ -54,17 +61,14 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
 class LoadConfig(JobConfig):
     """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
 
-    load: str | None = option(
+    load: Text | None = option(
         None,
         "the --save folder of a run, or one of the iter_* folders in it: the model; or hf:FOLDER, a model of Hugging "
         "Face, or megatron:FOLDER, one of Megatron-LM",
-        valid=NOT_EMPTY,
-    )
-    ckpt_step: int | None = option(
-        None, "take the checkpoint after this step (default: the newest)", valid=AT_LEAST_ONE
-    )
-    tokenizer_model: str | None = option(
-        None, "a tokenizer.json or BERT's vocab.txt (default: the one that the run was trained with)", valid=NOT_EMPTY
+    )  # fmt: skip
+    ckpt_step: AtLeastOne | None = option(None, "take the checkpoint after this step (default: the newest)")
+    tokenizer_model: Text | None = option(
+        None, "a tokenizer.json or BERT's vocab.txt (default: the one that the run was trained with)"
     )
     dtype: str | None = option(
         None, "dtype of parameters and activations (default: the one that the run was trained in)",
@@ -114,7 +118,7 @@ class Trained:
 def load_trained(
     folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
-    asked: Mapping[str, Any] | None = None, tell_not_finite: bool = False,
+    asked: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
     """The model of the run in ``folder``, whatever layout of ranks, precision or optimizer the run had.
 
@@ -127,23 +131,17 @@ def load_trained(
     checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
     BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its standard error.
     verify: first compare the files that are read with their checksums.
-    asked: arguments of `open_other`, for files that do not say everything. tell_not_finite: as for `fill_model`, of
-    a model of another program.
+    asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
     """
     if of_other_program(load := os.fspath(folder)):
-        return _load_other(
-            load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked,
-            tell_not_finite=tell_not_finite,
-        )  # fmt: skip
+        return _load_other(load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked)
 
     def described() -> list[Any]:
-        found = _find(Path(folder), iteration)
-        state = checkpoint.saved_state(found, verify=verify)
-        kind_found = _kind_of(found, state.parameters, kind)
-        settings = _settings(found, kind_found, state.settings)
+        found, kind_found, state = saved_model(Path(folder), kind, iteration, verify=verify)
+        settings = read_settings(found, _CONFIGS[kind_found], state.settings, lambda made: made.model())
         settings = replace(
             settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None,
             pad_attention_heads=True,
@@ -158,14 +156,17 @@ def load_trained(
     name, kind_found, steps, values, read, own = on_rank_zero(grid.world, described)
     found = Path(name)
     settings = _CONFIGS[kind_found](**values)
-    model = unfilled_model(settings, grid.tensor, DTYPES[own] if dtype is None else dtype)
-    checkpoint.load_model(found, model, grid.world, verify=verify)
-    return _trained(model, settings, grid, kind_found, found, steps, tokenizer, read)
+
+    def fill(model: GPT | BERT) -> None:
+        checkpoint.load_model(found, model, grid.world, verify=verify)
+
+    own_or_asked = DTYPES[own] if dtype is None else dtype
+    return _trained(fill, settings, grid, own_or_asked, found, steps, tokenizer, read)
 
 
 def _load_other(
     load: str, grid: ProcessGrid, *, kind: str | None, iteration: int | None, dtype: torch.dtype | None,
-    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None, tell_not_finite: bool,
+    tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None,
 ) -> Trained:  # fmt: skip
     """`load_trained` of a model that another program saved. Collective."""
     other = on_every_rank(grid.world, lambda: open_other(load, **(asked or {})))
@@ -186,20 +187,27 @@ def _load_other(
             return settings.to_json()
 
         settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
-        model = unfilled_model(settings, grid.tensor, asked_or_found)
-        fill_model(load, other, model, model.config, grid.world, tell_not_finite=tell_not_finite)
-        return _trained(model, settings, grid, other.kind, Path(load.partition(":")[2]), 0, tokenizer)
+
+        def fill(model: GPT | BERT) -> None:
+            fill_model(load, other, model, model.config, grid.world)
+
+        place = Path(load.partition(":")[2])
+        return _trained(fill, settings, grid, asked_or_found, place, 0, tokenizer)
 
 
 def _trained(
-    model: GPT | BERT, settings: TransformerTrainConfig, grid: ProcessGrid, kind: str, found: Path, steps: int,
-    tokenizer: str | os.PathLike[str] | None, read: Mapping[str, Any] | None = None,
+    fill: Callable[[GPT | BERT], None], settings: TransformerTrainConfig, grid: ProcessGrid, dtype: torch.dtype,
+    found: Path, steps: int, tokenizer: str | os.PathLike[str] | None,
+    read: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
     """The result of `load_trained`. read: the checkpoint's record of the data (`SampleStream.record`). Collective."""
+    with unfilled_parameters():
+        model = settings.network(grid.tensor, dtype)
+    fill(model)
     model.requires_grad_(False).to(grid.world.device).eval()
     vocabulary = None if read is None else read["vocabulary"]
     try:
-        text, problem = on_every_rank(grid.world, lambda: tokenizer_of(settings, tokenizer, vocabulary)), ""
+        text, problem = on_every_rank(grid.world, lambda: _tokenizer_of(settings, tokenizer, vocabulary)), ""
     except UsageError as error:  # on all ranks; a model is worth something without it
         text, problem = None, str(error)
     if grid.world.rank == 0 and text is not None and vocabulary not in (None, text.identity()):
@@ -208,7 +216,32 @@ def _trained(
         )
         print(said, file=sys.stderr, flush=True)
     sources = [] if read is None else [(one["name"], one["identity"]) for one in read["sources"] if one["identity"]]
-    return Trained(model, settings, kind, found, steps, sources, text, problem)
+    return Trained(model, settings, settings.task, found, steps, sources, text, problem)
+
+
+def _tokenizer_of(
+    settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None, vocabulary: str | None = None
+) -> Tokenizer:
+    """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary.
+
+    vocabulary: the `Tokenizer.identity` of the run's, which must still be that of its file; None if it is not known.
+    """
+    path = settings.tokenizer_model if asked is None else os.fspath(asked)
+    other = "name one with --tokenizer-model FILE"
+    if path is None:
+        raise UsageError(f"--load: the run has no tokenizer, because it was trained on token ids alone; {other}")
+    try:
+        found = Tokenizer.from_file(path)
+    except (OSError, ValueError) as error:
+        hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
+        raise UsageError(f"--tokenizer-model: {error}{hint}") from error
+    require_vocabulary(found, path, settings.vocab_size)
+    if asked is None and vocabulary not in (None, found.identity()):
+        raise UsageError(
+            f"--tokenizer-model: {path}: has another vocabulary than the tokenizer of that name with which the run was "
+            "trained: was it replaced since? Name the run's own with --tokenizer-model FILE"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -230,27 +263,26 @@ def loaded(
         yield trained, grid
 
 
-def _find(folder: Path, iteration: int | None) -> Path:
-    """The checkpoint that is asked for. Raises UsageError that names those that are there."""
+def saved_model(
+    folder: Path, wanted: str | None = None, iteration: int | None = None, *, verify: bool
+) -> tuple[Path, str, SavedState]:
+    """(The checkpoint that is asked for, the kind of its model, what its ``state.json`` says); not collective.
+
+    The arguments are those of `load_trained`. Raises UsageError that names the checkpoints that are there, or the kind
+    of model that was found.
+    """
     found = checkpoint.find(folder) if iteration is None else folder / pointer.name_of(iteration)
     if found is None:
-        raise UsageError(
-            f"--load {folder}: {'holds no checkpoint' if folder.is_dir() else 'no such folder'}; valid: the --save "
-            "folder of a run, or one of the iter_* folders in it"
-        )
+        raise checkpoint.missing(folder)
     if not (found / pointer.STATE).is_file():
         there = pointer.names(folder) or "none"
         raise UsageError(f"--load {folder}: holds no checkpoint of iteration {iteration}; checkpoints there: {there}")
-    return found
-
-
-def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
-    """The kind of model with these parameters. Raises UsageError if it is none that is known, or not ``wanted``."""
-    tops = tops_of(parameters)
-    kind = kind_of(tops)
+    state = checkpoint.saved_state(found, verify=verify)
+    tops = {name.partition(".")[0] for name in state.parameters}
+    kind = "bert" if _OF_BERT in tops else "gpt" if tops - _OF_SOME_GPTS == _OF_GPT else None
     if kind is None:
-        others = ", ".join(sorted(tops - OF_GPT - OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(OF_GPT - tops))}"
-        what = "a model of trainers.finetune" if tops & OF_TASKS else "neither a GPT nor a BERT"
+        others = ", ".join(sorted(tops - _OF_GPT - _OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
+        what = "a model of trainers.finetune" if tops & _OF_TASKS else "neither a GPT nor a BERT"
         raise UsageError(
             f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "
             f"trainers.pretrain_{wanted or 'gpt or trainers.pretrain_bert'}"
@@ -260,16 +292,20 @@ def _kind_of(found: Path, parameters: Iterable[str], wanted: str | None) -> str:
             f"--load {found}: holds a {kind.upper()}, and a {str(wanted).upper()} is needed; give the --save folder of "
             f"trainers.pretrain_{wanted}"
         )
-    return kind
+    return found, kind, state
 
 
-def read_settings(found: Path, kind: type[Settings], saved: Mapping[str, Any]) -> Settings:
+def read_settings(
+    found: Path, kind: type[Settings], saved: Mapping[str, Any], check: Callable[[Any], object] = lambda _: None
+) -> Settings:
     """The settings of type ``kind`` that a checkpoint's ``state.json`` holds; not collective.
 
-    saved: as it stands there. A setting that its version did not have has its default. Raises UsageError, naming the
-    file and the setting, for a value that no option takes.
+    saved: as it stands there. A setting that its version did not have has its default. check: called with the settings;
+    may raise ValueError. Raises UsageError, naming the file and the setting, for a value that no option takes.
     """
     from pydantic import TypeAdapter, ValidationError  # it takes as long to import as a small checkpoint to load
+
+    from trainers.files.schema import told
 
     known = {item.name for item in fields(kind)}
     try:
@@ -277,22 +313,8 @@ def read_settings(found: Path, kind: type[Settings], saved: Mapping[str, Any]) -
             {name: value for name, value in saved.items() if name in known}
         )
         require_ranges(settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings.{wrong}")) from None
+        check(settings)
     except ValueError as error:
-        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
-    return settings
-
-
-def _settings(found: Path, kind: str, saved: dict[str, Any]) -> TransformerTrainConfig:
-    """The settings of a model of this kind. Raises UsageError, also if they are those of no model."""
-    settings = read_settings(found, _CONFIGS[kind], saved)
-    try:
-        if settings.vocab_size is None:
-            raise ValueError("vocab_size is missing")
-        settings.model()
-    except ValueError as error:
-        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {error}")) from error
+        wrong = f".{told(error)}" if isinstance(error, ValidationError) else f": {error}"
+        raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings{wrong}")) from error
     return settings

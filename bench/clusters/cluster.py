@@ -1,63 +1,135 @@
 """Read a machine for bench.predict: a device, nodes of devices, and links, from a YAML file here or anywhere else.
 
 Rates are in the units of data sheets (TFLOP/s, GB/s of 1e9, us) and become SI units here. A file needs every key of
-the example, bench/clusters/dgx-2h.yaml, except ``calibration``, ``fitted`` and ``source``.
+the example, bench/clusters/dgx-2h.yaml, except ``calibration``, ``fitted``, ``measured``, ``source``, and of the device
+``gemm_start_us`` and ``attention_efficiency``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, JsonValue, WrapValidator
 
 from commengine import UsageError
-from commengine.cost import FittedModel, Link, Machine
+from commengine.cost import FittedModel, Link, Machine, TransformerShape, model_flops
 from trainers.files.reading import InputFileError, read_yaml, require_regular
+from trainers.files.schema import FilePart, checked
 
 FOLDER = Path(__file__).parent
-KERNELS = ("unfused", "fused")
+# FlashAttention-2 on an A100 reaches up to 73% of peak forward and 63% backward (Dao 2023), and less at usual lengths.
+FUSED_ATTENTION = (0.6, 0.5)
 
 #: the name of the user's own machine, and its file, which the command writes into the user's folder
 OWN, OWN_FILE = "this-machine", "this-machine.yaml"
-OWN_COMMAND = f"python -m bench.this_machine --output {OWN_FILE}"
+MEASURE = "python -m bench.predict --measure"
+OWN_COMMAND = f"{MEASURE} --output {OWN_FILE}"
 
 
-@dataclass(frozen=True)
-class Device:
-    """One GPU, or one core of a host. Units are bytes, seconds and FLOP/s.
+_Tera = Annotated[float, Field(gt=0), AfterValidator(lambda value: value * 1e12)]
+_Giga = Annotated[float, Field(gt=0), AfterValidator(lambda value: value * 1e9)]
+_Micro = Annotated[float, Field(ge=0), AfterValidator(lambda value: value / 1e6)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Device(FilePart):
+    """One GPU, or one core of a host. Units are bytes, seconds and FLOP/s; those of the file are in the aliases.
 
     gemm_efficiency: the share of peak_flops that the largest GEMMs reach. tiles: the output tiles (rows, columns) that
     a GEMM may use, one at a time on each unit (SM). cache_bandwidth: the rate at which all units together read from
     the last cache. memory_efficiency: the share of memory_bandwidth that a plain kernel reaches. layernorm_efficiency:
-    the same for LayerNorm, forward and backward. latency: of a first read from memory. launch: between two kernels in
-    a stream. dispatch: the host's time to issue a kernel. random_state: the time to save and restore the generator of
-    dropout once, during which the device waits.
+    the same for LayerNorm, forward and backward. gemm_start: seconds of a GEMM beside those of its FLOPs.
+    attention_efficiency: the share of peak_flops that fused attention reaches, forward and backward. latency: of a
+    first read from memory. launch: between two kernels in a stream. dispatch: the host's time to issue a kernel.
+    random_state: the time to save and restore the generator of dropout once, during which the device waits.
     """
 
     name: str
-    peak_flops: float
-    gemm_efficiency: float
-    units: int
-    tiles: tuple[tuple[int, int], ...]
-    cache_bandwidth: float
-    memory_bytes: float
-    memory_bandwidth: float
-    memory_efficiency: float
-    layernorm_efficiency: tuple[float, float]
-    latency: float
-    launch: float
-    dispatch: float
-    random_state: float
-    element_bytes: int
-    kernels: str
+    peak_flops: _Tera = Field(alias="peak_tflops")
+    gemm_efficiency: _Share
+    units: _Count
+    tiles: Annotated[tuple[tuple[_Count, _Count], ...], Field(min_length=1)]
+    cache_bandwidth: _Giga = Field(alias="cache_gb_per_s")
+    memory_bytes: _Giga = Field(alias="memory_gb")
+    memory_bandwidth: _Giga = Field(alias="memory_gb_per_s")
+    memory_efficiency: _Share
+    layernorm_efficiency: tuple[_Share, _Share]
+    latency: _Micro = Field(alias="latency_us")
+    launch: _Micro = Field(alias="launch_us")
+    dispatch: _Micro = Field(alias="dispatch_us")
+    random_state: _Micro = Field(alias="random_state_us")
+    element_bytes: Literal[2, 4]
+    kernels: Literal["unfused", "fused"]
+    gemm_start: _Micro = Field(default=0.0, alias="gemm_start_us")
+    attention_efficiency: tuple[_Share, _Share] = FUSED_ATTENTION
+
+
+class _LinkPart(FilePart):
+    alpha_us: _Micro
+    gb_per_s: _Giga
+    fitted: str | None = None
+
+    def link(self) -> Link:
+        return Link(self.alpha_us, 1 / self.gb_per_s)
+
+
+class _NodePart(FilePart):
+    ranks: _Count
+    nics: _Count
+
+
+class _ShapePart(FilePart):
+    num_layers: _Count
+    hidden_size: _Count
+    num_attention_heads: _Count
+    seq_length: _Count
+    padded_vocab_size: _Count
+
+
+def _name_or_sizes(value: Any, sizes: Any) -> Any:
+    return value if isinstance(value, str) else sizes(value)
+
+
+class _CalibrationPart(FilePart):
+    model: Annotated[_ShapePart, WrapValidator(_name_or_sizes)]
+    micro_batch_size: _Count
+    recompute: Literal["none", "selective", "full"]
+    tflops: _Tera | None = None
+    seconds: Annotated[float, Field(gt=0)] | None = None
+
+
+class _MeasuredPart(FilePart):
+    members_per_node: _Count
+    groups_per_node: _Count
+    fitted: str
+
+
+class _File(FilePart):
+    name: str
+    device: Device
+    node: _NodePart
+    inside: _LinkPart
+    between: _LinkPart
+    collective_base_us: _Micro
+    overlap: bool
+    calibration: _CalibrationPart | None = None
+    measured: list[_MeasuredPart] = Field(default_factory=list)
+    source: JsonValue = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One measured step, and its FLOP/s on a device, with recomputed ones. Predictions are scaled to meet it."""
+    """One measured step, and its FLOP/s on a device, with recomputed ones. Predictions are scaled to meet it.
 
-    model: str
+    model: a name of `bench.prediction.layout.MODELS`, or the shape itself.
+    """
+
+    model: str | TransformerShape
     micro_batch: int
     recompute: str
     flops: float
@@ -68,7 +140,8 @@ class Cluster:
     """Devices, links, and the habits of the software.
 
     base: the time of a collective before its first message. overlap: gradients are reduced while backward runs.
-    fitted: a measured model of collectives inside a node, in place of the link's alpha and beta.
+    fitted: a measured model of collectives inside a node, in place of the link's alpha and beta. measured: such models
+    by how groups lie: (members of a group on a node, groups that run at once on a node). They come before all else.
     """
 
     name: str
@@ -78,6 +151,7 @@ class Cluster:
     overlap: bool
     calibration: Calibration | None
     fitted: FittedModel | None
+    measured: Mapping[tuple[int, int], FittedModel] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -99,127 +173,42 @@ def load(name: str) -> Cluster:
         other = "" if path.is_file() else f"; neither a file nor one of {', '.join([*names(), OWN])}"
         raise UsageError(f"--cluster {error}{other}") from error
     try:
-        return _cluster(_Section(data, ""), path)
+        return _cluster(checked(_File, data), path)
     except ValueError as error:
         raise UsageError(f"--cluster {path}: {error}") from error
 
 
-def _cluster(top: _Section, path: Path) -> Cluster:
-    device, node, inside, between = (top.section(key) for key in ("device", "node", "inside", "between"))
-    calibration = top.section("calibration") if "calibration" in top.data else None
-    fitted = inside.data.pop("fitted", None)
-    cluster = Cluster(
-        name=top.text("name"),
-        device=_device(device),
-        machine=Machine(
-            inside=Link(inside.number("alpha_us") / 1e6, 1 / (inside.number("gb_per_s", above=0) * 1e9)),
-            between=Link(between.number("alpha_us") / 1e6, 1 / (between.number("gb_per_s", above=0) * 1e9)),
-            ranks_per_node=node.integer("ranks"),
-            nics_per_node=node.integer("nics"),
-        ),
-        base=top.number("collective_base_us") / 1e6,
-        overlap=top.boolean("overlap"),
-        calibration=_calibration(calibration) if calibration else None,
-        fitted=FittedModel.load(require_regular(path.parent / str(fitted))) if fitted else None,
-    )
-    top.data.pop("source", None)
-    for section in filter(None, (top, device, node, inside, between, calibration)):
-        section.done()
-    return cluster
+def _cluster(file: _File, path: Path) -> Cluster:
+    def fitted(name: str) -> FittedModel:
+        return FittedModel.load(require_regular(path.parent / name))
 
-
-def _calibration(section: _Section) -> Calibration:
-    return Calibration(
-        model=section.text("model"),
-        micro_batch=section.integer("micro_batch_size"),
-        recompute=section.text("recompute", among=("none", "selective", "full")),
-        flops=section.number("tflops", above=0) * 1e12,
-    )
-
-
-def _device(section: _Section) -> Device:
-    fraction = {"above": 0.0, "most": 1.0}
-    forward, backward = section.numbers("layernorm_efficiency", 2, **fraction)
-    tiles = section.take("tiles")
-    good = isinstance(tiles, list) and tiles and all(isinstance(tile, list) and len(tile) == 2 for tile in tiles)
-    if not good or not all(isinstance(side, int) and side > 0 for tile in tiles for side in tile):
-        raise ValueError(f"device.tiles is a list of [rows, columns], not {tiles}")
-    return Device(
-        name=section.text("name"),
-        peak_flops=section.number("peak_tflops", above=0) * 1e12,
-        gemm_efficiency=section.number("gemm_efficiency", **fraction),
-        units=section.integer("units"),
-        tiles=tuple((tile[0], tile[1]) for tile in tiles),
-        cache_bandwidth=section.number("cache_gb_per_s", above=0) * 1e9,
-        memory_bytes=section.number("memory_gb", above=0) * 1e9,
-        memory_bandwidth=section.number("memory_gb_per_s", above=0) * 1e9,
-        memory_efficiency=section.number("memory_efficiency", **fraction),
-        layernorm_efficiency=(forward, backward),
-        latency=section.number("latency_us") / 1e6,
-        launch=section.number("launch_us") / 1e6,
-        dispatch=section.number("dispatch_us") / 1e6,
-        random_state=section.number("random_state_us") / 1e6,
-        element_bytes=section.integer("element_bytes"),
-        kernels=section.text("kernels", among=KERNELS),
-    )
-
-
-class _Section:
-    """A mapping in the file. Its keys are taken one by one; a key that is left at the end is unknown."""
-
-    def __init__(self, data: Any, name: str) -> None:
-        if not isinstance(data, Mapping):
-            raise ValueError(f"{name or 'the file'} is not a mapping of keys to values")
-        self.data = dict(data)
-        self.name = name
-
-    def take(self, key: str) -> Any:
-        if key not in self.data:
-            raise ValueError(f"{self._full(key)} is missing")
-        return self.data.pop(key)
-
-    def section(self, key: str) -> _Section:
-        return _Section(self.take(key), self._full(key))
-
-    def text(self, key: str, among: tuple[str, ...] = ()) -> str:
-        value = self.take(key)
-        if not isinstance(value, str) or (among and value not in among):
-            raise ValueError(f"{self._full(key)}={value!r}: {'one of ' + ', '.join(among) if among else 'a text'}")
-        return value
-
-    def boolean(self, key: str) -> bool:
-        value = self.take(key)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self._full(key)}={value!r}: true or false")
-        return value
-
-    def number(self, key: str, above: float = -1.0, most: float = float("inf")) -> float:
-        return self._checked(key, self.take(key), above, most)
-
-    def numbers(self, key: str, count: int, above: float = -1.0, most: float = float("inf")) -> list[float]:
-        values = self.take(key)
-        if not isinstance(values, list) or len(values) != count:
-            raise ValueError(f"{self._full(key)}={values!r}: a list of {count} numbers")
-        return [self._checked(key, value, above, most) for value in values]
-
-    def integer(self, key: str) -> int:
-        value = self.take(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self._full(key)}={value!r}: a whole number, at least 1")
-        return value
-
-    def done(self) -> None:
-        if self.data:
-            raise ValueError(f"unknown: {', '.join(self._full(str(key)) for key in self.data)}")
-
-    def _checked(self, key: str, value: Any, above: float, most: float) -> float:
-        valid = isinstance(value, int | float) and not isinstance(value, bool)
-        if not valid or not max(0.0, above) <= value <= most or value == above:
-            bound = f"above {above:g}" if above >= 0 else "0 or more"
+    rows: dict[tuple[int, int], dict[str, list[Any]]] = {}
+    for number, row in enumerate(file.measured):
+        place = row.members_per_node, row.groups_per_node
+        if math.prod(place) > file.node.ranks:
             raise ValueError(
-                f"{self._full(key)}={value!r}: a number, {bound}{f', at most {most:g}' if most < 2 else ''}"
+                f"measured[{number}]: {place[1]} groups of {place[0]} members need more than {file.node.ranks} ranks"
             )
-        return float(value)
+        for operation, segments in fitted(row.fitted).to_json()["collectives"].items():
+            rows.setdefault(place, {}).setdefault(operation, []).extend(segments)
+    return Cluster(
+        name=file.name,
+        device=file.device,
+        machine=Machine(file.inside.link(), file.between.link(), file.node.ranks, file.node.nics),
+        base=file.collective_base_us,
+        overlap=file.overlap,
+        calibration=_calibration(file.calibration) if file.calibration else None,
+        fitted=fitted(file.inside.fitted) if file.inside.fitted else None,
+        measured={place: FittedModel.from_json({"collectives": one}) for place, one in rows.items()},
+    )
 
-    def _full(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
+
+def _calibration(given: _CalibrationPart) -> Calibration:
+    model: TransformerShape | str | _ShapePart = given.model
+    if (given.tflops is None) == isinstance(model, str) or (given.seconds is None) == isinstance(model, _ShapePart):
+        raise ValueError("calibration: a model that is named needs tflops, and one of sizes seconds")
+    flops = given.tflops or 0.0
+    if isinstance(model, _ShapePart):
+        model = TransformerShape(*model.model_dump().values())
+        flops = model_flops(model, given.micro_batch_size, given.recompute) / (given.seconds or 1.0)
+    return Calibration(model, given.micro_batch_size, given.recompute, flops)

@@ -55,27 +55,22 @@ def corners(sizes: Array, times: Array, variances: Array) -> list[int]:
     return path[::-1]
 
 
-def bent(sizes: Array, times: Array) -> tuple[bool, bool]:
-    """Whether the first line, and whether the last one, would give 0 bytes a time below 0."""
-    first, last = ((times[k + 1] - times[k]) / (sizes[k + 1] - sizes[k]) * sizes[k] > times[k] for k in (0, -2))
-    return bool(first), bool(last)
+def through_points(sizes: Array, seconds: Array, variances: Array) -> list[tuple[float, float, float]]:
+    """(first size, alpha, beta) of each line. sizes: ascending, perhaps equal. variances: relative, of ``seconds``.
 
-
-def pieces(sizes: Array, times: Array, ends: tuple[bool, bool]) -> list[tuple[float, float, float]]:
-    """(first size, alpha, beta) of each line between corners.
-
-    sizes, times: of the corners, rising. ends: see `bent`. Below the first corner and beyond the last one the bandwidth
-    stays if the line there is bent, because such a line rises faster than the size.
+    Below the first corner and beyond the last one the bandwidth stays if the line there would give 0 bytes a time below
+    0, because such a line rises faster than the size.
     """
+    different, index = np.unique(sizes, return_inverse=True)
+    weights = np.bincount(index, 1 / variances).astype(np.float64)
+    times = rising(np.exp(np.bincount(index, np.log(seconds) / variances) / weights), weights)
     found: list[tuple[float, float, float]] = []
-    for (low, first), (high, last) in pairwise(zip(sizes.tolist(), times.tolist(), strict=True)):
-        beta = (last - first) / (high - low)
-        found.append((low, first - low * beta, beta))
-    below, beyond = ends
-    if below:
-        found.insert(0, (0.0, 0.0, float(times[0] / sizes[0])))
+    for first, last in pairwise(corners(different, times, 1 / weights)):
+        beta = float((times[last] - times[first]) / (different[last] - different[first]))
+        found.append((float(different[first]), float(times[first] - different[first] * beta), beta))
+    beyond = found[-1][1] < 0
+    if found[0][1] < 0:
+        found.insert(0, (0.0, 0.0, float(times[0] / different[0])))
     else:
-        found[0] = (0.0, max(0.0, found[0][1]), found[0][2])
-    if beyond:
-        found.append((float(sizes[-1]), 0.0, float(times[-1] / sizes[-1])))
-    return found
+        found[0] = (0.0, *found[0][1:])
+    return [*found, (float(different[-1]), 0.0, float(times[-1] / different[-1]))] if beyond else found

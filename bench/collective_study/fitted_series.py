@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.collective_study.piecewise import MISS, FittedSegment, PiecewiseFit, deviations
-from bench.collective_study.results import KEY, Series
-from bench.collective_study.tables import beside, by_size, crosses, line_style, panels, readable
+from bench.collective_study.results import Series
+from bench.collective_study.tables import crosses, draw_pairs
 from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collective
 
 if TYPE_CHECKING:
@@ -41,25 +42,18 @@ class FittedSeries:
 
 
 def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
-    """The model for `commengine.cost`, and the series from which it is made, but for those of windows."""
+    """The model for `commengine.cost`, and the series from which it is made."""
     used: dict[tuple[str, int], FittedSeries] = {}
-    windows: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key["transport"] for one in fitted]
     for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
         if one.operation in OPERATIONS:
             used.setdefault((one.operation, one.series.ranks), one)
-            if one.series.key["transport"] == "shared":
-                windows.setdefault((one.operation, one.series.ranks), one)
-    return FittedModel(_segments(used), _segments(windows)), list(used.values())
-
-
-def _segments(used: dict[tuple[str, int], FittedSeries]) -> dict[str, tuple[Segment, ...]]:
     collectives: dict[str, tuple[Segment, ...]] = {}
     for operation, ranks in sorted(used):
         segments = used[operation, ranks].fit.segments
         rows = tuple(Segment(ranks, part.from_bytes, part.alpha, part.beta) for part in segments)
         collectives[operation] = collectives.get(operation, ()) + rows
-    return collectives
+    return FittedModel(collectives), list(used.values())
 
 
 def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
@@ -106,17 +100,9 @@ def as_json(
         })  # fmt: skip
     measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
     result = {**model.to_json(), **surroundings, "results": str(path), "measured": measured, "series": rows}
-    found: dict[str, Any] = finite(result)
+    # JSON has no infinity: null in its place.
+    found: dict[str, Any] = json.loads(json.dumps(result), parse_constant=lambda _: None)
     return found
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None in place of infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
@@ -126,15 +112,16 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
     for one in fitted:
         bounds = [*(part.from_bytes for part in one.fit.segments[1:]), float("inf")]
         for part, end in zip(one.fit.segments, bounds, strict=True):
-            pairs = zip(one.series.sizes, one.fit.residuals, strict=True)
-            errors = [error for size, error in pairs if part.from_bytes <= size < end]
-            rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+            errors = np.array(one.fit.residuals)[(one.series.sizes >= part.from_bytes) & (one.series.sizes < end)]
+            seen = "- | -"  # a line may be short enough to have no measured size
+            if len(errors):
+                seen = f"{np.sqrt(np.mean(errors**2)):.1%} | {max(errors, key=abs):+.1%}"
             start = interval(part.from_bytes, part.from_interval, ",.0f") if part.from_bytes else "0"
             low, high = (bandwidth(beta) for beta in reversed(part.beta_interval))
             yield (
                 f"| {one.series.operation} | {one.series.ranks} | {one.series.variant} | {start} "
                 f"| {interval(1e6 * part.alpha, tuple(1e6 * x for x in part.alpha_interval), '.4g')} "
-                f"| {bandwidth(part.beta)} [{low} to {high}] | {rms:.1%} | {max(errors, key=abs):+.1%} |"
+                f"| {bandwidth(part.beta)} [{low} to {high}] | {seen} |"
             )
     if said := [line for one in fitted for line in in_words(one)]:
         yield from ("", *said)
@@ -176,72 +163,35 @@ def bandwidth(beta: float) -> str:
     return f"{1e-9 / beta:.4g}" if beta else "infinity"
 
 
-def fits_of(data: dict[str, Any]) -> list[FittedSeries]:
-    """The fits in a model file. Raises KeyError, TypeError or ValueError if it is not one."""
-
-    def bounds(ends: Sequence[float | None]) -> tuple[float, float]:
-        low, high = ends
-        return 0.0 if low is None else float(low), math.inf if high is None else float(high)
-
-    found = []
-    for one in data.get("series", ()):
-        segments = tuple(
-            FittedSegment(
-                part["from_bytes"], bounds(part["from_interval"]), part["alpha"], bounds(part["alpha_interval"]),
-                part["beta"], bounds(part["beta_interval"]),
-            )
-            for part in one["segments"]
-        )  # fmt: skip
-        sizes, spent, residuals, errors = (
-            np.array([float(point[name]) for point in one["points"]])
-            for name in ("bytes", "seconds", "residual", "error")
-        )
-        disturbed = frozenset(float(point["bytes"]) for point in one["points"] if point.get("disturbed"))
-        series = Series({name: one.get(name) for name in KEY}, sizes, spent, errors, disturbed)
-        found.append(
-            FittedSeries(series, PiecewiseFit(segments, tuple(residuals.tolist()), one["bic"], one.get("missed", 0.0)))
-        )
-    return found
-
-
 def draw(fitted: Sequence[FittedSeries]) -> Figure:
     """Draw each fit over its data, on logarithmic axes, and beside it the residuals: two plots for each operation.
 
     Colours, markers and dashes are those of bench.collectives; dotted lines are the switch points.
     """
-    operations = list(dict.fromkeys(one.series.operation for one in fitted))
-    transports = list(dict.fromkeys(one.series.key["transport"] for one in fitted))
-    kinds = list(dict.fromkeys((one.series.key["dtype"], one.series.key["redop"]) for one in fitted))
-    of_operation = {name: [one for one in fitted if one.series.operation == name] for name in operations}
-    figure, axes = panels([len(mine) for mine in of_operation.values()])
-    for (left, right), (operation, mine) in zip(axes, of_operation.items(), strict=True):
-        for one in mine:
-            style, shown = line_style(one.series.key, transports, kinds), one.series.sizes > 0
-            style["label"] = f"{one.series.ranks} ranks, {style['label']}"
-            sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
-            # An interval of a factor, because one of plus or minus may reach 0, where a logarithmic axis has no place.
-            factor = 1 + 1.96 * one.series.errors[shown]
-            left.errorbar(
-                sizes, seconds, [seconds - seconds / factor, seconds * factor - seconds], fmt=style["marker"],
-                color=style["color"], markersize=4,
-            )  # fmt: skip
-            points = zip(one.series.sizes.tolist(), one.series.seconds.tolist(), strict=True)
-            crosses(left, [point for point in points if point[0] > 0 and point[0] in one.series.disturbed])
-            starts = [0.0] if one.fit.missed else [part.from_bytes for part in one.fit.segments]
-            for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
-                inside = sizes[(sizes >= start) & (sizes < end)]
-                line = [inside[0] * (inside[-1] / inside[0]) ** (k / 100) for k in range(101)]  # a line curves here
-                curve = [1e6 * one.fit.seconds(size) for size in line]
-                left.plot(line, curve, color=style["color"], linestyle=style["linestyle"])
-                if start:
-                    left.axvline(start, color=style["color"], linestyle=":", linewidth=0.8)
-            errors = [100 * error for error, keep in zip(one.fit.residuals, shown, strict=True) if keep]
-            right.plot(sizes, errors, linewidth=0.8, **style)
-        left.set(title=operation, xscale="log", yscale="log", xlabel="size", ylabel="time, us")
-        readable(left)
+
+    def plot(left: Any, right: Any, one: FittedSeries, style: dict[str, Any]) -> None:
+        shown = one.series.sizes > 0
+        style["label"] = f"{one.series.ranks} ranks, {style['label']}"
+        sizes, seconds = one.series.sizes[shown], 1e6 * one.series.seconds[shown]
+        # An interval of a factor, because one of plus or minus may reach 0, where a logarithmic axis has no place.
+        factor = 1 + 1.96 * one.series.errors[shown]
+        left.errorbar(
+            sizes, seconds, [seconds - seconds / factor, seconds * factor - seconds], fmt=style["marker"],
+            color=style["color"], markersize=4,
+        )  # fmt: skip
+        points = zip(one.series.sizes.tolist(), one.series.seconds.tolist(), strict=True)
+        crosses(left, [point for point in points if point[0] > 0 and point[0] in one.series.disturbed])
+        starts = [0.0] if one.fit.missed else [part.from_bytes for part in one.fit.segments]
+        for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+            inside = sizes[(sizes >= start) & (sizes < end)]
+            line = [inside[0] * (inside[-1] / inside[0]) ** (k / 100) for k in range(101)]  # a line curves here
+            curve = [1e6 * one.fit.seconds(size) for size in line]
+            left.plot(line, curve, color=style["color"], linestyle=style["linestyle"])
+            if start:
+                left.axvline(start, color=style["color"], linestyle=":", linewidth=0.8)
+        right.plot(sizes, 100 * np.array(one.fit.residuals)[shown], linewidth=0.8, **style)
         right.axhline(0, color="black", linewidth=0.6)
-        right.set(title=f"{operation}, residuals", xscale="log", xlabel="size", ylabel="(measured - fit) / measured, %")
-        by_size(right)
-        right.grid(alpha=0.3)
-        beside(right, left)
-    return figure
+        left.set(title=one.series.operation, yscale="log", ylabel="time, us")
+        right.set(title=f"{one.series.operation}, residuals", ylabel="(measured - fit) / measured, %")
+
+    return draw_pairs([(one.series.key, one) for one in fitted], plot)

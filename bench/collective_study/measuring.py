@@ -1,6 +1,6 @@
 """Measure one call of bench.collectives by every transport, in place and out of place, alternating, checked and timed.
 
-A row of the JSON, which bench.fit reads, has these keys:
+A row of the JSON, which bench.study --only fit reads, has these keys:
 
 - of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
   nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests')
@@ -10,12 +10,13 @@ A row of the JSON, which bench.fit reads, has these keys:
 - wrong: the wrong elements of all ranks
 - start_skew: {p50, max} of the seconds between the first and the last rank's start of a call, and the uncertainty of
   the clocks; late: calls that were not counted because between nodes a rank began late (bench/timing/starting.py)
-- with --overlap, for streams: overlap {communication, compute, overall in seconds, percent}
+- with --overlap, for the transport stream: overlap {communication, compute, overall in seconds, percent}
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,11 +26,13 @@ import torch
 
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
-from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange
+from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange, spans_nodes
 from bench.timing.states import States
-from bench.transports.in_process import Bound, Transport, timed
+from bench.transports.in_process import Bound, LocalCall, Streamed, Transport, timed
 from bench.transports.operations import IN_PLACE, CollectiveCall
-from commengine import CollectiveError, Communicator
+from bench.transports.peer_process import PEERS, PeerTransport
+from bench.transports.variants import TRANSPORTS, share_memory
+from commengine import CollectiveError, Communicator, UsageError
 from commengine.mpi import load_mpi
 
 PRODUCT = 32  # rows and columns of the matrices of --overlap's compute; a product takes one or two microseconds
@@ -41,15 +44,16 @@ class GroupSetup:
 
     name: the row's "group": world, tensor or data. group: this rank's group. by_clock: the ranks of a group begin at
     agreed times instead of at MPI's barrier (bench/timing/starting.py). states: of the machine, told apart if given.
+    overlap: also measure the `overlap` of calls on a stream.
     """
 
     world: Communicator
     group: Communicator
     name: str
     stopping: Stopping
-    overlap: bool = False
     by_clock: bool = False
     states: States | None = None
+    overlap: bool = False
 
     def meeting(self, offsets: Sequence[Offset]) -> Callable[[], object]:
         """The function that the ranks of a group call before each measured call."""
@@ -59,14 +63,6 @@ class GroupSetup:
         clock = Clock.of(offsets[self.world.rank].seconds, delay, self.group.size)
         return AgreedStart(clock, MpiExchange(self.group.mpi))
 
-    def in_group(self, mine: Times) -> Times:
-        """The element-wise largest values of the group."""
-        return _largest(self.group, mine)
-
-    def in_world(self, mine: Times) -> Times:
-        """The element-wise largest values of all ranks."""
-        return _largest(self.world, mine)
-
     def sample(self, calls: Sequence[Timed], seed: int, offset: float = 0.0) -> list[Sampler]:
         """See `bench.timing.sampling.sample`."""
         self.world.mpi.Barrier()
@@ -74,14 +70,9 @@ class GroupSetup:
             replace(self.stopping, skew=MOST_SKEW, round_seconds=ROUND_SECONDS) if self.by_clock else self.stopping
         )
         return sample(
-            calls,
-            stopping,
-            in_group=self.in_group,
-            in_world=self.in_world,
-            seed=seed,
-            offset=offset,
-            states=self.states,
-        )
+            calls, stopping, in_group=partial(_largest, self.group), in_world=partial(_largest, self.world), seed=seed,
+            offset=offset, states=self.states,
+        )  # fmt: skip
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """The result of ``work()``, which every rank runs. A CollectiveError in one group is raised on every rank."""
@@ -96,6 +87,38 @@ class GroupSetup:
             raise CollectiveError(problems[0])
         return result
 
+    @contextmanager
+    def opened(self, names: Sequence[str], capacity: int) -> Iterator[tuple[list[Transport], list[dict[str, str]]]]:
+        """The transports that work on every rank here, and for each other one the reason why it does not. Collective.
+
+        After a failure they stay open, because the other ranks may not take part in closing them. capacity: bytes of
+        the largest call. Raises UsageError if no transport works.
+        """
+        opened: list[Transport] = []
+        skipped = []
+        for name in names:
+            make = partial(PeerTransport, name) if name in PEERS else TRANSPORTS[name]
+            try:
+                opened.append(self.agreed(partial(make, self.group, capacity)))
+            except CollectiveError as error:
+                skipped.append({"transport": name, "reason": str(error)})
+        if not opened:
+            reasons = "; ".join(f"{one['transport']} {one['reason']}" for one in skipped)
+            raise UsageError(f"--transports: none of them works here: {reasons}")
+        share_memory(opened, capacity)
+        yield opened, skipped
+        self.world.mpi.Barrier()  # nobody closes a window that another rank still reads
+        for transport in reversed(opened):
+            transport.close()
+
+
+def place_of(
+    world: Communicator, group: Communicator, name: str, stopping: Stopping, overlap: bool = False
+) -> GroupSetup:
+    """The setup for the ranks of ``world``: by agreed times between nodes, and otherwise with states. Collective."""
+    by_clock = spans_nodes(world.mpi)
+    return GroupSetup(world, group, name, stopping, by_clock, None if by_clock else States(world.mpi), overlap)
+
 
 def _largest(comm: Communicator, mine: Times) -> Times:
     result = np.empty_like(mine)
@@ -103,22 +126,13 @@ def _largest(comm: Communicator, mine: Times) -> Times:
     return result
 
 
-@dataclass(frozen=True)
-class CallResult:
-    """The results for one call. rows: on rank 0; empty elsewhere. offsets: of every rank's clock, just before."""
-
-    rows: list[dict[str, Any]]
-    skipped: list[dict[str, Any]]
-    offsets: list[Offset]
-
-
 def measure_call(
     place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int
-) -> CallResult:
-    """Measure ``call``. Collective over the world. variants: False out of place, True in place.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure ``call``. Returns its rows (on rank 0; empty elsewhere), and what was skipped and why.
 
-    A row is that of the slowest group, but its wrong elements are those of all groups. seed: of the order within a
-    round.
+    A row is that of the slowest group, but its wrong elements are those of all groups. variants: False out of place,
+    True in place. seed: of the order within a round. Collective over the world.
     """
     bounds: list[tuple[dict[str, Any], Bound]] = []
     skipped = []
@@ -138,8 +152,8 @@ def measure_call(
     rows = []
     for (about, bound), sampler in zip(bounds, samplers, strict=True):
         also: dict[str, Any] = {"wrong": _wrong(place, bound)}
-        if place.overlap and bound.start is not None:
-            also["overlap"] = overlap(place, bound, sampler, meet, seed, own.seconds)
+        if place.overlap and isinstance(bound, LocalCall) and about["transport"] == Streamed.name:
+            also["overlap"] = overlap(place, bound, float(np.median(sampler.seconds)), seed, own.seconds)
         for state in sampler.states:
             mine = sampler.of(state)
             skew = {"p50": float(np.median(mine.skews)), "max": float(mine.skews.max()), "uncertainty": own.uncertainty}
@@ -147,7 +161,7 @@ def measure_call(
             rows.append(row | {"state": None if place.states is None else state})
     ranks = place.world.mpi.gather(rows) or []
     slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
-    return CallResult(slowest, skipped, offsets)
+    return slowest, skipped
 
 
 def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> dict[str, Any]:
@@ -175,55 +189,29 @@ def _wrong(place: GroupSetup, bound: Bound) -> int:
     return int(place.world.mpi.allreduce(bound.wrong(), load_mpi().SUM))
 
 
-class Compute:
-    """Matrix products that take about ``seconds`` on this rank, calibrated as in OSU's non-blocking benchmarks."""
-
-    def __init__(self, seconds: float, meet: Callable[[], object]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._left, self._right = (torch.rand(PRODUCT, PRODUCT, generator=generator) for _ in range(2))
-        self._out = torch.empty(PRODUCT, PRODUCT)
-        self._meet = meet
-        self._products = 50
-        _, took = self.run(5)
-        self._products = max(1, round(seconds * self._products / float(np.median(took))))
-
-    def __call__(self) -> None:
-        for _ in range(self._products):
-            torch.mm(self._left, self._right, out=self._out)
-
-    def run(self, count: int) -> tuple[Times, Times]:
-        """See `bench.timing.sampling.Timed`."""
-        return timed(self, count, self._meet)
-
-
-class Both:
-    """A call that enqueues a collective, computes, and then waits for the collective."""
-
-    def __init__(self, start: Callable[[], Any], compute: Compute, meet: Callable[[], object]) -> None:
-        self._start, self._compute, self._meet = start, compute, meet
-
-    def _call(self) -> None:
-        work = self._start()
-        self._compute()
-        work.wait()
-
-    def run(self, count: int) -> tuple[Times, Times]:
-        """See `bench.timing.sampling.Timed`."""
-        return timed(self._call, count, self._meet)
-
-
-def overlap(
-    place: GroupSetup, bound: Bound, alone: Sampler, meet: Callable[[], object], seed: int, offset: float
-) -> dict[str, float]:
+def overlap(place: GroupSetup, bound: LocalCall, alone: float, seed: int, offset: float) -> dict[str, float]:
     """The share of a collective on a stream that is hidden behind as much compute.
 
     It is defined as in the OSU micro-benchmarks (osu_iallreduce). Returns medians in seconds of three calls that
-    alternate, and the percentage. meet: as for ``bound``. offset: of the clock.
+    alternate, and the percentage. The compute is matrix products, as many as take the collective's time on this rank.
+    alone: that time, in seconds. offset: of this rank's clock. Collective over the world.
     """
-    assert bound.start is not None
-    compute = Compute(float(np.median(alone.seconds)), meet)
-    samplers = place.sample([bound, compute, Both(bound.start, compute, meet)], seed, offset)
-    communication, computing, overall = (float(np.median(one.seconds)) for one in samplers)
+    left, right, out = (torch.rand(PRODUCT, PRODUCT) for _ in range(3))
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(left, right, out=out)
+
+    of_50 = float(np.median(timed(partial(compute, 50), 5, bound.meet)[1]))
+    computed = partial(compute, max(1, round(50 * alone / of_50)))
+
+    def both() -> None:
+        work = bound.start()
+        computed()
+        work.wait()
+
+    calls = [bound, replace(bound, invoke=computed), replace(bound, invoke=both)]
+    communication, computing, overall = (float(np.median(one.seconds)) for one in place.sample(calls, seed, offset))
     return {
         "communication": communication, "compute": computing, "overall": overall,
         "percent": overlap_percent(communication, computing, overall),

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from bench.timing.starting import neighbours
 from commengine import Communicator
 from commengine.mpi import load_mpi
 
@@ -15,8 +16,7 @@ def free_memory(world: Communicator) -> dict[str, int]:
 
     Collective.
     """
-    mpi = load_mpi()
-    node = world.mpi.Split_type(mpi.COMM_TYPE_SHARED)
+    node = neighbours(world.mpi)[world.rank]
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -28,6 +28,5 @@ def free_memory(world: Communicator) -> dict[str, int]:
     except (OSError, ValueError):  # there is no cgroup, or no limit ("max")
         pass
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else available
-    each = [world.mpi.allreduce(size // node.size, mpi.MIN) for size in (available, min(available, shared))]
-    node.Free()
+    each = [world.mpi.allreduce(size // len(node), load_mpi().MIN) for size in (available, min(available, shared))]
     return dict(zip(("available", "shared"), each, strict=True))

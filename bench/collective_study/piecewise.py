@@ -77,16 +77,14 @@ class PiecewiseFit:
 class _Split:
     """firsts: the index of each segment's first size. alphas, betas: of each segment."""
 
-    firsts: tuple[int, ...]
-    alphas: tuple[float, ...]
-    betas: tuple[float, ...]
+    firsts: list[int]
+    alphas: Array
+    betas: Array
     chi2: float
 
 
-def fit(
-    sizes: Array, seconds: Array, errors: Array, most: int = MOST_SEGMENTS, replicates: int = REPLICATES, seed: int = 0
-) -> PiecewiseFit:
-    """Fit up to ``most`` segments.
+def fit(sizes: Array, seconds: Array, errors: Array) -> PiecewiseFit:
+    """Fit up to MOST_SEGMENTS segments.
 
     sizes: bytes, ascending; equal ones are measurements of one size. seconds: above 0. errors: the relative standard
     error of each. Raises ValueError if there are fewer than LEAST_SIZES different sizes.
@@ -95,35 +93,33 @@ def fit(
     if different < LEAST_SIZES:
         raise ValueError(f"a fit needs at least {LEAST_SIZES} different sizes, not {different}")
     variances = errors**2 + FLOOR**2
-    splits = _splits(sizes, seconds, variances, min(most, different // LEAST_SIZES))
+    splits = _splits(sizes, seconds, variances, min(MOST_SEGMENTS, different // LEAST_SIZES))
     floor = float(np.mean(EXACT**2 / variances))
     scored = [(_bic(split, count, floor), split) for split in splits]
     bic, best = min(scored, key=lambda pair: pair[0])
     model = _model(best, sizes)
     residuals = (seconds - model) / seconds
-    if different >= LEAST_OF_BROKEN_LINE and misses(residuals, errors).any():
-        worst = float(max(residuals[misses(residuals, errors)], key=abs))
-        lines = _through_points(sizes, seconds, variances, replicates, seed)
-        found = PiecewiseFit(lines, (), bic, worst)
+    if different >= LEAST_OF_BROKEN_LINE and (missed := misses(residuals, errors)).any():
+        worst = float(max(residuals[missed], key=abs))
+        values = np.array(broken_line.through_points(sizes, seconds, variances)).T
+        found = PiecewiseFit(_segments(values, values, values), (), bic, worst)
         left = tuple(float(1 - found.seconds(size) / spent) for size, spent in zip(sizes, seconds, strict=True))
         return replace(found, residuals=left)
-    low, high = _intervals(best, sizes, model, variances, replicates, seed)
-    starts = _starts(best, sizes)
-    segments = []
-    for s, first in enumerate(best.firsts):
-        # The data bound the switch point only by the sizes on both sides.
-        around = (float(sizes[first - 1]), float(sizes[first])) if s else (0.0, 0.0)
-        segments.append(
-            FittedSegment(
-                starts[s],
-                (min(around[0], float(low[0, s])), max(around[1], float(high[0, s]))),
-                best.alphas[s],
-                (min(best.alphas[s], float(low[1, s])), max(best.alphas[s], float(high[1, s]))),
-                best.betas[s],
-                (min(best.betas[s], float(low[2, s])), max(best.betas[s], float(high[2, s]))),
-            )
-        )
-    return PiecewiseFit(tuple(segments), tuple(residuals.tolist()), bic)
+    values = np.array([_starts(best, sizes), best.alphas, best.betas])
+    least, largest = values.copy(), values.copy()
+    firsts = np.array(best.firsts[1:], dtype=int)
+    least[0, 1:], largest[0, 1:] = sizes[firsts - 1], sizes[firsts]  # data bound a switch point by the sizes around it
+    low, high = _intervals(best, sizes, model, variances)
+    segments = _segments(values, np.minimum(low, least), np.maximum(high, largest))
+    return PiecewiseFit(segments, tuple(residuals.tolist()), bic)
+
+
+def _segments(values: Array, low: Array, high: Array) -> tuple[FittedSegment, ...]:
+    """The segments of [switch point, alpha, beta] x segment, with the ends of their intervals."""
+    return tuple(
+        FittedSegment(start, (starts[0], ends[0]), alpha, (starts[1], ends[1]), beta, (starts[2], ends[2]))
+        for (start, alpha, beta), starts, ends in zip(values.T.tolist(), low.T.tolist(), high.T.tolist(), strict=True)
+    )
 
 
 def misses(residuals: Array, errors: Array) -> npt.NDArray[np.bool_]:
@@ -136,32 +132,6 @@ def deviations(residuals: Array) -> Array:
     """The absolute logarithms of model / measured: twice as long and half as long deviate by as much."""
     found: Array = np.abs(np.log1p(-np.minimum(residuals, 1 - EXACT)))
     return found
-
-
-def _through_points(
-    sizes: Array, seconds: Array, variances: Array, replicates: int, seed: int
-) -> tuple[FittedSegment, ...]:
-    """Lines between measured sizes. Their intervals come from the standard errors of the times at the corners."""
-    different, index = np.unique(sizes, return_inverse=True)
-    weights = np.bincount(index, 1 / variances).astype(np.float64)
-    means = np.bincount(index, np.log(seconds) / variances) / weights
-    times = broken_line.rising(np.exp(means), weights)
-    corners = broken_line.corners(different, times, 1 / weights)
-    places, heights = different[corners], times[corners]
-    ends = broken_line.bent(places, heights)
-    random = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(replicates):
-        noise = np.sqrt(1 / weights[corners]) * random.standard_normal(len(corners))
-        again = np.maximum.accumulate(heights * np.exp(np.clip(noise, -CLIPPED, CLIPPED)))
-        drawn.append(broken_line.pieces(places, again, ends))
-    least, most = np.quantile(np.array(drawn), QUANTILES, axis=0)
-    rows = broken_line.pieces(places, heights, ends)
-    return tuple(
-        FittedSegment(start, (start, start), alpha, (min(alpha, low[1]), max(alpha, high[1])),
-                      beta, (min(beta, low[2]), max(beta, high[2])))
-        for (start, alpha, beta), low, high in zip(rows, least.tolist(), most.tolist(), strict=True)
-    )  # fmt: skip
 
 
 def _free(split: _Split) -> int:
@@ -199,12 +169,7 @@ def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_
             last = firsts[0] - 1
         firsts.insert(0, 0)
         lasts = [*(first - 1 for first in firsts[1:]), count - 1]
-        lines = [
-            (float(alphas[first, last]), float(betas[first, last])) for first, last in zip(firsts, lasts, strict=True)
-        ]
-        found.append(
-            _Split(tuple(firsts), tuple(a for a, _ in lines), tuple(b for _, b in lines), max(0.0, float(best[-1])))
-        )
+        found.append(_Split(firsts, alphas[firsts, lasts], betas[firsts, lasts], max(0.0, float(best[-1]))))
     return found
 
 
@@ -233,7 +198,7 @@ def _lines(sizes: Array, seconds: Array, variances: Array) -> tuple[Array, Array
 
 def _model(split: _Split, sizes: Array) -> Array:
     index = np.searchsorted(split.firsts, np.arange(len(sizes)), side="right") - 1
-    result: Array = np.array(split.alphas)[index] + sizes * np.array(split.betas)[index]
+    result: Array = split.alphas[index] + sizes * split.betas[index]
     return result
 
 
@@ -256,21 +221,19 @@ def _starts(split: _Split, sizes: Array) -> list[float]:
 CLIPPED = 50.0
 
 
-def _intervals(
-    split: _Split, sizes: Array, model: Array, variances: Array, replicates: int, seed: int
-) -> tuple[Array, Array]:
+def _intervals(split: _Split, sizes: Array, model: Array, variances: Array) -> tuple[Array, Array]:
     """The low and high ends of the intervals, each [switch point, alpha, beta] x segment."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     freedom = len(sizes) - _free(split)
     drawn = []
-    for _ in range(replicates):
+    for _ in range(REPLICATES):
         scale = split.chi2 / random.chisquare(freedom)  # Student's t, because the variance is an estimate
         noise = np.sqrt(variances * scale) * random.standard_normal(len(sizes))
         found = _splits(sizes, model * np.exp(np.clip(noise, -CLIPPED, CLIPPED)), variances, len(split.firsts))
         if found and len(found[-1].firsts) == len(split.firsts):
             again = found[-1]
             drawn.append([_starts(again, sizes), again.alphas, again.betas])
-    if len(drawn) < replicates / 2:  # the data are too noisy for an interval
+    if len(drawn) < REPLICATES / 2:  # the data are too noisy for an interval
         nothing = np.zeros((3, len(split.firsts)))
         return nothing, nothing + np.inf
     low, high = np.quantile(np.array(drawn), QUANTILES, axis=0)

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field
 
 from commengine import UsageError
 from trainers.files.reading import InputFileError, read_json
+from trainers.files.schema import FilePart, checked, fault_in
 
 FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
 STATISTICS = ("p50", "mean", "min")
 #: the fields that distinguish measurements of one operation, besides the size
 KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state")
+
+
+_NotNegative = Annotated[float, Field(ge=0)]
+
+
+class _Row(FilePart):
+    """The part of a row that a fit needs, beside the fields in KEY."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    operation: str
+    transport: str
+    ranks: Annotated[int, Field(ge=1)]
+    bytes: _NotNegative
+    seconds: dict[str, float]
+    ci: tuple[_NotNegative, _NotNegative] | None = None
+    wrong: int | None = None
+    disturbed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -74,51 +93,21 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     if data.get("format") != FORMAT:
         raise UsageError(f"{path}: format {data.get('format')!r}; this version reads {FORMAT}")
     found: dict[str, tuple[dict[str, Any], list[tuple[float, float, float, bool]]]] = {}
-    for number, row in enumerate(data["rows"]):
-        try:
-            key, point = _row(row, statistic)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{path}: rows[{number}]: {what}") from error
-        found.setdefault(json.dumps(key), (key, []))[1].append(point)
+    for number, one in enumerate(data["rows"]):
+        with fault_in(f"{path}: rows[{number}]"):
+            row = checked(_Row, one)
+            spent = row.seconds[statistic]
+            low, high = row.ci or (spent, spent)
+            if spent <= 0:
+                raise ValueError(f"seconds.{statistic}={spent}: a time is above 0")
+            if high < low:
+                raise ValueError(f"ci={[low, high]}: the low end is above the high end")
+            if row.wrong:
+                raise ValueError(f"{row.operation} of {row.bytes:g} bytes had {row.wrong} wrong values: not a time")
+            point = row.bytes, spent, (high - low) / 2 / NORMAL_95 / spent, bool(row.disturbed)
+            key = {name: one.get(name) for name in KEY}
+            found.setdefault(json.dumps(key), (key, []))[1].append(point)
     return [_series(key, points) for key, points in found.values()], {k: v for k, v in data.items() if k != "rows"}
-
-
-def _row(row: Any, statistic: str) -> tuple[dict[str, Any], tuple[float, float, float, bool]]:
-    if not isinstance(row, dict):
-        raise TypeError(f"a row is an object, not {row!r}")
-    for name in ("operation", "transport"):
-        if not isinstance(row[name], str):
-            raise TypeError(f"{name}={row[name]!r}: a name")
-    size, ranks = _number(row, "bytes"), _number(row, "ranks")
-    if ranks != int(ranks) or ranks < 1:
-        raise ValueError(f"ranks={row['ranks']!r}: a whole number, at least 1")
-    if not isinstance(row["seconds"], dict):
-        raise TypeError(f"seconds={row['seconds']!r}: an object with {statistic}, ...")
-    spent = _number(row["seconds"], statistic)
-    if spent <= 0:
-        raise ValueError(f"seconds.{statistic}={spent}: a time is above 0")
-    if row.get("wrong"):
-        raise ValueError(
-            f"{row['operation']} of {size:g} bytes had {row['wrong']} wrong values: its time means nothing"
-        )
-    error = 0.0
-    if row.get("ci") is not None:
-        if not isinstance(row["ci"], list) or len(row["ci"]) != 2:
-            raise TypeError(f"ci={row['ci']!r}: [low, high] in seconds")
-        low, high = (_number({"ci": end}, "ci") for end in row["ci"])
-        if high < low:
-            raise ValueError(f"ci={row['ci']}: the low end is above the high end")
-        error = (high - low) / 2 / NORMAL_95 / spent
-    disturbed = bool(row.get("disturbed"))
-    return {name: row.get(name) for name in KEY} | {"ranks": int(ranks)}, (size, spent, error, disturbed)
-
-
-def _number(row: dict[str, Any], name: str) -> float:
-    value = row[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}={value!r}: a number, 0 or more")
-    return float(value)
 
 
 def _series(key: dict[str, Any], points: list[tuple[float, float, float, bool]]) -> Series:

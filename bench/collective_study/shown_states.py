@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.timing.states import States, name_states
 
-from .tables import table
+from .tables import alike, table
 
 
 def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[dict[str, Any]]:
@@ -19,12 +19,8 @@ def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[d
         return rows
     shown = states.shown()
     names = name_states(shown)
-    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("operation", "transport", "dtype", "redop", "in_place", "bytes"))
-        calls.setdefault(key, []).append(row)
     kept: list[dict[str, Any]] = []
-    for mine in calls.values():
+    for mine in alike(rows, "operation", "transport", "dtype", "redop", "in_place", "bytes"):
         numbers = [row["state"] for row in mine]
         best: dict[int, dict[str, Any]] = {}  # of several parts of one state, the one with most calls
         for row, number in zip(mine, states.assigned(numbers), strict=True):
@@ -35,16 +31,9 @@ def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[d
     return kept
 
 
-def final_tables(rows: list[dict[str, Any]], printed: Sequence[str], show_again: Callable[[str], None]) -> list[str]:
-    """The tables of all rows. Those that differ from the printed ones, because of later states, are shown again."""
-    series: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        series.setdefault(tuple(row[name] for name in ("operation", "dtype", "redop")), []).append(row)
-    found = [table(mine) for mine in series.values()]
-    for text in found:
-        if text not in printed:
-            show_again(f"# again, because the states of the machine are told apart better now:\n{text}")
-    return found
+def all_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables of all rows, one for each operation, dtype and reduction."""
+    return [table(mine) for mine in alike(rows, "operation", "dtype", "redop")]
 
 
 def disturbed_lines(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 #: name, unit, width, and text of a row; the first nine columns and their units are nccl-tests'
 COLUMNS = (
@@ -36,12 +37,15 @@ COLUMNS = (
 )
 #: the transports in words, in pictures and on pages; a transport without an entry has its own name
 WORDS = {"mpi4py": "plain MPI", "shared": "window"}
+#: of --overlap, for the transport stream
 OVERLAP = (
     ("overall", "(us)", 10, lambda row: _microseconds(row["overlap"]["overall"])),
     ("compute", "(us)", 10, lambda row: _microseconds(row["overlap"]["compute"])),
     ("pure comm", "(us)", 10, lambda row: _microseconds(row["overlap"]["communication"])),
     ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
 )
+#: the time over that of the transport of --over
+OVER = (("over", "(ratio)", 7, lambda row: f"{row['over']:.2f}"),)
 #: the state of the machine, as `bench.timing.states` numbers it; shown if a table has several
 STATE = (("state", "", 7, lambda row: row.get("state") or ""),)
 
@@ -60,25 +64,45 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"
 
 
+def alike(rows: Sequence[Row], *names: str) -> list[list[Row]]:
+    """The rows that have the same values of the fields ``names``, together. A field that is missing counts as None."""
+    found: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        found[tuple(row.get(name) for name in names)].append(row)
+    return list(found.values())
+
+
+def compare(rows: list[Row], name: str | None) -> list[Row]:
+    """The rows with "over": the median over that of the transport ``name`` for the same call in the same state."""
+    same = ("operation", "dtype", "redop", "in_place", "bytes", "state")
+    theirs = {tuple(row[key] for key in same): row["seconds"]["p50"] for row in rows if row["transport"] == name}
+    found = [(row, theirs.get(tuple(row[key] for key in same))) for row in rows]
+    return [row | ({"over": row["seconds"]["p50"] / base} if base else {}) for row, base in found]
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows of one operation by size, under the two lines of heading that nccl-tests has."""
     several = len({row.get("state") for row in rows}) > 1
     columns: tuple[tuple[str, str, int, Any], ...] = (STATE if several else ()) + COLUMNS
-    always = len(columns)
-    columns += OVERLAP if any("overlap" in row for row in rows) else ()
+    for key, more in (("overlap", OVERLAP), ("over", OVER)):
+        columns += more if any(key in row for row in rows) else ()
     first = rows[0]
     lines = [
         f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}",
         "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
         "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
     ]
-    for row in sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"], row.get("state") or "")):
-        shown = [
-            f"{cell(row) if 'overlap' in row or index < always else '-':>{width}}"
-            for index, (_, _, width, cell) in enumerate(columns)
-        ]
-        lines.append(" ".join(shown))
+    ordered = sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"], row.get("state") or ""))
+    lines += [" ".join(f"{_shown(cell, row):>{width}}" for _, _, width, cell in columns) for row in ordered]
     return "\n".join(lines)
+
+
+def _shown(cell: Callable[[Row], str], row: Row) -> str:
+    """The text of a row in a column, or "-" if the row has nothing for it."""
+    try:
+        return cell(row)
+    except KeyError:
+        return "-"
 
 
 def flat(row: Row) -> Row:
@@ -102,37 +126,6 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(flattened)
-
-
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """See `draw`."""
-    draw(rows).savefig(path, dpi=110)
-
-
-def panels(legends: Sequence[int]) -> tuple[Figure, Any]:
-    """A figure with a row of two plots for each operation, and room for a legend beside each row.
-
-    legends: the number of lines that each operation's legend names. Returns the figure and its axes [row, column].
-    """
-    from matplotlib.figure import Figure  # here: it takes a second to load
-
-    heights = [max(4.0, 0.9 + LEGEND_LINE * lines) for lines in legends] or [4.0]
-    height = sum(heights)
-    figure = Figure(figsize=(14, height))
-    # matplotlib's own layouts take twice as long as all the rest here
-    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.22, hspace=0.35)
-    return figure, figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
-
-
-def beside(axes: Any, left: Any) -> None:
-    """Put the legend of the right plot of a row beside it, where no line can be; with the crosses of the left one."""
-    handles, labels = axes.get_legend_handles_labels()
-    for handle, label in zip(*left.get_legend_handles_labels(), strict=True):
-        if label == CROSS and label not in labels:
-            handles, labels = [*handles, handle], [*labels, label]
-    axes.legend(
-        handles, labels, fontsize="small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False, handlelength=3
-    )
 
 
 def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
@@ -173,30 +166,56 @@ def draw(rows: Sequence[Row]) -> Figure:
     was measured in a state which is not shown.
     """
     shown = [row for row in rows if row["bytes"] > 0]
-    operations = list(dict.fromkeys(row["operation"] for row in shown))
-    transports = list(dict.fromkeys(row["transport"] for row in shown))
-    kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row in shown))
-    lines: defaultdict[str, dict[tuple[Any, ...], list[Row]]] = defaultdict(dict)
-    for row in sorted(shown, key=lambda row: int(row["bytes"])):
-        key = (row["transport"], row["dtype"], row["redop"], row["in_place"], row.get("state"))
-        lines[row["operation"]].setdefault(key, []).append(row)
-    figure, axes = panels([len(lines[operation]) for operation in operations])
-    for (time_axes, bandwidth_axes), operation in zip(axes, operations, strict=False):
-        for line in lines[operation].values():
-            style = line_style(line[0], transports, kinds)
-            sizes = [row["bytes"] for row in line]
-            time_axes.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
-            ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
-            low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
-            crosses(time_axes, [(row["bytes"], row["seconds"]["p50"]) for row in line if row.get("disturbed")])
-            time_axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            # A group of one rank moves nothing, and a logarithmic axis has no 0.
-            bandwidth_axes.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
-        ranks = next(row["ranks"] for row in shown if row["operation"] == operation)
-        for one, label in ((time_axes, "median time, us"), (bandwidth_axes, "bus bandwidth, GB/s")):
-            one.set(xscale="log", yscale="log", xlabel="size", ylabel=label, title=f"{operation}, {ranks} ranks")
-            readable(one)
-        beside(bandwidth_axes, time_axes)
+    lines = alike(shown, "operation", "transport", "dtype", "redop", "in_place", "state")
+
+    def plot(left: Any, right: Any, line: list[Row], style: dict[str, Any]) -> None:
+        line = sorted(line, key=lambda row: int(row["bytes"]))
+        sizes = [row["bytes"] for row in line]
+        left.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
+        ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
+        low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
+        crosses(left, [(row["bytes"], row["seconds"]["p50"]) for row in line if row.get("disturbed")])
+        left.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        # A group of one rank moves nothing, and a logarithmic axis has no 0.
+        right.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
+        title = f"{line[0]['operation']}, {line[0]['ranks']} ranks"
+        for axes, label in ((left, "median time, us"), (right, "bus bandwidth, GB/s")):
+            axes.set(yscale="log", ylabel=label, title=title)
+
+    return draw_pairs([(line[0], line) for line in lines], plot)
+
+
+def draw_pairs(series: Sequence[tuple[Row, T]], plot: Callable[[Any, Any, T, dict[str, Any]], None]) -> Figure:
+    """Draw series over the size: two plots for each operation, with a legend beside them, where no line can be.
+
+    series: the fields of a row that `line_style` reads, and the argument of ``plot``. plot: draws a series into the
+    left and the right plot, in a style, and names them. An axis that it made logarithmic gets plain numbers.
+    """
+    from matplotlib.figure import Figure  # here: it takes a second to load
+
+    operations, transports = (list(dict.fromkeys(row[key] for row, _ in series)) for key in ("operation", "transport"))
+    kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row, _ in series))
+    many = Counter(row["operation"] for row, _ in series)
+    heights = [max(4.0, 0.9 + LEGEND_LINE * many[operation]) for operation in operations] or [4.0]
+    height = sum(heights)
+    figure = Figure(figsize=(14, height))
+    # matplotlib's own layouts take twice as long as all the rest here
+    figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.22, hspace=0.35)
+    rows = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+    for row, one in series:
+        left, right = rows[operations.index(row["operation"])]
+        plot(left, right, one, line_style(row, transports, kinds))
+    for left, right in rows:
+        for axes in (left, right):
+            axes.set(xscale="log", xlabel="size")
+            readable(axes)
+        (handles, labels), others = right.get_legend_handles_labels(), left.get_legend_handles_labels()
+        named = dict(zip([*others[1], *labels], [*others[0], *handles], strict=True))
+        if CROSS in named:
+            handles, labels = [*handles, named[CROSS]], [*labels, CROSS]
+        right.legend(
+            handles, labels, fontsize="small", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False, handlelength=3
+        )
     return figure
 
 
@@ -214,29 +233,22 @@ def size_label(nbytes: float, _: object = None) -> str:
     return f"{nbytes / 1024**power:g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
-def by_size(axes: Any) -> None:
-    """Label a logarithmic x axis with sizes and their units."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def readable(axes: Any) -> None:
+    """Label axes with plain numbers: sizes with units along x, and no powers of ten along a logarithmic y.
+
+    A decade along y has the labels 1, 2 and 5, or 1 alone on a long axis.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axes.get_xlim()
-    octaves = math.log2(high / low)
-    base = 2.0 ** max(1, math.ceil(octaves / 7))
+    base = 2.0 ** max(1, math.ceil(math.log2(high / low) / 7))
     axes.xaxis.set_major_locator(LogLocator(base=base, numticks=20))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(size_label))
-
-
-def readable(axes: Any, steps: tuple[int, ...] = ()) -> None:
-    """Label logarithmic axes with plain numbers: sizes with units along x, and no powers of ten along y.
-
-    steps: the labels of a decade along y; by default 1, 2 and 5, or 1 alone on a long axis.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    by_size(axes)
+    axes.grid(alpha=0.3)
+    if axes.get_yscale() != "log":
+        return
     low, high = axes.get_ylim()
-    steps = steps or ((1, 2, 5) if high / low < 300 else (1,))
-    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.grid(alpha=0.3)

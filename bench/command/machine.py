@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -41,8 +40,8 @@ def usable_cores() -> set[int]:
 def environment(module: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Command, date, hardware, load and versions. With a GPU, also the GPUs, the driver, and CUDA's libraries.
 
-    Call it before measuring, so that the load is that of other programs. argv: the arguments of ``module``; None for
-    those of this process.
+    Call it before measuring, so that the load is that of other programs. argv: the arguments of ``module``, after which
+    words may stand; None for those of this process.
     """
     versions = {"python": platform.python_version(), **installed(PACKAGES)}
     usable, there = len(usable_cores()), os.cpu_count() or 1
@@ -53,7 +52,7 @@ def environment(module: str, argv: Sequence[str] | None = None) -> dict[str, Any
         versions |= {"CUDA": str(torch.version.cuda), **installed(GPU_PACKAGES)}
         versions |= {name: found for name, found in (("driver", driver()), ("NCCL loaded", nccl())) if found}
     return {
-        "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)]),
+        "command": shlex.join(["python", "-m", *module.split(), *(sys.argv[1:] if argv is None else argv)]),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
         "gpus": gpus,
@@ -82,20 +81,13 @@ def devices(cuda: Any = torch.cuda) -> list[str]:
 
 
 def driver() -> str | None:
-    """The version of the NVIDIA driver, as nvidia-smi or the kernel's module tells it; None if neither does."""
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
-        if done is not None and done.returncode == 0 and done.stdout.strip():
-            return done.stdout.split()[0]
+    """The version of the NVIDIA driver, as nvidia-smi tells it; None if it tells none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return next((word for word in line.split() if word[0].isdigit() and "." in word), None)
+    return next(iter(done.stdout.split()), None)
 
 
 def nccl(library: str = "libnccl.so.2") -> str | None:

@@ -4,52 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, NoReturn
+from collections.abc import Collection
+from functools import partial
 
-from commengine.errors import one_line
 from trainers.options import OneLineParser, Parser
 
 
-class CommandParser(Parser):
-    """A parser whose options may also stand in the YAML file of ``--config``.
+def new_parser(command: str, description: str | None, *, passes_on: bool = False) -> OneLineParser:
+    """A parser for ``python -m COMMAND``, whose options may also stand in the YAML file of ``--config``.
 
     It raises `OptionError`, a ValueError, instead of printing and exiting; `bench.command.start` prints the error.
+    description: the module's docstring, which ``--help`` prints as it is. passes_on: the command also takes a training
+    command's options, of which ``--config`` is one. Use ``parse_known_args``, which leaves them.
     """
+    made = partial(OneLineParser, allow_abbrev=False) if passes_on else Parser
+    return made(
+        prog=f"python -m {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
-class TrainerCommandParser(OneLineParser):
-    """A parser for a command that also takes a training command's options; ``--config`` is one of those.
+def part_alone(parts: Collection[str]) -> tuple[str, list[str]]:
+    """The part of this process's command that ``--only`` names, and the other words; no part without ``--only``.
 
-    Use ``parse_known_args``: the arguments that it leaves are the training command's. It raises `OptionError` as well.
+    parts: those that have options of their own.
     """
-
-
-class ProgramParser(CommandParser):
-    """A parser for a program that a contest starts, or a person tries by hand. It prints its errors itself."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def new_parser(command: str, description: str | None) -> CommandParser:
-    """A parser for ``python -m COMMAND``. description: the module's docstring, which ``--help`` prints as it is."""
-    return CommandParser(**_settings(command, description))
-
-
-def new_program_parser(program: str, description: str | None) -> ProgramParser:
-    """A parser for ``python -m PROGRAM``, a program of a contest."""
-    return ProgramParser(**_settings(program, description))
-
-
-def new_trainer_parser(command: str, description: str | None) -> TrainerCommandParser:
-    """A parser for ``python -m COMMAND``, which passes the options that it does not know to the trainer."""
-    return TrainerCommandParser(allow_abbrev=False, **_settings(command, description))
-
-
-def _settings(command: str, description: str | None) -> dict[str, Any]:
-    return {
-        "prog": f"python -m {command}",
-        "description": description,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
+    first = OneLineParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--only")
+    given, others = first.parse_known_args()
+    return (given.only, others) if given.only in parts else ("", sys.argv[1:])

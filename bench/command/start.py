@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -107,7 +107,11 @@ def is_first_process() -> bool:
     return task_number() == 0
 
 
-def progress(world: Communicator, total: int, description: str | None = None) -> tqdm[NoReturn]:
-    """A progress bar on rank 0's standard error, if that is a terminal; nothing on the other ranks."""
-    disable = None if world.rank == 0 else True  # tqdm: None disables it where there is no terminal
-    return tqdm(total=total, disable=disable, file=sys.stderr, desc=description, leave=False)
+def progress(world: Communicator, total: int, description: str | None = None, *, piped: bool = False) -> tqdm[NoReturn]:
+    """A progress bar on rank 0's standard error, if that is a terminal; nothing on the other ranks.
+
+    piped: also where it is a launcher's pipe, in which it is drawn less often, and in 80 columns.
+    """
+    disable = True if world.rank else False if piped else None  # tqdm: None disables it where there is no terminal
+    more: dict[str, Any] = {"mininterval": 0.1 if sys.stderr.isatty() else 2.0, "ncols": 80} if piped else {}
+    return tqdm(total=total, disable=disable, file=sys.stderr, desc=description, leave=False, **more)

@@ -1,12 +1,8 @@
-"""Values of options: sizes such as 64M, and lists of names.
-
-Every function raises ValueError that names the option, its value, and what is valid.
-"""
+"""Values of options: sizes such as 64M."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -28,24 +24,6 @@ def size_of(option: str, text: str) -> int:
         return parse_bytes(str(text))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def listed(values: Sequence[str], choices: Sequence[str], option: str) -> list[str]:
-    """Names separated by spaces or commas, without repetitions. choices: the valid names."""
-    names = list(dict.fromkeys(name for value in values for name in value.split(",") if name))
-    valid = ", ".join(choices)
-    if unknown := [name for name in names if name not in choices]:
-        raise ValueError(f"{option} {unknown[0]}: there is no such name; valid: {valid}")
-    if not names:
-        raise ValueError(f"{option}: no name is given; valid: {valid}")
-    return names
-
-
-def one_of(value: str, choices: Sequence[str], option: str) -> str:
-    """``value`` if it is among ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{option} {value}: there is no such name; valid: {', '.join(choices)}")
-    return value
 
 
 def flag(name: str) -> str:

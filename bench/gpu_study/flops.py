@@ -2,8 +2,8 @@
 
 A step is the forward pass, the loss and the backward pass of one micro-batch, without an optimizer. Attention is
 PyTorch's flash attention, because there is no dropout. Each model runs eagerly and compiled. FLOPs are those of the
-matrix products, 72 b s l h^2 (1 + s / 6h + V / 12lh): Narayanan et al. 2021, section 5.1, without recomputation. The
-ceiling is a bf16 product of 8192 x 8192 matrices.
+matrix products (`commengine.cost.model_flops`), without recomputation. The ceiling is a bf16 product of 8192 x 8192
+matrices.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from bench.command.files import add_files
-from bench.command.machine import environment, heading
-from bench.command.values import listed
-from bench.gpu_study.rows import RowFile
+from bench.gpu_study.rows import RowFile, finish
 from commengine import Communicator
+from commengine.cost import model_flops
 from tplayers.models.gpt import GPT, GPTConfig
 from trainers.options import OneLineParser
 
@@ -33,22 +31,8 @@ TINY_MODELS, TINY_LENGTH, TINY_SIDE = {"tiny": (2, 64, 4, 2)}, 32, 256
 
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
     parser.add_argument("--eager-only", action="store_true", help="leave out the compiled models")
-    add_files(parser)
-
-
-def check(given: Any) -> None:
-    """Raises ValueError that names the option at fault."""
-    given.models = listed(given.models, list(MODELS), "--models")
-
-
-def flops(config: GPTConfig, batch: int, length: int) -> float:
-    """FLOPs of one step's matrix products."""
-    layers, hidden = config.num_layers, config.hidden_size
-    rest = length / (6 * hidden) + config.padded_vocab_size / (12 * layers * hidden)
-    return 72 * batch * length * layers * hidden**2 * (1 + rest)
 
 
 def seconds(call: Callable[[], object], device: torch.device, warm: int, count: int) -> float:
@@ -57,8 +41,7 @@ def seconds(call: Callable[[], object], device: torch.device, warm: int, count: 
     for _ in range(warm + count):
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[warm:])
 
@@ -82,22 +65,18 @@ def model_speed(world: Communicator, config: GPTConfig, batch: int, length: int,
         model.zero_grad(set_to_none=False)
         forward(tokens, tokens).float().mean().backward()
 
-    return flops(config, batch, length) / seconds(step, world.device, 5, 15)
+    return model_flops(config.cost_shape(length), batch) / seconds(step, world.device, 5, 15)
 
 
 def run(world: Communicator, given: Any) -> None:
     """Measure each model, eager and compiled. Each row is written when it is measured."""
-    result = environment("bench.gpu")
     chosen = {name: MODELS[name] for name in given.models}
     models, length, side = (TINY_MODELS, TINY_LENGTH, TINY_SIDE) if given.tiny else (chosen, LENGTH, SIDE)
     best = ceiling(world.device, side)
     rows = RowFile(
-        [
-            *heading(f"Training steps of one {world.device.type} device, bf16", result),
-            "", f"ceiling: {best / 1e12:.3g} TFLOP/s, a product of {side} x {side} matrices",
-        ],
+        given, f"Training steps of one {world.device.type} device, bf16",
         ["| model | micro-batch | | TFLOP/s | of the ceiling |", "|---|--:|---|--:|--:|"],
-        result | {"ceiling_flops": best}, output=given.output, json_file=given.json,
+        [f"ceiling: {best / 1e12:.3g} TFLOP/s, a product of {side} x {side} matrices"], ceiling_flops=best,
     )  # fmt: skip
     for name, (layers, hidden, heads, batch) in models.items():
         config = GPTConfig(layers, hidden, heads, 50257, length, hidden_dropout=0.0, attention_dropout=0.0)
@@ -106,10 +85,10 @@ def run(world: Communicator, given: Any) -> None:
             try:
                 speed = model_speed(world, config, batch, length, compiled)
             except RuntimeError as error:  # out of memory, or no compiler: the other rows still count
-                cells = f"{type(error).__name__}: {str(error).splitlines()[0]} | "
                 numbers["error"] = str(error).splitlines()[0]
+                cells = [f"{type(error).__name__}: {numbers['error']}", ""]
             else:
-                cells = f"{speed / 1e12:.3g} | {speed / best:.0%}"
+                cells = [f"{speed / 1e12:.3g}", f"{speed / best:.0%}"]
                 numbers["flops"] = speed
-            rows.add(f"| {name} | {batch} | {'compiled' if compiled else 'eager'} | {cells} |", numbers)
+            rows.add([name, batch, "compiled" if compiled else "eager", *cells], numbers)
             torch.compiler.reset()

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.command.files import add_files
-from bench.command.machine import environment, heading
-from bench.command.values import listed
 from bench.gpu_study.rows import RowFile
 from commengine import UsageError
 from trainers.files.reading import read_json_lines
@@ -54,17 +51,14 @@ COMPARISONS = (
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="folder of the runs' folders")
-    parser.add_argument("--without", nargs="*", default=[], metavar="RUN", help="runs that were left out on purpose")
-    add_files(parser)
+    names = sorted({name for one in COMPARISONS for name in (one.run, one.reference)})
+    parser.add_argument("--without", nargs="*", choices=names, default=[], help="runs that were left out on purpose")
 
 
 def check(given: Any) -> None:
     """Raises ValueError that names the option at fault."""
     if not given.runs.is_dir():
         raise ValueError(f"--runs {given.runs}: there is no such folder")
-    if given.without:
-        names = sorted({name for one in COMPARISONS for name in (one.run, one.reference)})
-        given.without = listed(given.without, names, "--without")
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -99,18 +93,16 @@ def compare(one: Comparison, folder: Path, without: Sequence[str] = ()) -> dict[
 
 def run(given: Any) -> int:
     """Compare the runs and print the verdict. Returns 1 if it is bad."""
-    result = environment("bench.gpu")
     rows = RowFile(
-        heading("Losses of runs that must agree", result),
+        given, "Losses of runs that must agree",
         ["| run | against | steps | last loss | difference | tolerance | |", "|---|---|--:|--:|--:|--:|---|"],
-        result, output=given.output, json_file=given.json,
     )  # fmt: skip
     bad = []
     for one in COMPARISONS:
         numbers = compare(one, given.runs, given.without)
         cells = [f"{numbers['last']:.4f}", f"{numbers['difference']:.2g}"] if "last" in numbers else ["", ""]
-        line = [one.run, one.reference, str(numbers["steps"]), *cells, f"{one.tolerance:g}", numbers["verdict"]]
-        rows.add(f"| {' | '.join(line)} |", numbers | {"tolerance": one.tolerance})
+        line = [one.run, one.reference, numbers["steps"], *cells, f"{one.tolerance:g}", numbers["verdict"]]
+        rows.add(line, numbers | {"tolerance": one.tolerance})
         if numbers["verdict"] not in ("agrees", "not run"):
             bad.append(f"{one.run} {numbers['verdict']}")
     print(f"\nverdict: {'BAD: ' + ', '.join(bad) if bad else 'good'}", flush=True)

@@ -6,7 +6,7 @@ on the products' stream, too, as in a tensor-parallel backward pass. NCCL_LAUNCH
 when the large ones that were enqueued before it have started; 0 does not.
 
 "Hidden" is the share of the large all-reduces' time that no product waited for, as a median over the rounds with its
-range. The timelines of the last round are written beside the table, for chrome://tracing.
+quartiles. The timelines of the last round are written beside the table, for chrome://tracing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from bench.command.files import add_files
-from bench.command.machine import environment, heading
-from bench.contests.driver import Spread, ratio
-from bench.gpu_study.rows import RowFile
+from bench.gpu_study.flops import ceiling
+from bench.gpu_study.rows import RowFile, finish
+from bench.timing.turns import Spread, ratio
 from commengine import Communicator, trace
 from commengine.device.nccl import LAUNCH_ORDER
 from commengine.stream import Stream, Work
@@ -33,38 +32,9 @@ SIDE, TINY_SIDE = 8192, 128
 
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--rounds", type=int, valid=COUNT, default=15, help="rounds (default: %(default)s)")
-    parser.add_argument(
-        "--bucket-mb",
-        type=int,
-        valid=between(1, 2**16),
-        default=40,
-        help="MB of each all-reduce (default: %(default)s)",
-    )
-    parser.add_argument("--tiny", action="store_true", help="small products on the host, to try it without a GPU")
-    add_files(parser)
-
-
-def products(count: int, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Enqueue ``count`` products."""
-    for _ in range(count):
-        left @ right
-
-
-def finish(device: torch.device) -> None:
-    """Wait for all work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def ceiling(left: torch.Tensor, right: torch.Tensor, count: int = 50) -> float:
-    """TFLOP/s of a bf16 product with nothing beside it."""
-    products(5, left, right)
-    finish(left.device)
-    start = time.perf_counter()
-    products(count, left, right)
-    finish(left.device)
-    return 2 * len(left) ** 3 * count / (time.perf_counter() - start) / 1e12
+    add, most = parser.add_argument, between(1, 2**16)
+    add("--rounds", type=int, valid=COUNT, default=15, help="rounds (default: %(default)s)")
+    add("--bucket-mb", type=int, valid=most, default=40, help="MB of each all-reduce (default: %(default)s)")
 
 
 def step(
@@ -80,7 +50,8 @@ def step(
     start = time.perf_counter()
     works: list[Work] = []
     for bucket in buckets:
-        products(2, left, right)
+        for _ in range(2):
+            left @ right
         if small is not None:
             world.all_reduce(small, "avg")
         works.append(world.all_reduce(bucket, "avg", stream=stream))
@@ -92,7 +63,6 @@ def step(
 
 def run(world: Communicator, given: Any) -> None:
     """Measure; rank 0 prints and writes. Both rows are written after every round, over the rounds so far."""
-    result = environment("bench.gpu")
     side = TINY_SIDE if given.tiny else SIDE
     left, right = (torch.randn(side, side, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     buckets = [torch.ones(given.bucket_mb * 250_000, device=world.device) for _ in range(8)]
@@ -103,7 +73,7 @@ def run(world: Communicator, given: Any) -> None:
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     hidden: dict[str, list[float]] = {name: [] for name in ways}
-    speed = ceiling(left, right)
+    speed = ceiling(world.device, side) / 1e12
     shuffle = random.Random(0)  # the same on every rank
     for number in range(given.rounds):
         for name in shuffle.sample(list(ways), len(ways)):
@@ -116,25 +86,21 @@ def run(world: Communicator, given: Any) -> None:
                 file = f"gpu_overlap_{name.replace(', ', ' ').replace(' ', '_')}.json"
                 log.save_chrome(Path(given.output).with_name(file))
         if world.rank == 0:
-            write(world.size, result, given, f"bf16 products of {side}^3: {speed:.3g} TFLOP/s with nothing beside them",
+            write(world.size, given, f"bf16 products of {side}^3: {speed:.3g} TFLOP/s with nothing beside them",
                   seconds, hidden, quiet=number < given.rounds - 1)  # fmt: skip
 
 
 def write(
-    ranks: int, result: dict[str, Any], given: Any, speed: str, seconds: dict[str, list[float]],
-    hidden: dict[str, list[float]], *, quiet: bool,
-) -> None:  # fmt: skip
+    ranks: int, given: Any, speed: str, seconds: dict[str, list[float]], hidden: dict[str, list[float]], *, quiet: bool
+) -> None:
     """Write the table of the rounds so far. speed: a line about the products alone. hidden: a share for each round."""
-    order = f"{LAUNCH_ORDER}={os.environ.get(LAUNCH_ORDER, '')}"
     rows = RowFile(
-        [*heading(f"Overlap on a device, {ranks} ranks", result), "", speed, "", order],
+        given, f"Overlap on a device, {ranks} ranks",
         ["| | rounds | ms a step | over one stream | hidden |", "|---|--:|--:|--:|--:|"],
-        result | {"ranks": ranks}, output=given.output, json_file=given.json, quiet=quiet,
+        [speed, f"{LAUNCH_ORDER}={os.environ.get(LAUNCH_ORDER, '')}"], quiet=quiet, ranks=ranks,
     )  # fmt: skip
     for name, times in seconds.items():
-        alike = seconds[name.replace("two streams", "one stream")]
-        cells = [Spread.of([each * 1e3 for each in times]).text(), ratio(times, alike).text()]
-        shares = Spread.of(hidden[name])
+        alike, shares = seconds[name.replace("two streams", "one stream")], Spread.of(hidden[name])
         part = f"{shares.median:.0%} [{shares.low:.0%} to {shares.high:.0%}]"
-        line = f"| {name} | {len(times)} | {' | '.join(cells)} | {part} |"
-        rows.add(line, {"name": name, "seconds": times, "hidden": hidden[name]})
+        cells = [Spread.of([each * 1e3 for each in times]).text(), ratio(times, alike).text(), part]
+        rows.add([name, len(times), *cells], {"name": name, "seconds": times, "hidden": hidden[name]})

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.command.files import add_files
-from bench.command.machine import environment, heading
-from bench.gpu_study.rows import RowFile
+from bench.gpu_study.rows import RowFile, finish
+from bench.step_study.recorder import open_trainer
 from commengine import Communicator
-from trainers.data.corpus import open_corpus
-from trainers.options import COUNT, OneLineParser
 from trainers.run.startup import read_config
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.tasks.gpt import GPTTrainConfig
 from trainers.training.trainer import Trainer
 
 #: calls of the CUDA runtime in which the host waits for the device; cudaMemcpy without Async does, too
@@ -37,29 +34,22 @@ TINY = (
     "--micro-batch-size 1 --global-batch-size 2"
 )
 WARM_UP = 3
-
-
-def add_options(parser: OneLineParser) -> None:
-    """The options of this study."""
-    parser.add_argument("--tiny", action="store_true", help="two layers of 64, to try the program without a GPU")
-    parser.add_argument("--kernels", type=int, valid=COUNT, default=20, help="rows of kernels (default: %(default)s)")
-    parser.add_argument("--timeline", metavar="FILE", help="write the timeline for chrome://tracing")
-    add_files(parser)
+KERNELS = 20  # the rows of kernels
 
 
 def profiled(trainer: Trainer, device: torch.device) -> tuple[Any, Counter[str], float]:
     """(profile, places of waits, seconds) of one step. The seconds are those of a step without the profiler."""
     for _ in range(WARM_UP):
         trainer.step()
-    _finish(device)
+    finish(device)
     start = time.perf_counter()
     trainer.step()
-    _finish(device)
+    finish(device)
     seconds = time.perf_counter() - start
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         trainer.step()
-        _finish(device)
+        finish(device)
     return found, waits_by_place(trainer, device), seconds
 
 
@@ -83,39 +73,28 @@ def waits_by_place(trainer: Trainer, device: torch.device) -> Counter[str]:
     return places
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def run(world: Communicator, given: Any) -> None:
     """Profile a step and write the counts first, then the kernels."""
-    result = environment("bench.gpu")
     words = (TINY if given.tiny else MODEL).split()
     config = read_config(GPTTrainConfig, [*words, "--mock-data", "--train-iters", "9"], "bench.gpu", world.size)
-    trainer = gpt_trainer(config, world, open_corpus(config))
+    trainer = open_trainer(config, world)
     found, places, seconds = profiled(trainer, world.device)
     trainer.close()
     events = found.key_averages()
     waits = {name: sum(each.count for each in events if each.key == name) for name in WAITS}
     rows = RowFile(
-        [
-            *heading(f"One training step with dropout, profiled on one {world.device.type} device", result),
-            "", f"{seconds * 1e3:.1f} ms without the profiler; {sum(waits.values())} calls that wait for the device",
-        ],
+        given, f"One training step with dropout, profiled on one {world.device.type} device",
         ["| what | count | ms on the device |", "|---|--:|--:|"],
-        result | {"seconds": seconds, "waits": waits, "places": dict(places)},
-        output=given.output, json_file=given.json,
+        [f"{seconds * 1e3:.1f} ms without the profiler; {sum(waits.values())} calls that wait for the device"],
+        seconds=seconds, waits=waits, places=dict(places),
     )  # fmt: skip
     for name, count in waits.items():
-        rows.add(f"| {name} | {count} | |", {"name": name, "count": count})
+        rows.add([name, count, ""], {"name": name, "count": count})
     for place, count in places.most_common():
-        rows.add(f"| waits at {place} | {count} | |", {"place": place, "count": count})
-    for each in sorted(events, key=_milliseconds, reverse=True)[: given.kernels]:
-        numbers = {"name": each.key, "count": each.count, "ms": _milliseconds(each)}
-        rows.add(f"| {each.key[:80]} | {each.count} | {_milliseconds(each):.3f} |", numbers)
-    if given.timeline:
-        found.export_chrome_trace(given.timeline)
+        rows.add([f"waits at {place}", count, ""], {"place": place, "count": count})
+    for each in sorted(events, key=_milliseconds, reverse=True)[:KERNELS]:
+        spent = _milliseconds(each)
+        rows.add([each.key[:80], each.count, f"{spent:.3f}"], {"name": each.key, "count": each.count, "ms": spent})
 
 
 def _milliseconds(event: Any) -> float:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from bench.command.files import replace_json, replace_text
+from bench.command.machine import heading
 
 
 class RowFile:
     """A markdown table and its numbers, on standard output and in the files that were asked for.
 
-    heading: the lines before the table. columns: its head and its rule. result: what the JSON says besides "rows".
-    quiet: write the files only.
+    given: the settings of the study (`bench.gpu.parse`). columns: the table's head and its rule. lines: stand before
+    the table. quiet: write the files only. numbers: what the JSON says besides the environment and "rows".
     """
 
     def __init__(
-        self, heading: Sequence[str], columns: Sequence[str], result: dict[str, Any], *, output: str | None,
-        json_file: str | None, quiet: bool = False,
+        self, given: Any, title: str, columns: Sequence[str], lines: Sequence[str] = (), *, quiet: bool = False,
+        **numbers: Any,
     ) -> None:  # fmt: skip
-        self._result = result | {"rows": []}
-        self._output, self._json, self._quiet = output, json_file, quiet
+        self._result = given.environment | numbers | {"rows": []}
+        self._output, self._json, self._quiet = given.output, given.json, quiet
         self._text = ""
-        self._say([*heading, "", *columns])
+        self._say([*heading(title, given.environment), *(word for line in lines for word in ("", line)), "", *columns])
 
-    def add(self, line: str, numbers: dict[str, Any]) -> None:
-        """Add a row: a line of the table, and the same as an object for the JSON."""
+    def add(self, cells: Sequence[object], numbers: dict[str, Any]) -> None:
+        """Add a row: its cells, and the same as an object for the JSON."""
         self._result["rows"].append(numbers)
-        self._say([line])
+        self._say([f"| {' | '.join(map(str, cells))} |"])
 
     def _say(self, lines: Sequence[str]) -> None:
         new = "".join(f"{line}\n" for line in lines)
@@ -35,14 +39,12 @@ class RowFile:
         if not self._quiet:
             print(new, end="", flush=True)
         if self._output:
-            _replace(self._output, self._text)
+            replace_text(Path(self._output), self._text)
         if self._json:
-            _replace(self._json, json.dumps(self._result, indent=1))
+            replace_json(Path(self._json), self._result)
 
 
-def _replace(name: str, text: str) -> None:
-    """Write a file so that it is whole whenever the program ends: the old text or the new one."""
-    path = Path(name)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def finish(device: torch.device) -> None:
+    """Wait for all work of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A corpus made by a plain script on datasketch, one text after the other: the peer in ``python -m bench.corpus``.
+"""A corpus made by a plain script on datasketch, one text after the other: the peer in ``bench.contest corpus``.
 
 It has the stages and the rules of trainers.prepare_corpus, as one would write them with the libraries' own functions.
 """
@@ -80,7 +80,8 @@ def main() -> None:
         for text in kept:
             file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     seconds = time.perf_counter() - began
-    print(json.dumps({"documents_in": count, "documents_out": len(kept), "seconds": seconds}))
+    report = Path(given.output).with_name(f"{Path(given.output).stem}-report.json")
+    report.write_text(json.dumps({"documents_in": count, "documents_out": len(kept), "seconds": seconds}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Tensor-parallel peer: torch's DTensor and parallelize_module over gloo.
-
-    torchrun --nproc-per-node 2 -m bench.peers.dtensor [--task FILE] [--loss-parallel]
+"""Tensor-parallel peer of ``bench.contest step``: torch's DTensor and parallelize_module over gloo.
 
 q, k, v and fc1 are column-parallel, the output projections row-parallel. Embedding and logits are replicated, as are
-the other parts of BERT's heads; with --loss-parallel the vocabulary is split as well: row-parallel embedding,
+the other parts of BERT's heads; in the way "loss-parallel" the vocabulary is split as well: row-parallel embedding,
 column-parallel head (one shared parameter, sharded along the vocabulary for both uses) and torch's loss_parallel().
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.contests.serving import serve
-from bench.contests.step_task import StepTask
-from bench.peers.plain import PlainModel, adamw, batch, build, make_step, parser, read_task
+from bench.peers.group import process_group
+from bench.peers.models import PlainModel
+from bench.peers.plain import adamw, batch, build, make_step
+from bench.programs.step_task import StepTask
 
 
 def shard(model: PlainModel, mesh: DeviceMesh, split_vocabulary: bool) -> None:
@@ -90,28 +89,19 @@ def make_sharded_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
     return clip if task.clip_grad else lambda: None
 
 
-def main() -> None:
-    """Set up, then do as the driver says."""
-    options = parser("bench.peers.dtensor", __doc__)
-    options.add_argument("--loss-parallel", action="store_true", help="split the vocabulary as well")
-    arguments = options.parse_args()
-    task = read_task(arguments.task)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build(task, packed=False)
-    shard(model, mesh, arguments.loss_parallel)
-    optimizer = adamw(task, model.parameters())
-    clip = make_sharded_clip(task, model)
-    note = "q, k, v converted once"
-    surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    if arguments.loss_parallel:
-        tied = model.head.weight is model.wte.weight
-        note += f", vocabulary split, embedding {'tied' if tied else 'NOT TIED'}"
-        surroundings = loss_parallel
-    step = make_step(model, optimizer, replace(batch(task), local=local), clip, surroundings)
-    serve(step, note=note)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+@contextlib.contextmanager
+def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
+    """The step of a `StepTask`. way: "loss-parallel" splits the vocabulary as well."""
+    given, split_vocabulary = StepTask(**task), way == "loss-parallel"
+    with process_group():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = build(given, packed=False)
+        shard(model, mesh, split_vocabulary)
+        note = "q, k, v converted once"
+        surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if split_vocabulary:
+            tied = model.head.weight is model.wte.weight
+            note += f", vocabulary split, embedding {'tied' if tied else 'NOT TIED'}"
+            surroundings = loss_parallel
+        mine, clip = replace(batch(given), local=local), make_sharded_clip(given, model)
+        yield make_step(model, adamw(given, model.parameters()), mine, clip, surroundings), note

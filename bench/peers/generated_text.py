@@ -1,43 +1,41 @@
-"""Peer of bench.generation: `transformers`' ``generate`` on one process.
-
-    python -m bench.peers.generated_text --task FILE
+"""Peer of ``bench.contest generation``: `transformers`' ``generate`` on one process.
 
 It has as many threads as OMP_NUM_THREADS says, and the key-value cache and the attention that `transformers` chooses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 
-from bench.command.parser import new_program_parser
-from bench.contests.generation_task import GenerationTask, checksum
-from bench.contests.serving import serve
+from bench.programs.generation_task import GenerationTask, checksum
 
 
-def build(task: GenerationTask) -> Any:
-    """``GPT2LMHeadModel`` with the task's weights. No token ends a text."""
-    shape = transformers.GPT2Config(
-        vocab_size=task.vocab_size, n_positions=task.max_position_embeddings, n_embd=task.hidden_size,
-        n_layer=task.num_layers, n_head=task.num_attention_heads, activation_function="gelu_new", bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-    model: Any = transformers.GPT2LMHeadModel(shape)
-    model.eval()
-    weights = task.weights()
-    missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {"lm_head.weight"}  # tied
-    assert not missing, missing
-    return model
+def write_model(task: GenerationTask, folder: str) -> None:
+    """Write the task's model with random weights, drawn as `transformers` draws them. No token ends a text."""
+    sizes = {name: getattr(task, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    sizes |= {"num_hidden_layers": task.num_layers, "max_position_embeddings": task.max_position_embeddings}
+    if task.family == "llama":
+        sizes["intermediate_size"] = max(task.hidden_size // 24, 1) * 64  # as Megatron-LM has it
+    config = transformers.AutoConfig.for_model(task.family, **sizes, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(task.seed)
+    model: Any = transformers.AutoModelForCausalLM
+    model.from_config(config).save_pretrained(folder)
 
 
-def main() -> None:
-    """Set up, then do as the driver says."""
-    options = new_program_parser("bench.peers.generated_text", __doc__)
-    options.add_argument("--task", required=True, metavar="FILE", help="JSON file of a GenerationTask")
-    task = GenerationTask.load(options.parse_args().task)
-    model, prompts = build(task), torch.tensor(task.prompts())
+def build(task: GenerationTask, **more: Any) -> Any:
+    """The model, as `transformers` loads it. more: arguments of ``from_pretrained``."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.weights, dtype=torch.float32, **more)
+    return model.eval()
+
+
+def writer(model: Any, task: GenerationTask) -> Callable[[], float]:
+    """A step that writes the task's texts."""
+    prompts = torch.tensor(task.prompts())
     real = torch.ones_like(prompts)
 
     def step() -> float:
@@ -47,9 +45,13 @@ def main() -> None:
             )
         return checksum(texts[:, task.prompt_tokens :].tolist())
 
+    return step
+
+
+@contextmanager
+def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
+    """The texts of a `GenerationTask` in one process."""
+    given = GenerationTask(**task)
+    model = build(given)
     note = f"transformers {transformers.__version__}, {model.config._attn_implementation} attention, dynamic cache"
-    serve(step, note=f"{note}, {torch.get_num_threads()} threads")
-
-
-if __name__ == "__main__":
-    main()
+    yield writer(model, given), f"{note}, {torch.get_num_threads()} threads"

@@ -1,38 +1,25 @@
 """The training step of the peers: their models, optimizer and loss, and the peer on one process.
 
-    python -m bench.peers.plain [--task FILE]
-
 It has as many threads as OMP_NUM_THREADS says. Its losses are the reference for all contestants.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bench.command.parser import ProgramParser, new_program_parser
-from bench.contests.serving import serve
-from bench.contests.step_task import IGNORED, StepTask
+from bench.programs.step_task import IGNORED, StepTask
 
-from .bert import PlainBERT, bert_batch, reference_bert
-from .gpt import PlainGPT, gpt_batch, reference_gpt
-
-#: a model that the peers train
-PlainModel: TypeAlias = PlainGPT | PlainBERT
-
-#: name -> the model's class, its initial weights, its batch
-_MODELS: dict[str, tuple[Callable[..., PlainModel], Callable[[StepTask], dict[str, Tensor]], Callable[..., Any]]] = {
-    "gpt": (PlainGPT, reference_gpt, gpt_batch),
-    "bert": (PlainBERT, reference_bert, bert_batch),
-}
+from .models import PlainModel
 
 
 @dataclass(frozen=True)
@@ -55,35 +42,40 @@ class PlainBatch:
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
 
-def reference_state(task: StepTask) -> dict[str, Tensor]:
-    """The initial weights of all contestants."""
-    return _MODELS[task.model][1](task)
-
-
-def split_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights for a model with separate q, k and v."""
-    split = {}
-    for name, value in state.items():
-        if ".c_attn." in name:
-            for part, rows in zip("qkv", value.chunk(3), strict=True):
-                split[name.replace("c_attn", part)] = rows.contiguous()
-        else:
-            split[name] = value
-    return split
-
-
 def build(task: StepTask, packed: bool = True) -> PlainModel:
-    """The unsharded model with the reference weights."""
-    state = load_file(task.weights) if task.weights else reference_state(task)
-    model = _MODELS[task.model][0](task, packed)
-    state = state if packed else split_qkv(state)
+    """The unsharded model with the reference weights, with q, k and v in one layer (``packed``) or in three."""
+    state = load_file(task.weights)
+    for name in [name for name in state if ".c_attn." in name and not packed]:
+        for part, rows in zip("qkv", state.pop(name).chunk(3), strict=True):
+            state[name.replace("c_attn", part)] = rows.contiguous()
+    model = PlainModel(task, packed)
     model.load_state_dict({**state, "head.weight": state["wte.weight"]})
     return model
 
 
 def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> PlainBatch:
-    """This data-parallel rank's batch, contiguous."""
-    return PlainBatch(*_MODELS[task.model][2](task, rank, ranks))
+    """This data-parallel rank's batch, contiguous.
+
+    A mean is over the global batch. The ranks average their gradients, so its factor has the number of ranks.
+    """
+
+    def mine(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).chunk(ranks)[rank].contiguous()
+
+    if task.model == "gpt":
+        tokens = mine(task.tokens())
+        targets = tokens[:, 1:].flatten()
+        return PlainBatch((tokens[:, :-1].contiguous(),), [(targets, 1 / len(targets))])
+    whole = task.bert_batch()
+    tokens, types, labels, positions = map(mine, (whole.tokens, whole.token_types, whole.labels, whole.positions))
+    mask = (torch.arange(task.seq_length) < mine(whole.lengths)[:, None])[:, None, None, :]
+    inputs: tuple[Tensor, ...] = (tokens, types, mask)
+    if task.masked_positions_only:
+        inputs += ((torch.arange(len(tokens))[:, None] * task.seq_length + positions).flatten(),)
+        labels = labels.gather(1, positions)
+    counted = int((whole.labels != IGNORED).sum())
+    order = mine(whole.order_labels)
+    return PlainBatch(inputs, [(labels.flatten(), ranks / counted), (order, ranks / task.global_batch_size)])
 
 
 def adamw(task: StepTask, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -105,7 +97,7 @@ def make_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: PlainBatch,
-    clip: Callable[[], None],
+    clip: Callable[[], object],
     surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Callable[[], float]:
     """One training step; ``clip`` gets the reduced gradients. The step returns its loss.
@@ -125,41 +117,18 @@ def make_step(
     return step
 
 
-def make_clip(task: StepTask, model: nn.Module) -> Callable[[], None]:
+def make_clip(task: StepTask, model: nn.Module) -> Callable[[], object]:
     """Clip by the norm of whole gradients. It does not work for a sharded model."""
     parameters = list(model.parameters())
     if not task.clip_grad:
         return lambda: None
-    return lambda: void(nn.utils.clip_grad_norm_(parameters, task.clip_grad, foreach=True))
+    return partial(nn.utils.clip_grad_norm_, parameters, task.clip_grad, foreach=True)
 
 
-def void(_: object) -> None:
-    """Drop a result."""
-
-
-def parser(program: str, description: str | None) -> ProgramParser:
-    """The options that every peer has."""
-    options = new_program_parser(program, description)
-    options.add_argument(
-        "--task", type=Path, help="JSON file of a bench.contests.step_task.StepTask; default: its default"
-    )
-    return options
-
-
-def read_task(path: Path | None) -> StepTask:
-    """The task in that file, or the default task without a file."""
-    return StepTask.load(path) if path else StepTask()
-
-
-def main() -> None:
-    """Set up, then do as the driver says."""
-    options = parser("bench.peers.plain", __doc__).parse_args()
-    task = read_task(options.task)
-    model = build(task)
-    optimizer = adamw(task, model.parameters())
-    step = make_step(model, optimizer, batch(task), make_clip(task, model))
-    serve(step, note=f"{torch.get_num_threads()} threads, packed QKV")
-
-
-if __name__ == "__main__":
-    main()
+@contextlib.contextmanager
+def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
+    """The step of a `StepTask` in one process."""
+    given = StepTask(**task)
+    model = build(given)
+    step = make_step(model, adamw(given, model.parameters()), batch(given), make_clip(given, model))
+    yield step, f"{torch.get_num_threads()} threads, packed QKV"

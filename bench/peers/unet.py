@@ -1,12 +1,12 @@
 """The U-Net of tplayers in plain torch, on the whole field in one process: what `tplayers.UNet` is measured against.
 
-    python -m bench.peers.unet --task FILE
-
 It has as many threads as OMP_NUM_THREADS says. Its state dict has the names and shapes of `tplayers.UNet`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bench.command.parser import new_program_parser
-from bench.contests.field_task import FieldTask, make_step
-from bench.contests.serving import serve
-
-_CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
-_BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+from bench.programs.field_task import FieldTask, make_step
 
 
 class WholeUNet(nn.Module):
@@ -43,14 +36,14 @@ class WholeUNet(nn.Module):
         super().__init__()
         last = (axes, kernel_size, padding_mode, norm, dtype)
         self.down = nn.ModuleList([_WholeLevel(in_channels, width, *last)])
-        self.pool = nn.ModuleList(_POOL[axes](2) for _ in range(depth))
+        self.pool = nn.ModuleList(getattr(nn, f"MaxPool{axes}d")(2) for _ in range(depth))
         self.up, self.merge = nn.ModuleList(), nn.ModuleList()
         for channels in (width * 2**level for level in range(1, depth + 1)):
             self.down.append(_WholeLevel(channels // 2, channels, *last))
         for channels in (width * 2**level for level in reversed(range(depth))):
-            self.up.append(_TRANSPOSE[axes](2 * channels, channels, 2, stride=2, dtype=dtype))
+            self.up.append(getattr(nn, f"ConvTranspose{axes}d")(2 * channels, channels, 2, stride=2, dtype=dtype))
             self.merge.append(_WholeLevel(2 * channels, channels, *last))
-        self.last = _CONV[axes](width, out_channels, 1, dtype=dtype)
+        self.last = getattr(nn, f"Conv{axes}d")(width, out_channels, 1, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down[0](x)
@@ -70,13 +63,13 @@ class _WholeLevel(nn.Module):
     ) -> None:
         super().__init__()
         self.conv = nn.ModuleList(
-            _CONV[axes](
+            getattr(nn, f"Conv{axes}d")(
                 one, channels, kernel, padding=kernel // 2, padding_mode=padding_mode, bias=norm == "none", dtype=dtype
             )
             for one in (ins, channels)
         )
         made: dict[str, Any] = {
-            "batch": lambda: _BATCH[axes](channels, dtype=dtype),
+            "batch": lambda: getattr(nn, f"BatchNorm{axes}d")(channels, dtype=dtype),
             "group": lambda: nn.GroupNorm(max(channels // 8, 1), channels, dtype=dtype),
             "none": nn.Identity,
         }
@@ -94,18 +87,10 @@ def reference_state(task: FieldTask) -> dict[str, Tensor]:
     return WholeUNet(task.channels, task.channels, 2, width=task.width, depth=task.depth).state_dict()
 
 
-def main() -> None:
-    """Set up, then do as the driver says."""
-    options = new_program_parser("bench.peers.unet", __doc__)
-    options.add_argument("--task", required=True, metavar="FILE", help="JSON file of a FieldTask with weights")
-    task = FieldTask.load(options.parse_args().task)
-    model = WholeUNet(
-        task.channels, task.channels, 2, width=task.width, depth=task.depth, padding_mode=task.padding_mode
-    )
-    model.load_state_dict(load_file(task.weights))
-    step = make_step(task, model, *task.fields(), ranks=1)
-    serve(step, note=f"{torch.get_num_threads()} threads")
-
-
-if __name__ == "__main__":
-    main()
+@contextmanager
+def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
+    """The step of a `FieldTask` in one process."""
+    given = FieldTask(**task)
+    model = WholeUNet(given.channels, given.channels, 2, width=given.width, depth=given.depth)
+    model.load_state_dict(load_file(given.weights))
+    yield make_step(given, model, *given.fields(), ranks=1), f"{torch.get_num_threads()} threads"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 
-from bench.clusters.cluster import Cluster
+from bench.clusters.cluster import Cluster, Device
 from bench.prediction.kernels import memory_seconds
 from bench.prediction.layout import Layout
 from commengine import cost
-from commengine.cost import TransformerShape
+from commengine.cost import FittedModel, TransformerShape
 
 
 def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
     """The seconds of a step during which a device waits for its tensor group, over all micro-batches."""
-    ranks = cluster.machine.ranks_per_node
-    members = min(layout.tensor, ranks)
-    groups = max(1, min(ranks, layout.ranks) // members)
+    place = place_of("tensor", layout.tensor, layout.data, cluster.machine.ranks_per_node)
     run = cost.tensor_parallel_collectives(
         shape,
         layout.micro_batch,
@@ -23,13 +21,14 @@ def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Clust
         element_bytes=cluster.device.element_bytes,
         recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel,
+        stops_early=stops_early(layout, cluster.device),
     )
     run += cost.loss_collectives(shape, layout.micro_batch, layout.tensor)
     run += cost.key_value_collectives(
         shape, layout.micro_batch, layout.tensor, element_bytes=cluster.device.element_bytes, recompute=layout.recompute
     )
     return layout.micro_batches * sum(
-        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run
+        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run
     )
 
 
@@ -39,14 +38,12 @@ def data_communication(
     """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward."""
     if layout.data == 1:
         return 0.0, 0.0
-    node = cluster.machine.ranks_per_node
-    groups = min(layout.tensor, node)
-    members = max(1, min(layout.data, node // layout.tensor))
+    place = place_of("data", layout.tensor, layout.data, cluster.machine.ranks_per_node)
     size = cluster.device.element_bytes
     run = cost.data_parallel_collectives(
         owned, layout.data, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
     )
-    times = [ring_seconds(cluster, one.operation, one.size, one.ranks, members, groups) for one in run]
+    times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run]
     copies = 0.0
     if not cluster.overlap:  # copied into one flat tensor, divided, and copied back
         copies = slow * memory_seconds(cluster.device, 6 * size * owned)
@@ -56,15 +53,41 @@ def data_communication(
     return sum(times) - hidden, hidden
 
 
+def stops_early(layout: Layout, device: Device) -> bool:
+    """Whether a recomputed layer ends before its last product and sum, as torch's checkpoint does.
+
+    It does unless something that the backward needs comes after them: a mask of dropout.
+    """
+    return device.kernels == "fused" and not layout.hidden_dropout
+
+
+def place_of(group: str, tensor: int, data: int, node: int) -> tuple[int, int]:
+    """The members of a group that lie on one node, and the groups of its kind that run at once there.
+
+    group: "tensor" or "data". tensor, data: the sizes of such groups. node: the ranks of a node.
+    """
+    if group == "tensor":
+        members = min(tensor, node)
+        return members, max(1, min(node, tensor * data) // members)
+    return max(1, min(data, node // tensor)), min(tensor, node)
+
+
 def ring_seconds(
     cluster: Cluster, operation: str, size: float, ranks: int, members_per_node: int, groups_per_node: int
 ) -> float:
     """The seconds of a collective by one ring through all ranks of a group, node by node.
 
-    The ``groups_per_node`` groups that run at once share the node's adapters; a single group uses all of them.
+    The ``groups_per_node`` groups that run at once share the node's adapters; a single group uses all of them. If
+    groups that lie so were measured, inside a node or between nodes as this one, the measured model says the seconds.
     """
     if ranks == 1:
         return 0.0
+    known = cluster.measured.get((members_per_node, groups_per_node))
+    if known is not None:
+        inside = ranks <= members_per_node
+        alike = [one for one in known.collectives.get(operation, ()) if (one.ranks <= members_per_node) == inside]
+        if alike:
+            return FittedModel({operation: tuple(alike)}).seconds(operation, size, ranks)
     machine = cluster.machine
     nodes = math.ceil(ranks / members_per_node)
     ring = cost.collective(operation, "ring", size, ranks)

@@ -11,27 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bench.clusters.cluster import Device
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of the model that are on. bench.predict --ablation turns them off one by one."""
-
-    gemm_shape: bool = True
-    attention_traffic: bool = True
-    elementwise: bool = True
-    host: bool = True
-    recompute: bool = True
-    optimizer: bool = True
-    tensor_communication: bool = True
-    data_communication: bool = True
-
-    def without(self, name: str) -> Parts:
-        """All parts but one."""
-        return replace(self, **{name: False})
 
 
 @dataclass
@@ -66,19 +48,10 @@ class KernelTimes:
         return sum(self.seconds(slowdown).values())
 
 
-def gemm_seconds(device: Device, m: int, n: int, k: int, batch: int = 1, *, by_shape: bool = True) -> float:
-    """The seconds of ``batch`` products [m, k] x [k, n], with the best of the device's tiles.
-
-    by_shape=False: at the rate of the largest GEMMs, whatever the shape is.
-    """
-    rate = device.peak_flops * device.gemm_efficiency
-    if not by_shape:
-        return 2 * batch * m * n * k / rate
-    return _tiled(device, rate, m, n, k, batch)
-
-
 @functools.lru_cache(maxsize=4096)
-def _tiled(device: Device, rate: float, m: int, n: int, k: int, batch: int) -> float:
+def gemm_seconds(device: Device, m: int, n: int, k: int, batch: int = 1) -> float:
+    """The seconds of ``batch`` products [m, k] x [k, n], with the best of the device's tiles."""
+    rate = device.peak_flops * device.gemm_efficiency
     size, bandwidth = device.element_bytes, device.memory_bandwidth * device.memory_efficiency
     bound = batch * (m * k + k * n + m * n) * size / bandwidth
     best = math.inf
@@ -90,7 +63,7 @@ def _tiled(device: Device, rate: float, m: int, n: int, k: int, batch: int) -> f
         multiply = 2 * rows * columns * k / (min(rate, cached) / device.units)
         write = rows * columns * size * min(count, device.units) / bandwidth
         best = min(best, waves * (device.latency + multiply + write))
-    return max(best, bound)
+    return device.gemm_start + max(best, bound)
 
 
 def memory_seconds(device: Device, moved: float, efficiency: float | None = None) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.clusters.cluster import Cluster
-from bench.prediction.kernels import Parts
 from bench.prediction.layout import MODELS, Layout
-from bench.prediction.model_cost import PredictedStep, predict, slowdown
+from bench.prediction.model_cost import PARTS, PredictedStep, predict, slowdown
 from commengine.cost import Link
 
 FIGURE_5 = (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))  # Table 1: model, GPUs that share it
@@ -42,49 +41,45 @@ class Figure:
         return difference / self.gpus * 100 if self.section == "table8" else difference
 
 
-def figures(cluster: Cluster, parts: Parts | None = None) -> list[Figure]:
-    """All 13 figures, in the paper's order.
+def figures(cluster: Cluster, off: str = "") -> list[Figure]:
+    """All 13 figures, in the paper's order. off: the part of the model that is left out, one of `PARTS`.
 
     The batch is 8 for each model, and every layer's activations are recomputed (sections 4.2 and 5.1).
     """
-    baseline = run(cluster, "1.2b", parts=parts)
+    baseline = run(cluster, "1.2b", off=off)
 
     def efficiency(step: PredictedStep) -> float:
         return 100 * step.flops_per_device / baseline.flops_per_device
 
     found = []
     for (model, tensor), published in zip(FIGURE_5[1:], (95, 82, 77), strict=True):
-        step = run(cluster, model, tensor, parts=parts)
+        step = run(cluster, model, tensor, off=off)
         found.append(Figure("figure5-mp", f"{model.upper()}, {tensor} GPUs", tensor, published, efficiency(step)))
     for (model, tensor), published in zip(FIGURE_5, (96, 83, 79, 74), strict=True):
-        step = run(cluster, model, tensor, data=64, parts=parts)
+        step = run(cluster, model, tensor, data=64, off=off)
         gpus = 64 * tensor
         found.append(Figure("figure5-mp-dp", f"{model.upper()}, {gpus} GPUs", gpus, published, efficiency(step)))
     for heads, published in ((16, 82), (24, 80), (32, 77)):
-        step = run(cluster, "8.3b", 8, heads=heads, parts=parts)
+        step = run(cluster, "8.3b", 8, heads=heads, off=off)
         found.append(Figure("table7", f"{heads} heads of {3072 // heads}", 8, published, efficiency(step)))
     for gpus, speed_up in ((2, 1.64), (4, 2.34), (8, 2.98)):
-        step = run(cluster, "1.2b", gpus, parts=parts)
+        step = run(cluster, "1.2b", gpus, off=off)
         found.append(Figure("table8", f"{gpus} GPUs", gpus, speed_up, baseline.total / step.total))
     return found
 
 
 def run(
-    cluster: Cluster, model: str, tensor: int = 1, *, data: int = 1, heads: int = 0, parts: Parts | None = None
+    cluster: Cluster, model: str, tensor: int = 1, *, data: int = 1, heads: int = 0, off: str = ""
 ) -> PredictedStep:
     """One of the paper's steps."""
     shape = replace(MODELS[model], heads=heads or MODELS[model].heads)
-    return predict(shape, Layout(tensor=tensor, data=data, recompute="full"), cluster, parts)
+    return predict(shape, Layout(tensor=tensor, data=data, recompute="full"), cluster, off)
 
 
 def errors(found: list[Figure]) -> tuple[float, float]:
     """The mean and the largest error, without signs."""
     sizes = [abs(one.error) for one in found]
     return sum(sizes) / len(sizes), max(sizes)
-
-
-def _within(mean: float, largest: float) -> bool:
-    return mean <= BOUNDS[0] and largest <= BOUNDS[1]
 
 
 def as_json(found: list[Figure]) -> dict[str, list[dict[str, float]]]:
@@ -105,7 +100,7 @@ def table(found: list[Figure]) -> Iterator[str]:
         yield f"| {SECTIONS[one.section]} | {one.case} | {published} | {one.predicted:{form}} | {one.error:+.1f} |"
     mean, largest = errors(found)
     yield ""
-    verdict = "within" if _within(mean, largest) else "OUTSIDE"
+    verdict = "within" if mean <= BOUNDS[0] and largest <= BOUNDS[1] else "OUTSIDE"
     yield (
         f"Mean error {mean:.1f} points, largest {largest:.1f}: {verdict} the bounds of {BOUNDS[0]:g} and "
         f"{BOUNDS[1]:g}. Table 8's error is that of speed-up / GPUs x 100."
@@ -114,13 +109,9 @@ def table(found: list[Figure]) -> Iterator[str]:
 
 def breakdown(cluster: Cluster) -> Iterator[str]:
     """Yield markdown: the parts of the time of the single-GPU step and of the model-parallel ones."""
+    cases = [*((model, tensor, 1) for model, tensor in FIGURE_5), ("8.3b", 8, 64), ("1.2b", 8, 1)]
     steps = {
-        "1.2B on 1": run(cluster, "1.2b"),
-        "2.5B on 2": run(cluster, "2.5b", 2),
-        "4.2B on 4": run(cluster, "4.2b", 4),
-        "8.3B on 8": run(cluster, "8.3b", 8),
-        "8.3B on 512": run(cluster, "8.3b", 8, data=64),
-        "1.2B on 8": run(cluster, "1.2b", 8),
+        f"{model.upper()} on {tensor * data}": run(cluster, model, tensor, data=data) for model, tensor, data in cases
     }
     yield f"| ms a step | {' | '.join(steps)} |"
     yield f"|---|{'---:|' * len(steps)}"
@@ -144,46 +135,22 @@ def epochs(cluster: Cluster) -> Iterator[str]:
         )
 
 
-_OFF = {
-    "gemm_shape": "every GEMM at the rate of the largest",
-    "attention_traffic": "attention's scores cost no memory traffic",
-    "elementwise": "no other memory-bound kernels",
-    "host": "no launches, no waiting for the host",
-    "recompute": "no recomputation (FLOP/s still count it)",
-    "optimizer": "no optimizer",
-    "tensor_communication": "tensor-parallel collectives are free",
-    "data_communication": "the gradients' reduction is free",
-}
-
-
 def ablation(cluster: Cluster) -> Iterator[str]:
     """Yield markdown: the 13 figures without one part of the model at a time, calibrated anew each time."""
-    everything = figures(cluster)
-    yield f"| model | memory slowed by | {' | '.join(_short(one) for one in everything)} | mean | largest |"
-    yield f"|---|---:|{'---:|' * (len(everything) + 2)}"
-    published = " | ".join(_value(one, one.published) for one in everything)
-    yield f"| published | | {published} | | |"
-    cases = [("everything", cluster, Parts())]
-    cases += [(text, cluster, Parts().without(name)) for name, text in _OFF.items()]
-    cases.append(("reduction of gradients under backward", replace(cluster, overlap=True), Parts()))
-    cases.append(("no calibration", replace(cluster, calibration=None), Parts()))
-    for text, machine, parts in cases:
-        try:
-            found, slow = figures(machine, parts), slowdown(machine, parts)
-        except ValueError:
-            yield f"| {text} | cannot be calibrated | {' | '.join('' for _ in everything)} | | |"
-            continue
-        mean, largest = errors(found)
-        values = " | ".join(_value(one, one.predicted) for one in found)
-        yield f"| {text} | {slow:.2f} | {values} | {mean:.1f} | {largest:.1f} |"
+    yield from _variants("model", [
+        ("everything", cluster, ""),
+        *((text, cluster, name) for name, text in PARTS.items()),
+        ("reduction of gradients under backward", replace(cluster, overlap=True), ""),
+        ("no calibration", replace(cluster, calibration=None), ""),
+    ])  # fmt: skip
 
 
 def sensitivity(cluster: Cluster) -> Iterator[str]:
-    """Yield markdown: the errors with other values of the constants that are least certain, calibrated anew."""
+    """Yield markdown: the same with other values of the constants that are least certain."""
     device, inside, between = cluster.device, cluster.machine.inside, cluster.machine.between
 
     def on(**changed: Any) -> Cluster:
-        return replace(cluster, device=replace(device, **changed))
+        return replace(cluster, device=device.model_copy(update=changed))
 
     def linked(**changed: Any) -> Cluster:
         return replace(cluster, machine=replace(cluster.machine, **changed))
@@ -202,12 +169,26 @@ def sensitivity(cluster: Cluster) -> Iterator[str]:
         ("NVLink at 15 GB/s a link", linked(inside=Link(inside.alpha, 1 / 90e9))),
         ("InfiniBand at 10 GB/s an adapter", linked(between=Link(between.alpha, 1 / 10e9))),
     ]
-    yield "| constant | memory slowed by | mean | largest | within bounds |"
-    yield "|---|---:|---:|---:|---|"
-    for text, changed in cases:
-        mean, largest = errors(figures(changed))
-        within = "yes" if _within(mean, largest) else "no"
-        yield f"| {text} | {slowdown(changed, Parts()):.2f} | {mean:.1f} | {largest:.1f} | {within} |"
+    yield from _variants("constant", [(text, machine, "") for text, machine in cases])
+
+
+def _variants(what: str, cases: Sequence[tuple[str, Cluster, str]]) -> Iterator[str]:
+    """Yield a table of the 13 figures, a row for each case: its name, its machine, and the part that is left out."""
+    (_, cluster, _), *_ = cases
+    everything = figures(cluster)
+    yield f"| {what} | memory slowed by | {' | '.join(_short(one) for one in everything)} | mean | largest |"
+    yield f"|---|---:|{'---:|' * (len(everything) + 2)}"
+    published = " | ".join(_value(one, one.published) for one in everything)
+    yield f"| published | | {published} | | |"
+    for text, machine, off in cases:
+        try:
+            found, slow = figures(machine, off), slowdown(machine, off)
+        except ValueError:
+            yield f"| {text} | cannot be calibrated |{' |' * (len(everything) + 2)}"
+            continue
+        mean, largest = errors(found)
+        values = " | ".join(_value(one, one.predicted) for one in found)
+        yield f"| {text} | {slow:.2f} | {values} | {mean:.1f} | {largest:.1f} |"
 
 
 def _value(figure: Figure, value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from bench.clusters.cluster import Cluster
@@ -11,6 +12,7 @@ from bench.prediction.layout import Layout
 from bench.prediction.model_cost import PredictedStep, kept_tensors, predict
 from bench.prediction.step_report import tflops
 from commengine.cost import TransformerShape
+from commengine.grid import divisors
 
 # The fields of Layout that the search varies and a caller may fix, with their options.
 SEARCHED = {
@@ -32,32 +34,24 @@ class Candidate:
     why: str = ""
 
 
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
 def layouts(shape: TransformerShape, gpus: int, batch: int, like: Layout) -> Iterator[Layout]:
     """Yield every layout whose sizes divide what they split, with the dropout of ``like``.
 
     Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
     nothing.
     """
+    ways = list(product(("none", "selective", "full"), (False, True), (False, True)))
     for tensor in divisors(gpus):
-        if shape.heads % tensor or shape.hidden % tensor or shape.vocab % tensor or batch % (gpus // tensor):
+        data, split = gpus // tensor, (shape.heads, shape.hidden, shape.vocab, shape.mlp)
+        if batch % data or any(size % tensor for size in split) or (shape.groups % tensor and tensor % shape.groups):
             continue
-        if shape.mlp % tensor or (shape.groups % tensor and tensor % shape.groups):
-            continue
-        data = gpus // tensor
-        for micro_batch in divisors(batch // data):
-            for recompute in ("none", "selective", "full"):
-                for sequence in (False, True) if tensor > 1 and shape.seq % tensor == 0 else (False,):
-                    for zero1 in (False, True) if data > 1 else (False,):
-                        yield replace(
-                            like, tensor=tensor, data=data, micro_batch=micro_batch,
-                            micro_batches=batch // data // micro_batch, recompute=recompute,
-                            sequence_parallel=sequence, zero1=zero1,
-                        )  # fmt: skip
+        for micro_batch, (recompute, sequence, zero1) in product(divisors(batch // data), ways):
+            if (sequence and (tensor == 1 or shape.seq % tensor)) or (zero1 and data == 1):
+                continue
+            yield replace(
+                like, tensor=tensor, data=data, micro_batch=micro_batch, micro_batches=batch // data // micro_batch,
+                recompute=recompute, sequence_parallel=sequence, zero1=zero1,
+            )  # fmt: skip
 
 
 def plan(
@@ -164,18 +158,10 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     fitting = [one for one in candidates if one.fits]
     others = [one for one in candidates if not one.fits]
     shown = fitting[:top] + others[: max(3, top - len(fitting))]
-    columns = (
-        "tensor",
-        "data",
-        "micro-batch",
-        "recompute",
-        "sequence parallel",
-        "ZeRO-1",
-        "s a step",
-        "TFLOP/s",
-        "waiting",
+    yield (
+        "| tensor | data | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step | TFLOP/s | waiting "
+        "| memory, GB | why not |"
     )
-    yield f"| {' | '.join(columns)} | memory, GB | why not |"
     yield "|---:|---:|---:|---|---|---|---:|---:|---:|---:|---|"
     for one in shown:
         layout, step = one.layout, one.step

@@ -55,11 +55,12 @@ def tflops(flops: float) -> str:
 def calibration(cluster: Cluster) -> str:
     """A sentence: whether a measured step has set the rates of the machine."""
     if (known := cluster.calibration) is not None:
+        model = known.model if isinstance(known.model, str) else f"{parameters(known.model) / 1e6:.0f} M parameters"
         return (
-            f"calibrated: {known.flops / 1e12:g} TFLOP/s were measured for {known.model}, micro-batch "
+            f"calibrated: {known.flops / 1e12:g} TFLOP/s were measured for {model}, micro-batch "
             f"{known.micro_batch}, recompute {known.recompute}"
         )
-    links = "measured collectives" if cluster.fitted else "the links of its file"
+    links = "measured collectives" if cluster.fitted or cluster.measured else "the links of its file"
     return (
         f"not calibrated: no step was measured on {cluster.name}; the times follow from the rates of its file and from "
         f"{links} alone"

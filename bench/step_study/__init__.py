@@ -5,6 +5,6 @@ of the model is in a *phase*: forward, recompute or backward. A *span* is a stre
 and phase (``spans``). ``traced_step`` traces steps and finds for each collective its part, its skew and the time that
 was exposed. ``volumes`` compares the collectives with the formulas; ``step_tables`` and ``timeline`` show them.
 
-A *recording* is the trace of one step, a file for each rank: ``recorder`` writes it, ``recording`` reads it, and
+A *recording* is the trace of one step, a file for each rank: ``recorder`` prepares it, ``recording`` reads it, and
 ``replaying`` runs its collectives again.
 """

@@ -1,22 +1,20 @@
-"""Record a training step: open its trainer, make the folder of the recording, and trace a step."""
+"""What recording a training step needs: its settings, its trainer, and the folder of the recording."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bench.step_study.traced_step import trace_steps
-from commengine import Communicator, Trace, UsageError
+from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank
 from trainers import presets
-from trainers.data.corpus import open_corpus
-from trainers.data.sentence_samples import open_masked_corpus
-from trainers.options import make_writable, value_of
+from trainers.options import make_writable
 from trainers.run.startup import read_config
-from trainers.tasks.bert import BERTTrainConfig, bert_trainer
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.training import transformer_trainer
 from trainers.training.trainer import Trainer
 
 #: the settings of the training commands whose steps can be traced
@@ -34,13 +32,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: int) -> TracedConfig:
-    """The settings of a training command's options, if `trace_steps` can trace such steps. Rank 0 alone calls it.
+    """The settings of a training command's options, if such steps can be traced. Rank 0 alone calls it.
 
     model: the word of ``--model``, or None. Raises UsageError or ValueError that names the option at fault.
     """
     if model is None:
-        name = value_of(GPTTrainConfig, "preset", rest, command)
-        model = GPTTrainConfig.task if name in (None, presets.LIST) else presets.find(name).task
+        named = [presets.PRESETS[word] for word in " ".join(rest).replace("=", " ").split() if word in presets.PRESETS]
+        model = named[0].task if named else GPTTrainConfig.task
     config = read_config(CONFIGS[model], rest, command, ranks)
     if config.compile:
         raise UsageError(
@@ -61,10 +59,7 @@ def from_json(found: Mapping[str, Any]) -> TracedConfig:
 
 def open_trainer(config: TracedConfig, comm: Communicator) -> Trainer:
     """The trainer of a study's steps. Collective over ``comm``; the caller closes it."""
-    if isinstance(config, BERTTrainConfig):
-        masked = on_every_rank(comm, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
-        return bert_trainer(config, comm, masked)
-    return gpt_trainer(config, comm, on_every_rank(comm, lambda: open_corpus(config)))
+    return transformer_trainer(config, comm, on_every_rank(comm, config.open_corpus))
 
 
 def make_folder(folder: Path, option: str, patterns: Collection[str], *, overwrite: bool) -> None:
@@ -82,18 +77,3 @@ def make_folder(folder: Path, option: str, patterns: Collection[str], *, overwri
         )
     for file in older:
         file.unlink()
-
-
-def record(
-    world: Communicator, config: TracedConfig, warmup: int, save: Callable[[Trace, tuple[float, float]], object]
-) -> Trace:
-    """Trace one step after ``warmup`` others, and give its trace, and when it began and ended, to ``save``. Collective.
-
-    save: collective, too; it is called before the trainer and its communicators are closed.
-    """
-    trainer = open_trainer(config, world)
-    traced = trace_steps(trainer, warmup, 1, lambda: None)
-    (trace,), (span,) = traced.recordings, traced.bounds
-    save(trace, span)
-    trainer.close()
-    return trace

@@ -6,19 +6,21 @@ in order.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterator
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from commengine import UsageError
+from commengine import CollectiveEvent, UsageError
 from commengine.operations import IN_MEMORY, OPERATIONS
-from commengine.trace import FORMAT, SAVED
-from trainers.files.reading import InputFileError, read_json_lines
+from commengine.trace import FORMAT
+from trainers.files.reading import read_json_lines
+from trainers.files.schema import FilePart, checked, fault_in, told
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = (
@@ -26,20 +28,17 @@ REPLAYED = (
     "send", "recv", "sendrecv",
 )  # fmt: skip
 MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pairwise)
-#: the operations that read and write windows
-IN_WINDOWS = IN_MEMORY
-#: the fields that a file has in another form than a `RecordedCall`
-UNLIKE = ("group", "size", "stream", "shape", "peers", "buffers")
+_Rank = Annotated[int, Field(ge=0)]
 
 
-#: the types of an event's fields, and which values they may have
-FIELDS: dict[str, tuple[Any, Callable[[Any], bool] | None]] = {
-    "operation": (str, None), "group": (str, None), "dtype": (str, None), "redop": (str, None), "stream": (str, None),
-    "root": (int, lambda rank: rank >= 0), "bytes": (int, lambda size: 0 <= size < 1 << 40),
-    **dict.fromkeys(("enqueue", "start", "end", "wait_start", "wait_end"), ((int, float), math.isfinite)),
-    "shape": (list, None), "peers": (list, None), "buffers": (list, None),
-}  # fmt: skip
-MAY_BE_NONE = ("redop", "stream", "root", "wait_start", "wait_end")
+class _Head(FilePart):
+    """The first line of a rank's file. groups: the world ranks of each group."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: int
+    rank: _Rank
+    groups: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,15 @@ class RecordedCall:
     Times are seconds of the recording rank's clock. For peers and buffers see `commengine.CollectiveEvent`.
     """
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
     operation: str
     redop: str | None
-    root: int | None
-    peers: tuple[int, ...]
+    root: _Rank | None
+    peers: tuple[_Rank, ...]
     dtype: str
     shape: tuple[int, ...]
-    bytes: int
+    bytes: Annotated[int, Field(ge=0, lt=1 << 40)]
     buffers: tuple[tuple[int, bool], ...]
     group: int
     stream: int
@@ -81,7 +82,7 @@ class RecordedCall:
     @property
     def windows(self) -> tuple[bool, ...]:
         """For each tensor of the call, whether it lies in a window; () if the operation does not use windows."""
-        return tuple(shared for _, shared in self.buffers) if self.operation in IN_WINDOWS else ()
+        return tuple(shared for _, shared in self.buffers) if self.operation in IN_MEMORY else ()
 
     @property
     def sent(self) -> tuple[int, int] | None:
@@ -95,6 +96,9 @@ class RecordedCall:
         if self.operation == "sendrecv":
             return self.peers[1], self.buffers[1][0]
         return (self.root, self.bytes) if self.operation == "recv" and self.root is not None else None
+
+
+_CALL = TypeAdapter(RecordedCall)
 
 
 @dataclass(frozen=True)
@@ -142,17 +146,15 @@ class Recording:
         )
         if call.operation not in MESSAGES or (sends and receives):
             return call
-        if call.operation != "sendrecv":
+        if call.operation != "sendrecv" or not (sends or receives):
             return call if sends or receives else None
         if sends:
             return replace(call, operation="send", root=call.peers[0], peers=call.peers[:1], buffers=call.buffers[:1])
-        if receives:
-            nbytes = call.buffers[1][0]
-            return replace(
-                call, operation="recv", root=call.peers[1], peers=call.peers[1:], buffers=call.buffers[1:],
-                bytes=nbytes, dtype="uint8", shape=(nbytes,),
-            )  # fmt: skip
-        return None
+        nbytes = call.buffers[1][0]
+        return replace(
+            call, operation="recv", root=call.peers[1], peers=call.peers[1:], buffers=call.buffers[1:],
+            bytes=nbytes, dtype="uint8", shape=(nbytes,),
+        )  # fmt: skip
 
     def _scaled(self, call: RecordedCall, kept: Group, number: int) -> RecordedCall:
         old = self.groups[call.group]
@@ -169,6 +171,21 @@ class Recording:
         return replace(call, group=number, root=root, peers=peers, shape=shape, bytes=nbytes)
 
 
+def moments(calls: Sequence[RecordedCall | CollectiveEvent]) -> list[tuple[bool, int]]:
+    """What a rank's caller does, in order: (False, number) enqueues a call, (True, number) waits for a stream's."""
+    found = [(call.enqueue, False, number) for number, call in enumerate(calls)]
+    waits = ((call.wait_start, number) for number, call in enumerate(calls) if call.stream)
+    found += [(moment, True, number) for moment, number in waits if moment is not None]
+    return [(waits, number) for _, waits, number in sorted(found)]
+
+
+def require_ranks(folder: Path, found: Collection[int], size: int = 0) -> None:
+    """Raise UsageError that names the first rank without a trace. size: of the run, where the traces say it."""
+    missing = sorted(set(range(max(size, len(found)))) - set(found))
+    if missing:
+        raise UsageError(f"{folder}: there are traces of {len(found)} ranks, and none of rank {missing[0]}")
+
+
 def read(folder: Path) -> dict[str, Any]:
     """The files of a recording as one object of JSON types, for `parse`. Raises UsageError that names the fault."""
     paths = sorted(folder.glob("rank-*.jsonl"))
@@ -176,28 +193,15 @@ def read(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder}: not a recording: there is no rank-0.jsonl (bench.step --save makes one)")
     found: dict[int, list[Any]] = {}
     for path in paths:
-        try:
+        with fault_in(f"{path}: not a trace of one rank", 300):
             lines = read_json_lines(path)
-            head = lines[0]
-            if head["format"] not in (1, FORMAT):
-                raise ValueError(f"format {head['format']}; this version reads 1 and {FORMAT}")
+            if lines[0]["format"] not in (1, FORMAT):
+                raise ValueError(f"format {lines[0]['format']}; this version reads 1 and {FORMAT}")
+            head = checked(_Head, lines[0])
             # Format 1 had no peers of a sendrecv, and did not say which tensors lay in windows.
-            events = (
-                lines[1:] if head["format"] == FORMAT else [{"peers": [], "buffers": []} | one for one in lines[1:]]
-            )
-            found[head["rank"]] = [head["groups"], events]
-            groups, rank = head["groups"], head["rank"]
-            lists = isinstance(groups, dict) and all(isinstance(ranks, list) for ranks in groups.values())
-            if not lists or not all(type(one) is int for ranks in (*groups.values(), [rank]) for one in ranks):
-                raise TypeError("want the number of its rank, and groups: an object of lists of ranks")
-        except InputFileError as error:
-            raise UsageError(str(error)) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{path}: not a trace of one rank: {what[:300]}") from error
-    missing = sorted(set(range(len(found))) - set(found))
-    if missing:
-        raise UsageError(f"{folder}: there is no trace of rank {missing[0]}, though of {len(found)} ranks in all")
+            older: dict[str, Any] = {"peers": [], "buffers": []} if head.format == 1 else {}
+            found[head.rank] = [head.groups, [older | event for event in lines[1:]]]
+    require_ranks(folder, found)
     return {"folder": str(folder), "ranks": [found[rank] for rank in range(len(found))]}
 
 
@@ -206,108 +210,74 @@ def parse(data: dict[str, Any]) -> Recording:
 
     Raises UsageError if the ranks' traces do not fit together or cannot be replayed.
     """
-    try:
-        return _parse(data)
-    except UsageError as error:
-        raise UsageError(f"{data['folder']}: {error}" if "folder" in data else str(error)) from error
-
-
-def _parse(data: dict[str, Any]) -> Recording:
-    numbers: dict[Group, int] = {}
-    for groups, _ in data["ranks"]:
-        for name, ranks in groups.items():
-            numbers.setdefault(Group(name, tuple(ranks)), len(numbers))
-    size = len(data["ranks"])
-    for group in numbers:
-        if gone := [rank for rank in group.ranks if not 0 <= rank < size]:
-            raise UsageError(f"group {group.name!r} has rank {gone[0]}, and there are traces of {size} ranks only")
-    calls = []
-    for rank, (groups, events) in enumerate(data["ranks"]):
-        for name, ranks in groups.items():
-            if rank not in ranks:
-                raise UsageError(f"rank {rank} has a trace of group {name!r}, which is of ranks {ranks}")
-        of_rank = {name: numbers[Group(name, tuple(ranks))] for name, ranks in groups.items()}
-        calls.append(tuple(_calls(rank, events, of_rank)))
-    found = Recording(tuple(numbers), tuple(calls))
-    _check_agreement(found)
+    with fault_in(data["folder"], 500):
+        numbers: dict[Group, int] = {}
+        for groups, _ in data["ranks"]:
+            for name, ranks in groups.items():
+                numbers.setdefault(Group(name, tuple(ranks)), len(numbers))
+        size = len(data["ranks"])
+        for group in numbers:
+            if gone := [rank for rank in group.ranks if not 0 <= rank < size]:
+                raise ValueError(f"group {group.name!r} has rank {gone[0]}, and there are traces of {size} ranks only")
+        calls = []
+        for rank, (groups, events) in enumerate(data["ranks"]):
+            for name, ranks in groups.items():
+                if rank not in ranks:
+                    raise ValueError(f"rank {rank} has a trace of group {name!r}, which is of ranks {ranks}")
+            of_rank = {name: numbers[Group(name, tuple(ranks))] for name, ranks in groups.items()}
+            calls.append(tuple(_calls(f"{data['folder']}: rank {rank}", events, of_rank)))
+        found = Recording(tuple(numbers), tuple(calls))
+        _check_agreement(found)
     return found
 
 
 def _check_agreement(what: Recording) -> None:
-    """Raise UsageError if the ranks of a group did not do the same: a replay would hang where one trace ends early.
+    """Raise ValueError if the ranks of a group did not do the same: a replay would hang where one trace ends early.
 
     On each stream of a group, the collectives must be the same on all its ranks, and messages must be received as they
     were sent.
     """
-    for number, group in enumerate(what.groups):
-        for stream in range(what.streams(number) + 1):
-            mine = [
-                [call for call in what.calls[rank] if (call.group, call.stream) == (number, stream)]
-                for rank in group.ranks
-            ]
-            collectives = [
-                [
-                    (c.operation, c.redop, c.root, c.dtype, c.bytes, c.windows)
-                    for c in calls
-                    if c.operation not in MESSAGES
-                ]
-                for calls in mine
-            ]
-            for rank, theirs in zip(group.ranks, collectives, strict=True):
-                if theirs != collectives[0]:
-                    _disagree(group, (group.ranks[0], collectives[0]), (rank, theirs))
-            sent, received = (
-                {
-                    (one, other): [about[1] for about in map(which, mine[one]) if about and about[0] == other]
-                    for one in range(len(mine))
-                    for other in range(len(mine))
-                }
-                for which in (operator.attrgetter("sent"), operator.attrgetter("received"))
-            )
-            for (one, other), sizes in sent.items():
-                if received[other, one] != sizes:
-                    _disagree(group, (group.ranks[one], sizes), (group.ranks[other], received[other, one]))
+    said: defaultdict[tuple[bool, int, int, tuple[int, ...]], defaultdict[int, list[Any]]]
+    said = defaultdict(lambda: defaultdict(list))  # by group, stream and ranks in it, for each of these ranks
+    for rank, calls in enumerate(what.calls):
+        for call in calls:
+            message, ranks = call.operation in MESSAGES, what.groups[call.group].ranks
+            me = ranks.index(rank)
+            if not message:
+                about = (call.operation, call.redop, call.root, call.dtype, call.bytes, call.windows)
+                said[message, call.group, call.stream, tuple(range(len(ranks)))][me].append(about)
+            if call.sent is not None:
+                said[message, call.group, call.stream, (me, call.sent[0])][0].append(call.sent[1])
+            if call.received is not None:
+                said[message, call.group, call.stream, (call.received[0], me)][1].append(call.received[1])
+    for (_, number, _, parties), lists in said.items():
+        group, first = what.groups[number], lists[0]
+        for place, party in enumerate(parties):
+            if (other := lists[place]) != first:
+                at = next((k for k, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+                counts = f"{len(first)} and {len(other)} calls"
+                raise ValueError(
+                    f"the traces do not fit: ranks {group.ranks[parties[0]]} and {group.ranks[party]} of group "
+                    f"{group.name!r} disagree: {counts if at is None else f'call {at}: {first[at]} and {other[at]}'}"
+                )
 
 
-def _disagree(group: Group, one: tuple[int, list[Any]], other: tuple[int, list[Any]]) -> NoReturn:
-    (first, theirs), (second, others) = one, other
-    at = next((k for k, pair in enumerate(zip(theirs, others, strict=False)) if pair[0] != pair[1]), None)
-    what = f"{len(theirs)} and {len(others)} calls" if at is None else f"call {at}: {theirs[at]} and {others[at]}"
-    raise UsageError(f"the traces do not fit: ranks {first} and {second} of group {group.name!r} disagree: {what}")
-
-
-def _calls(rank: int, events: list[Any], groups: dict[str, int]) -> Iterator[RecordedCall]:
-    for number, event in enumerate(events):
-        where = f"rank {rank}, event {number}"
-        if not isinstance(event, dict) or (missing := [name for name in SAVED if name not in event]):
-            raise UsageError(f"{where}: not an event{f': {missing[0]} is missing' if isinstance(event, dict) else ''}")
-        for name, (kinds, valid) in FIELDS.items():
-            value = event[name]
-            fits = isinstance(value, kinds) and not isinstance(value, bool) and (valid is None or valid(value))
-            if not fits and not (value is None and name in MAY_BE_NONE):
-                raise UsageError(f"{where}: {name} is {str(value)[:100]}")
-        if event["operation"] not in REPLAYED:
-            why = "a trace does not say with which ranks it was" if event["operation"] == "exchange" else "unknown"
-            raise UsageError(f"{where}: {event['operation']} cannot be replayed: {why}")
-        if event["operation"] == "sendrecv" and not event["peers"]:
-            raise UsageError(
-                f"{where}: a trace of format 1 does not say with which ranks a sendrecv was: record it again"
-            )
-        if event["group"] not in groups:
-            raise UsageError(f"{where}: group {event['group']!r} is not among {', '.join(groups)}")
-        stream = event["stream"]
-        fields = {name: event[name] for name in SAVED if name not in UNLIKE}
-        try:
-            index = 0 if stream is None else int(stream.rpartition("/stream")[2])
-            shape = tuple(operator.index(n) for n in event["shape"])
-            if event["operation"] != "barrier" and not isinstance(getattr(torch, event["dtype"], None), torch.dtype):
-                raise ValueError(f"dtype {event['dtype']!r} is none of torch's")
-            peers = tuple(operator.index(rank) for rank in event["peers"])
-            buffers = tuple((operator.index(size), bool(shared)) for size, shared in event["buffers"])
-            if event["operation"] == "sendrecv" and (len(peers), len(buffers)) != (2, 2):
-                raise ValueError("a sendrecv has two peers and two buffers")
-            yield RecordedCall(
-                **fields, shape=shape, peers=peers, buffers=buffers, group=groups[event["group"]], stream=index
-            )
-        except (TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{where}: {error}") from error
+def _calls(where: str, events: list[Any], groups: dict[str, int]) -> Iterator[RecordedCall]:
+    for number, data in enumerate(events):
+        with fault_in(f"{where}, event {number}"):
+            name, stream = data.get("group"), data.get("stream")
+            if name not in groups:
+                raise ValueError(f"group {name!r} is not among {', '.join(groups)}")
+            numbers = {"group": groups[name], "stream": 0 if stream is None else int(stream.rpartition("/stream")[2])}
+            try:
+                call = _CALL.validate_json(json.dumps(data | numbers))  # of JSON, so that a list may be a tuple
+            except ValidationError as error:
+                raise ValueError(told(error)) from None
+            if call.operation not in REPLAYED:
+                why = "a trace does not say with which ranks it was" if call.operation == "exchange" else "unknown"
+                raise ValueError(f"{call.operation} cannot be replayed: {why}")
+            if call.operation == "sendrecv" and (len(call.peers), len(call.buffers)) != (2, 2):
+                raise ValueError("a sendrecv has two peers and two buffers; record a trace of format 1 again")
+            if call.operation != "barrier" and not isinstance(getattr(torch, call.dtype, None), torch.dtype):
+                raise ValueError(f"dtype {call.dtype!r} is none of torch's")
+            yield call

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.step_study.recording import RecordedCall, Recording
+from bench.step_study.recording import RecordedCall, Recording, moments
 from commengine import CollectiveEvent, Communicator, Stream, UsageError, Work, trace
 from commengine.rank_zero import on_every_rank
 
@@ -35,13 +36,7 @@ class Replay:
                 made = [comm.new_stream() for _ in range(what.streams(index))]
                 self._streams.update({(index, number): stream for number, stream in enumerate(made, 1)})
         # Enqueue and wait in the order of the step. A collective that the step never waited for ends with the replay.
-        moments = [(call.enqueue, 0, number) for number, call in enumerate(self.calls)]
-        moments += [
-            (call.wait_start, 1, number)
-            for number, call in enumerate(self.calls)
-            if call.wait_start is not None and call.stream
-        ]
-        self._moments = sorted(moments)
+        self._moments = moments(self.calls)
         # All ranks of a group must make their windows in one order. The order of each stream's calls is common to all.
         order = sorted(range(len(self.calls)), key=lambda number: (self.calls[number].group, self.calls[number].stream))
         prepared = {number: self._prepared(self.calls[number]) for number in order}
@@ -52,11 +47,11 @@ class Replay:
         works: dict[int, Work] = {}
         mine = [comm for comm in self.comms if comm is not None]
         with trace(*mine) as log:
-            for _, waits, number in self._moments:
+            for waits, number in self._moments:
                 if waits:
                     works[number].wait()
                 else:
-                    works[number] = self._run(number)
+                    works[number] = self._runs[number]()
             for work in works.values():
                 work.wait()
         return log.events
@@ -69,42 +64,32 @@ class Replay:
             if comm is not None:
                 comm.close()
 
-    def _run(self, number: int) -> Work:
-        name, comm, args, about = self._runs[number]
-        work: Work = getattr(comm, name)(*args, **about)
-        return work
-
-    def _prepared(self, call: RecordedCall) -> tuple[str, Communicator, tuple[Any, ...], dict[str, Any]]:
-        """The method's name, the communicator and the arguments of a call."""
-        comm = self.comms[call.group]
+    def _prepared(self, call: RecordedCall) -> Callable[[], Work]:
+        """The call of the communicator's method."""
+        comm, name = self.comms[call.group], call.operation
         assert comm is not None  # a rank traces only its own groups
-        about: dict[str, Any] = {"stream": self._streams[call.group, call.stream]} if call.stream else {}
-        if call.redop is not None:
-            about["op"] = call.redop
-        name, size = call.operation, comm.size
+        stream = self._streams[call.group, call.stream] if call.stream else None
         if name == "barrier":
-            return name, comm, (), about
+            return partial(comm.barrier, stream=stream)
+        root, op, rows = call.root, call.redop or "sum", call.shape or (1,)
         windows = call.windows or (False, False)
         tensor = self._buffer(call, "", call.shape, windows[name == "reduce_scatter"])
-        if name in ("send", "recv"):
-            return name, comm, (tensor, call.root), about
-        if name == "sendrecv":
-            received = self._buffer(replace(call, dtype="uint8"), "received", (call.buffers[1][0],))
-            return name, comm, (tensor, call.peers[0], received, call.peers[1]), about
-        if call.root is not None:
-            about["root"] = call.root
-        if name in ("all_reduce", "reduce", "broadcast"):
-            return name, comm, (tensor,), about
-        if name == "all_to_all":
-            return name, comm, (self._buffer(call, "output", call.shape), tensor), about
-        rows = call.shape or (1,)
+        other = None
         if name in ("reduce_scatter", "all_gather"):
-            part = self._buffer(call, "part", (rows[0] // size, *rows[1:]), windows[name == "all_gather"])
-            return name, comm, (part, tensor) if name == "reduce_scatter" else (tensor, part), about
-        if name not in ("gather", "scatter"):
-            raise UsageError(f"{name} cannot be replayed: it is not known how to make its arguments")
-        whole = self._buffer(call, "whole", (rows[0] * size, *rows[1:])) if comm.rank == call.root else None
-        return name, comm, (whole, tensor) if name == "gather" else (tensor, whole), about
+            other = self._buffer(call, "part", (rows[0] // comm.size, *rows[1:]), windows[name == "all_gather"])
+        elif name == "all_to_all":
+            other = self._buffer(call, "output", call.shape)
+        elif name in ("gather", "scatter") and comm.rank == root:
+            other = self._buffer(call, "whole", (rows[0] * comm.size, *rows[1:]))
+        elif name == "sendrecv":
+            other = self._buffer(replace(call, dtype="uint8"), "received", (call.buffers[1][0],))
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (tensor, op), "reduce": (tensor, root, op), "reduce_scatter": (other, tensor, op),
+            "all_gather": (tensor, other), "broadcast": (tensor, root), "gather": (other, tensor, root),
+            "scatter": (tensor, other, root), "all_to_all": (other, tensor), "send": (tensor, root),
+            "recv": (tensor, root), "sendrecv": (tensor, *call.peers[:1], other, *call.peers[1:]),
+        }  # fmt: skip
+        return partial(getattr(comm, name), *arguments[name], stream=stream)
 
     def _buffer(self, call: RecordedCall, use: str, shape: tuple[int, ...], in_window: bool = False) -> torch.Tensor:
         """The tensor that all calls of one kind use; the calls of one stream never run at the same time.
@@ -119,32 +104,13 @@ class Replay:
         return self._buffers[key]
 
 
-def check(
-    calls: Sequence[RecordedCall], events: Sequence[CollectiveEvent], comms: Sequence[Communicator | None]
-) -> None:
+def check(calls: Sequence[RecordedCall], events: Sequence[CollectiveEvent]) -> None:
     """Raise UsageError unless the replay did what was recorded, call by call."""
-    recorded = [
-        (call.operation, call.redop, call.root, call.dtype, call.shape, call.bytes, comms[call.group], call.stream > 0)
-        for call in calls
-    ]
-    by_name = {comm.name: comm for comm in comms if comm is not None}
-    done = [
-        (
-            one.operation,
-            one.redop,
-            one.root,
-            one.dtype,
-            one.shape,
-            one.bytes,
-            by_name[one.group],
-            one.stream is not None,
-        )
-        for one in events
-    ]
-    if recorded != done:
-        pairs = zip(recorded, done, strict=False)
-        first = next((pair for pair in pairs if pair[0] != pair[1]), (len(recorded), len(done)))
-        raise UsageError(f"the replay is not what was recorded: {first[0]} became {first[1]}")
+    common = operator.attrgetter("operation", "redop", "root", "dtype", "shape", "bytes")
+    for call, event in zip(calls, events, strict=True):
+        recorded, done = (*common(call), call.stream > 0), (*common(event), event.stream is not None)
+        if recorded != done:
+            raise UsageError(f"the replay is not what was recorded: {recorded} became {done}")
 
 
 def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> list[dict[str, Any]]:
@@ -155,7 +121,7 @@ def measure(world: Communicator, what: Recording, warmup: int, rounds: int) -> l
         world.barrier()
         events = replay.run()
         if number == 0:
-            on_every_rank(world, functools.partial(check, replay.calls, events, replay.comms))
+            on_every_rank(world, partial(check, replay.calls, events))
         if number >= warmup:
             for spent, event in zip(times, events, strict=True):
                 spent.append(event.seconds)

@@ -97,9 +97,7 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
             ends_with(part, layer)
             for handle in _recomputation(layer, spans, part):
                 hook(handle)
-        # A BERT's head calls the embedding; a GPT has an output layer that may be another.
-        owner = model.embedding if isinstance(model, BERT) else model
-        _around(stack, owner, "logits", after=lambda logits: ended("output layer", logits))
+        _around(stack, model, "logits", after=lambda logits: ended("output layer", logits))
         if isinstance(model, BERT):
             ends_with("MLM head", model.mlm_head)
             if model.config.binary_head:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.step_study.traced_step import MODEL_PHASES, TracedCollective, TracedStep
+import numpy as np
+
+from bench.step_study.traced_step import MODEL_PHASES, TracedStep
 from bench.step_study.volumes import folded
 from commengine import cost
 
 Ranks = Sequence[Sequence[TracedStep]]  # [rank][step]
-Key = tuple[str, str, str, int, str, str, int]
-
-
-def _key(event: TracedCollective) -> Key:
-    size = len(event.ranks)
-    return event.part, event.phase, event.group, size, event.operation, event.dtype, event.bytes
+#: the times of a row, in seconds, by rank and step
+TIMES = ("seconds", "skew", "exposed")
 
 
 def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
@@ -26,38 +24,35 @@ def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
     bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first rank that has the collective),
     without skew, as nccl-tests defines them; the median over the steps of the sum over a step.
     """
-    sums: dict[Key, dict[int, list[dict[str, Any]]]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rank, steps in enumerate(ranks):
         for number, step in enumerate(steps):
-            for event in step.events:
-                none = {"count": 0, "seconds": 0.0, "skew": 0.0, "exposed": 0.0, "launched": []}
-                of_rank = sums.setdefault(_key(event), {})
-                mine = of_rank.setdefault(rank, [none | {"launched": []} for _ in steps])[number]
-                mine["count"] += 1
-                for name in ("seconds", "skew", "exposed"):
-                    mine[name] += getattr(event, name)
-                mine["launched"].append(event.launched)
-    rows = []
-    for key, of_ranks in sums.items():
-        part, phase, group, size, operation, dtype, nbytes = key
-        shown = of_ranks[min(of_ranks)]
-        row = {
-            "part": part, "phase": phase, "group": group, "ranks": size, "operation": operation, "dtype": dtype,
-            "bytes": nbytes, "count": shown[0]["count"], "launched": shown[0]["launched"],
-        }  # fmt: skip
-        row["algbw"] = statistics.median(_bandwidth(one, nbytes) for one in shown)
-        row["busbw"] = row["algbw"] * cost.bus_factor(operation, size)
-        row["of_ranks"] = {
-            str(rank): {name: [one[name] for one in steps] for name in ("seconds", "skew", "exposed")}
-            for rank, steps in of_ranks.items()
-        }
-        rows.append(row)
-    return sorted(rows, key=lambda row: _order(row["part"], row["phase"]))
+            for one in step.events:
+                key = (one.part, one.phase, one.group, len(one.ranks), one.operation, one.dtype, one.bytes)
+                names = ("part", "phase", "group", "ranks", "operation", "dtype", "bytes")
+                begun = dict(zip(names, key, strict=True)) | {"count": 0, "launched": [], "of_ranks": {}}
+                row = rows.setdefault(key, begun)
+                mine = row["of_ranks"].setdefault(str(rank), {name: [0.0] * len(steps) for name in TIMES})
+                for name in TIMES:
+                    mine[name][number] += getattr(one, name)
+                if number == 0 and str(rank) == next(iter(row["of_ranks"])):
+                    row["count"] += 1
+                    row["launched"].append(one.launched)
+    for row in rows.values():
+        mine = next(iter(row["of_ranks"].values()))
+        row["algbw"] = _bandwidth(row["count"] * row["bytes"], mine)
+        row["busbw"] = row["algbw"] * cost.bus_factor(row["operation"], row["ranks"])
+    return sorted(rows.values(), key=lambda row: _order(row["part"], row["phase"]))
 
 
-def _bandwidth(sums: dict[str, Any], nbytes: int) -> float:
-    transfer = sums["seconds"] - sums["skew"]
-    return sums["count"] * nbytes / transfer if transfer > 0 else 0.0
+def _bandwidth(nbytes: int, times: dict[str, list[float]]) -> float:
+    """Bytes per second without skew: the median over the steps."""
+    transfers = (seconds - skew for seconds, skew in zip(times["seconds"], times["skew"], strict=True))
+    return statistics.median(nbytes / transfer if transfer > 0 else 0.0 for transfer in transfers)
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 #: the places of parts of the model among the numbered layers
@@ -73,14 +68,6 @@ def _order(part: str, phase: str) -> tuple[Any, ...]:
     return ({"labels": 0, "gradients": 3, "loss and norm": 4, "optimizer": 5}.get(part, 6),)
 
 
-def csv_rows(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A line for each row and rank: medians over the steps, in seconds."""
-    for row in rows:
-        fixed = {name: value for name, value in row.items() if name not in ("of_ranks", "launched")}
-        for rank, sums in row["of_ranks"].items():
-            yield fixed | {"rank": int(rank)} | {name: statistics.median(sums[name]) for name in sums}
-
-
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield markdown: medians over the steps on the first rank that has the collective, and the ranks' extremes."""
     yield (
@@ -89,46 +76,36 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|"
     for row in rows:
-        of_ranks = {
-            rank: {name: statistics.median(values) for name, values in sums.items()}
-            for rank, sums in row["of_ranks"].items()
-        }
-        first = next(iter(of_ranks))
-        mine, times = of_ranks[first], [one["seconds"] for one in of_ranks.values()]
-        sums = row["of_ranks"][first]
+        (first, times), *_ = row["of_ranks"].items()
+        mine, every = _medians(times), [statistics.median(one["seconds"]) for one in row["of_ranks"].values()]
         part = row["part"] if first == "0" else f"{row['part']} (rank {first})"
         launched = [name for name in dict.fromkeys(row["launched"]) if name != f"{row['part']} {row['phase']}".strip()]
         phase = row["phase"] or ", ".join(f"in {name}" for name in launched)
         yield (
             f"| {part} | {phase} | {row['group']} ({row['ranks']}) | {row['operation']} | {row['dtype']} "
-            f"| {row['count']} | {row['bytes']} | {_ms(mine['seconds'])} | {_ms(min(times))} to {_ms(max(times))} "
+            f"| {row['count']} | {row['bytes']} | {_ms(mine['seconds'])} | {_ms(min(every))} to {_ms(max(every))} "
             f"| {_ms(mine['skew'])} | {_gb(row['algbw'])} | {_gb(row['busbw'])} | {_ms(mine['exposed'])} "
-            f"| {_hidden(sums['seconds'], sums['exposed'])} |"
+            f"| {_hidden(times)} |"
         )
 
 
 def group_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield markdown: rank 0's collectives by group and operation, over the whole step."""
-    sums: dict[tuple[str, int, str], dict[str, Any]] = {}
+    groups: defaultdict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if (mine := row["of_ranks"].get("0")) is None:  # on other ranks alone
-            continue
-        none = {"count": 0, "bytes": 0} | {name: [0.0] * len(values) for name, values in mine.items()}
-        total = sums.setdefault((row["group"], row["ranks"], row["operation"]), none)
-        total["count"] += row["count"]
-        total["bytes"] += row["count"] * row["bytes"]
-        for name, values in mine.items():
-            total[name] = [one + other for one, other in zip(total[name], values, strict=True)]
+        if "0" in row["of_ranks"]:  # and not on other ranks alone
+            groups[row["group"], row["ranks"], row["operation"]].append(row)
     yield "| group | operation | count | MB | time, ms | skew, ms | busbw, GB/s | exposed, ms | hidden |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for (group, size, operation), total in sums.items():
-        seconds, skew, exposed = (total[name] for name in ("seconds", "skew", "exposed"))
-        transfer = statistics.median(one - other for one, other in zip(seconds, skew, strict=True))
-        busbw = cost.bus_bandwidth(operation, total["bytes"], transfer, size) if transfer > 0 else 0.0
+    for (group, size, operation), mine in groups.items():
+        nbytes = sum(row["count"] * row["bytes"] for row in mine)
+        of_rows = [row["of_ranks"]["0"] for row in mine]
+        times = {name: np.sum([one[name] for one in of_rows], axis=0).tolist() for name in TIMES}
+        shown, busbw = _medians(times), _bandwidth(nbytes, times) * cost.bus_factor(operation, size)
         yield (
-            f"| {group} ({size}) | {operation} | {total['count']} | {total['bytes'] / 1e6:.3f} "
-            f"| {_ms(statistics.median(seconds))} | {_ms(statistics.median(skew))} | {_gb(busbw)} "
-            f"| {_ms(statistics.median(exposed))} | {_hidden(seconds, exposed)} |"
+            f"| {group} ({size}) | {operation} | {sum(row['count'] for row in mine)} | {nbytes / 1e6:.3f} "
+            f"| {_ms(shown['seconds'])} | {_ms(shown['skew'])} | {_gb(busbw)} "
+            f"| {_ms(shown['exposed'])} | {_hidden(times)} |"
         )
 
 
@@ -137,22 +114,17 @@ def phase_rows(ranks: Ranks) -> list[dict[str, Any]]:
 
     A part that has no phase is a phase of its own.
     """
-    rows = []
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
     for rank, steps in enumerate(ranks):
-        found: dict[str, dict[str, list[float]]] = {}
         for number, step in enumerate(steps):
+            waits = [one.waited for one in step.events if one.waited]
             for span in step.spans:
-                sums = found.setdefault(
-                    span.phase or span.part, {name: [0.0] * len(steps) for name in ("seconds", "exposed")}
-                )
-                sums["seconds"][number] += span.end - span.start
-                sums["exposed"][number] += sum(
-                    max(0.0, min(one.waited[1], span.end) - max(one.waited[0], span.start))
-                    for one in step.events
-                    if one.waited
-                )
-        rows += [{"rank": rank, "phase": phase} | sums for phase, sums in found.items()]
-    return rows
+                phase = span.phase or span.part
+                none = {"rank": rank, "phase": phase, "seconds": [0.0] * len(steps), "exposed": [0.0] * len(steps)}
+                row = rows.setdefault((rank, phase), none)
+                row["seconds"][number] += span.end - span.start
+                row["exposed"][number] += sum(max(0.0, min(b, span.end) - max(a, span.start)) for a, b in waits)
+    return list(rows.values())
 
 
 def phase_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -237,9 +209,9 @@ def volume_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
 
 
-def _hidden(seconds: Sequence[float], exposed: Sequence[float]) -> str:
+def _hidden(times: dict[str, list[float]]) -> str:
     """The share of all steps' seconds for which no caller waited."""
-    return f"{1 - sum(exposed) / sum(seconds):.0%}" if sum(seconds) else "-"
+    return f"{1 - sum(times['exposed']) / sum(times['seconds']):.0%}" if sum(times["seconds"]) else "-"
 
 
 def _ms(seconds: float) -> str:

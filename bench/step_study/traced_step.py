@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,11 +60,6 @@ class TracedCollective:
         """The seconds of that time during which the caller waited."""
         return 0.0 if self.waited is None else self.waited[1] - self.waited[0]
 
-    @property
-    def transfer(self) -> float:
-        """The seconds without skew."""
-        return self.seconds - self.skew
-
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -105,7 +100,7 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
         trainer.step()
         done()
     trainer.optimizer.wait_for_parameters()
-    found, logs = [], []
+    done_steps: list[tuple[float, float, list[Span], Trace, bool]] = []
     began, first = time.perf_counter(), compared(grid.world.mpi)
     groups = {comm.name: tuple(comm.world_ranks()) for comm in (grid.tensor, *grid.tensor.blocks, grid.data)}
     with followed(trainer) as spans:
@@ -119,17 +114,27 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
                     torch.cuda.synchronize(grid.world.device)
                 end = time.perf_counter()
                 of_step = spans.take()
-            logs.append(log)
             of_step[-1] = replace(of_step[-1], end=end)
-            events = tuple(_event(one, of_step, groups) for one in log.events if one.size > 1)
-            found.append(TracedStep(start, end, tuple(of_step), events, step.skipped))
+            done_steps.append((start, end, of_step, log, step.skipped))
             done()
     ended, last = time.perf_counter(), compared(grid.world.mpi)
-    rank = grid.world.rank
-    clock = (began, ended, first[rank].seconds, last[rank].seconds)
-    everyone = grid.world.mpi.gather([_on_rank_zeros_clock(step, clock) for step in found])
-    bounds = [(step.start, step.end) for step in found]
-    return TracedSteps(with_skew(everyone or []), _uncertainty(first, last), logs, bounds)
+    own = [offsets[grid.world.rank].seconds for offsets in (first, last)]
+
+    def on_rank_zeros(moment: float) -> float:
+        """The moment on rank 0's clock. Between the comparisons of the clocks the offset changes evenly."""
+        return moment + own[0] + (own[1] - own[0]) * (moment - began) / (ended - began)
+
+    found = [
+        TracedStep(
+            on_rank_zeros(start), on_rank_zeros(end),
+            tuple(replace(one, start=on_rank_zeros(one.start), end=on_rank_zeros(one.end)) for one in of_step),
+            tuple(_event(one, of_step, groups, on_rank_zeros) for one in log.events if one.size > 1), skipped,
+        )
+        for start, end, of_step, log, skipped in done_steps
+    ]  # fmt: skip
+    everyone = grid.world.mpi.gather(found) or []
+    bounds = [(start, end) for start, end, *_ in done_steps]
+    return TracedSteps(with_skew(everyone), _uncertainty(first, last), [log for *_, log, _ in done_steps], bounds)
 
 
 def _uncertainty(first: list[Offset], last: list[Offset]) -> float:
@@ -138,12 +143,14 @@ def _uncertainty(first: list[Offset], last: list[Offset]) -> float:
     return sum(largest[-2:])
 
 
-def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[int, ...]]) -> TracedCollective:
-    at = max(0, bisect.bisect_right(spans, one.enqueue, key=lambda span: span.start) - 1)
-    part, phase = spans[at].part, spans[at].phase
-    launched = f"{part} {phase}".strip()
-    if one.group == "data" and phase in MODEL_PHASES:
-        part, phase = "gradients", ""
+def _event(
+    one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[int, ...]],
+    at: Callable[[float], float] = lambda moment: moment,
+) -> TracedCollective:  # fmt: skip
+    """The event of a step with these spans. at: puts a moment on the clock of all ranks."""
+    span = spans[max(0, bisect.bisect_right(spans, one.enqueue, key=lambda span: span.start) - 1)]
+    in_backward = one.group == "data" and span.phase in MODEL_PHASES
+    part, phase = ("gradients", "") if in_backward else (span.part, span.phase)
     waited = None
     if one.stream is None:
         waited = (one.start, one.end)
@@ -151,30 +158,10 @@ def _event(one: CollectiveEvent, spans: Sequence[Span], groups: dict[str, tuple[
         low, high = max(one.start, one.wait_start), min(one.end, one.wait_end)
         waited = (low, high) if high > low else None
     return TracedCollective(
-        one.operation, one.dtype, one.bytes, one.group, groups[one.group], one.stream, part, phase, launched,
-        one.enqueue, one.start, one.end, waited,
+        one.operation, one.dtype, one.bytes, one.group, groups[one.group], one.stream, part, phase,
+        f"{span.part} {span.phase}".strip(), at(one.enqueue), at(one.start), at(one.end),
+        None if waited is None else (at(waited[0]), at(waited[1])),
     )  # fmt: skip
-
-
-def _on_rank_zeros_clock(step: TracedStep, clock: tuple[float, float, float, float]) -> TracedStep:
-    """Put a step on rank 0's clock.
-
-    clock: two moments of this rank's clock, and the offsets to add at each. Between them the offset changes evenly.
-    """
-    began, ended, first, last = clock
-
-    def shifted(moment: float) -> float:
-        return moment + first + (last - first) * (moment - began) / (ended - began)
-
-    spans = tuple(replace(span, start=shifted(span.start), end=shifted(span.end)) for span in step.spans)
-    events = tuple(
-        replace(
-            one, enqueue=shifted(one.enqueue), start=shifted(one.start), end=shifted(one.end),
-            waited=None if one.waited is None else (shifted(one.waited[0]), shifted(one.waited[1])),
-        )
-        for one in step.events
-    )  # fmt: skip
-    return replace(step, start=shifted(step.start), end=shifted(step.end), spans=spans, events=events)
 
 
 def with_skew(ranks: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
@@ -182,29 +169,27 @@ def with_skew(ranks: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
 
     The n-th collective of a group on one of its streams is the same collective on all ranks of the group.
     """
-    found = [list(steps) for steps in ranks]
-    for number in range(len(ranks[0]) if ranks else 0):
-        begun: dict[Any, list[float]] = defaultdict(list)
-        keys = [_keys(steps[number].events) for steps in ranks]
-        for steps, mine in zip(ranks, keys, strict=True):
-            for key, event in zip(mine, steps[number].events, strict=True):
-                begun[key].append(event.start)
-        for rank, mine in enumerate(keys):
-            step = ranks[rank][number]
-            events = tuple(
-                replace(event, skew=min(max(0.0, max(begun[key]) - event.start), event.seconds))
-                for key, event in zip(mine, step.events, strict=True)
-            )
-            found[rank][number] = replace(step, events=events)
-    return found
+    last: dict[Any, float] = {}  # by step and collective: when its last rank began
+    for steps in ranks:
+        for number, step in enumerate(steps):
+            for key, event in _numbered(step):
+                last[number, key] = max(event.start, last.get((number, key), event.start))
+    return [
+        [
+            replace(step, events=tuple(
+                replace(event, skew=min(last[number, key] - event.start, event.seconds))
+                for key, event in _numbered(step)
+            ))
+            for number, step in enumerate(steps)
+        ]
+        for steps in ranks
+    ]  # fmt: skip
 
 
-def _keys(events: Sequence[TracedCollective]) -> list[tuple[Any, ...]]:
-    """Keys of the collectives, equal on all ranks of a collective's group."""
-    counts: dict[tuple[Any, ...], int] = defaultdict(int)
-    found = []
-    for event in events:
+def _numbered(step: TracedStep) -> Iterator[tuple[Any, TracedCollective]]:
+    """Yield each event after its stream and its number there, which are the same on all ranks of the group."""
+    counts: Counter[Any] = Counter()
+    for event in step.events:
         stream = (event.group, event.ranks, (event.stream or "").rpartition("/")[2])
-        found.append((*stream, counts[stream]))
+        yield (stream, counts[stream]), event
         counts[stream] += 1
-    return found

@@ -45,49 +45,37 @@ class Expected:
         return (self.what.part, self.what.phase, self.group, self.what.operation, round(self.what.size))
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Parameters packed backwards into flat buffers.
+def packed(
+    sizes: Sequence[tuple[str, int]], largest: int, *, flat: bool, ranks: int
+) -> list[list[tuple[str, int, int]]]:
+    """(name, start, end) of each parameter in each flat buffer, in elements. Parameters are packed backwards.
 
-    sizes: elements of each buffer. partial: in each buffer, the extents of parameters with a partial gradient.
+    sizes: (name, elements) in the model's order. flat: aligned, and padded so that ``ranks`` divide each buffer.
     """
+    unit = ALIGNMENT if flat else 1
+    buckets: list[list[tuple[str, int, int]]] = []
+    total = end = 0
+    for name, size in reversed(sizes):
+        if not buckets or total + size > largest:
+            buckets.append([])
+            total = end = 0
+        total, start, end = total + size, end, _rounded_up(end + size, unit)
+        buckets[-1].append((name, start, end))
+    for bucket in buckets:
+        name, start, end = bucket[-1]
+        bucket[-1] = (name, start, _rounded_up(end, unit * ranks))
+    return buckets
 
-    sizes: list[int]
-    partial: list[list[tuple[int, int]]]
 
-    @classmethod
-    def of(cls, sizes: Sequence[tuple[str, int]], largest: int, *, flat: bool, ranks: int) -> Buckets:
-        """Pack the parameters.
-
-        sizes: (name, elements) in the model's order. flat: aligned, and padded so that ``ranks`` divide each buffer.
-        """
-        unit = ALIGNMENT if flat else 1
-        packed: list[list[tuple[str, int]]] = []
-        total = 0
-        for name, size in reversed(sizes):
-            if not packed or total + size > largest:
-                packed.append([])
-                total = 0
-            packed[-1].append((name, size))
-            total += size
-        found = cls([], [])
-        for bucket in packed:
-            starts = [0]
-            for _, size in bucket:
-                starts.append(_rounded_up(starts[-1] + size, unit))
-            starts[-1] = _rounded_up(starts[-1], unit * ranks)
-            found.sizes.append(starts[-1])
-            extents = zip(bucket, starts, starts[1:], strict=False)
-            found.partial.append([(start, end) for (name, _), start, end in extents if name.endswith(PARTIAL)])
-        return found
-
-    def partial_elements(self, rank: int, ranks: int) -> int:
-        """The elements with a partial gradient in the part of each bucket that ``rank`` of ``ranks`` keeps."""
-        found = 0
-        for size, extents in zip(self.sizes, self.partial, strict=True):
-            low, high = rank * size // ranks, (rank + 1) * size // ranks
-            found += sum(max(0, min(end, high) - max(start, low)) for start, end in extents)
-        return found
+def partial_elements(buckets: Sequence[Sequence[tuple[str, int, int]]], rank: int, ranks: int) -> int:
+    """The elements with a partial gradient in the part of each bucket that ``rank`` of ``ranks`` keeps."""
+    found = 0
+    for bucket in buckets:
+        size = bucket[-1][2]
+        low, high = rank * size // ranks, (rank + 1) * size // ranks
+        partial = (extent for name, *extent in bucket if name.endswith(PARTIAL))
+        found += sum(max(0, min(end, high) - max(start, low)) for start, end in partial)
+    return found
 
 
 def shape_of(config: TracedConfig) -> cost.TransformerShape:
@@ -95,32 +83,26 @@ def shape_of(config: TracedConfig) -> cost.TransformerShape:
     return config.model().cost_shape(config.seq_length, config.task, config.tensor_model_parallel_size)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The choices of a model that `cost.TransformerShape` does not have; a GPT has none but the defaults.
+def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
+    """The choices of a model that `cost.TransformerShape` does not have; a GPT has none of them.
 
-    predictions: see `cost.tensor_parallel_collectives`.
+    Returns whether norms come after the sums, whether there is a head for the order of sentences, and the predictions
+    that `cost.tensor_parallel_collectives` takes.
     """
+    if not isinstance(config, BERTTrainConfig):
+        return False, False, None
+    unit = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    predictions = _rounded_up(config.rules().predictions, unit)
+    return config.norm_placement == "post", not config.bert_no_binary_head, predictions
 
-    post_norm: bool = False
-    order_head: bool = False
-    predictions: int | None = None
 
-    @classmethod
-    def of(cls, config: TracedConfig) -> Variant:
-        """The choices of ``config``'s model."""
-        if not isinstance(config, BERTTrainConfig):
-            return cls()
-        unit = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        predictions = _rounded_up(config.rules().predictions, unit)
-        return cls(config.norm_placement == "post", not config.bert_no_binary_head, predictions)
-
-    def sizes(self, config: TracedConfig, tensor: int) -> list[tuple[str, int]]:
-        """(name, elements) of each parameter of a rank of a tensor group of ``tensor`` ranks."""
-        return cost.parameter_sizes(
-            shape_of(config), tensor, positions=config.positions, post_norm=self.post_norm,
-            order_head=self.order_head,
-        )  # fmt: skip
+def parameter_sizes(config: TracedConfig) -> list[tuple[str, int]]:
+    """(name, elements) of each parameter of a rank."""
+    post_norm, order_head, _ = choices(config)
+    return cost.parameter_sizes(
+        shape_of(config), config.tensor_model_parallel_size, positions=config.positions, post_norm=post_norm,
+        order_head=order_head,
+    )  # fmt: skip
 
 
 def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
@@ -134,31 +116,29 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
     half = config.bf16 or config.fp16
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
-    recompute, variant = config.recompute_granularity or "none", Variant.of(config)
+    recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
     model = cost.tensor_parallel_collectives(
         shape, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
-        stops_early=config.hidden_dropout == 0 and not variant.post_norm, predictions=variant.predictions,
-        order_head=variant.order_head,
+        stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
     )  # fmt: skip
-    model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=variant.predictions)
+    model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=predictions)
     times = (config.global_batch_size or batch * data) // (batch * data)
     shared = cost.key_value_collectives(shape, batch, tensor, element_bytes=size, recompute=recompute)
     in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
     found = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
 
-    sizes = variant.sizes(config, tensor)
-    buckets = Buckets.of(sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1)
+    sizes = parameter_sizes(config)
+    buckets = packed(sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1)
     reduced = cost.data_parallel_collectives(
-        sum(elements for _, elements in sizes), data, zero1=zero1, buckets=buckets.sizes,
+        sum(elements for _, elements in sizes), data, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
         gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
     )  # fmt: skip
     found += [Expected("data", one) for one in reduced if updated or one.part == "gradients"]
     if config.sequence_parallel:
         shard, shards = (rank // tensor, data) if zero1 else (0, 1)
-        partial = buckets.partial_elements(shard, shards)
+        partial = partial_elements(buckets, shard, shards)
         found += [Expected("tensor", one) for one in cost.sequence_parallel_collectives(partial, tensor)]
-    terms = 2 if variant.order_head else 1
-    scalars = cost.scalar_collectives(tensor, data, zero1=zero1, fp16=config.fp16, terms=terms)
+    scalars = cost.scalar_collectives(tensor, data, zero1=zero1, fp16=config.fp16, terms=1 + order_head)
     found += [Expected(group, one) for group, one in scalars]
     return [one for many in found for one in _by_layer(many, shape.layers)]
 
@@ -175,40 +155,36 @@ def compared(formulas: Iterable[Expected], traced: Iterable[tuple[str, str, str,
 
     traced: (part, phase, group, operation, bytes) of each collective of one step of one rank.
     """
-    wanted: Counter[tuple[str, str, str, str, int]] = Counter()
-    ranks: dict[tuple[str, str, str, str, int], int] = {}
-    sources: dict[tuple[str, str, str, str, int], list[str]] = {}
+    wanted: dict[tuple[str, str, str, str, int], list[Collective]] = {}
     for one in formulas:
-        wanted[one.key] += one.what.count
-        ranks[one.key] = one.what.ranks
-        sources.setdefault(one.key, []).append(one.what.why)
+        wanted.setdefault(one.key, []).append(one.what)
     seen = Counter(traced)
     rows = []
     for key in dict.fromkeys([*wanted, *seen]):
         part, phase, group, operation, nbytes = key
+        mine, found = wanted.get(key, []), seen[key]
+        count, why = sum(one.count for one in mine), "; ".join(one.why for one in mine) or "no formula"
         rows.append({
             "part": part, "phase": phase, "group": group, "operation": operation, "bytes": nbytes,
-            "formula_count": wanted[key], "traced_count": seen[key], "formula_bytes": wanted[key] * nbytes,
-            "traced_bytes": seen[key] * nbytes, "source": "; ".join(sources.get(key, ["no formula"])),
-            "equal": wanted[key] == seen[key],
+            "formula_count": count, "traced_count": found, "formula_bytes": count * nbytes,
+            "traced_bytes": found * nbytes, "source": why, "equal": count == found,
         })  # fmt: skip
     return rows
 
 
 def folded(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with one row "each layer" in place of those that all layers have alike."""
-    kinds = [tuple(value for name, value in row.items() if name != "part") for row in rows]
-    in_layers = [row["part"].startswith("layer ") for row in rows]
-    layers = len({row["part"] for row, inside in zip(rows, in_layers, strict=True) if inside})
-    many = Counter(kind for kind, inside in zip(kinds, in_layers, strict=True) if inside)
-    found, told = [], set()
-    for row, kind, inside in zip(rows, kinds, in_layers, strict=True):
-        if not inside or many[kind] != layers:
-            found.append(row)
-        elif kind not in told:
-            told.add(kind)
-            found.append(row | {"part": "each layer"})
-    return found
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(value for name, value in row.items() if name != "part")
+
+    in_layers = [row for row in rows if row["part"].startswith("layer ")]
+    layers, many = len({row["part"] for row in in_layers}), Counter(map(kind, in_layers))
+    found = [
+        row | {"part": "each layer"} if row["part"].startswith("layer ") and many[kind(row)] == layers else row
+        for row in rows
+    ]
+    return list({tuple(row.items()): row for row in found}.values())
 
 
 def _rounded_up(number: int, unit: int) -> int:

@@ -3,14 +3,19 @@
     mpiexec -n 2 python -m bench.study runs/here --minutes 10
     srun --mpi=pmi2 -N 2 --ntasks-per-node=4 python -m bench.study runs/two-nodes --preset gpt-355m --mock-data
 
-It runs what bench.collectives, bench.fit, bench.step, bench.replay and bench.report do, and writes all of their files
-to DIR. The first screen of DIR/report.html answers: what does a collective cost here, which way is fastest from which
+It runs what bench.collectives, bench.step and bench.replay do, fits alpha and beta, and writes all of their files to
+DIR. The first screen of DIR/report.html answers: what does a collective cost here, which way is fastest from which
 size on, what share of a step is communication, what would 8, 64 and 512 ranks do? DIR/study.json has the answers, too.
 SIGTERM and Ctrl-C stop a study at any time (exit status 75 or 130), and so may a failure; the same command on as many
 ranks goes on with what is left.
 
 All other options are those of pretrain_gpt or pretrain_bert, as for bench.step, and describe the step; without any it
 is a small GPT's. The collectives are measured in the step's dtype.
+
+Two parts also run alone, in one process, on files that are there; each has a --help of its own:
+
+    python -m bench.study --only fit results.json --output model.json    # alpha and beta, of bench.collectives' results
+    python -m bench.study --only report DIR --output report.html         # one page of all results in a folder
 """
 
 from __future__ import annotations
@@ -18,37 +23,35 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import signal
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tqdm import tqdm
-
-from bench import fit, replay, step
-from bench.collective_study import piecewise
-from bench.collective_study.fitted_series import as_json
+from bench import replay, step
+from bench.collective_study.fitted_series import as_json, draw, tables
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import read as read_results
-from bench.command.files import add_files, check_writable, replace_json
+from bench.collective_study.shown_states import all_tables
+from bench.collective_study.tables import draw as draw_rows
+from bench.command.files import add_files, replace_json
 from bench.command.machine import environment, heading
-from bench.command.parser import TrainerCommandParser, new_trainer_parser
-from bench.command.start import run_on_ranks
+from bench.command.parser import new_parser, part_alone
+from bench.command.start import progress, run_alone, run_on_ranks
 from bench.report_page.page import page
 from bench.step_study import recorder
-from bench.timing.starting import spans_nodes
+from bench.timing.starting import neighbours
 from commengine import Communicator
 from commengine.cost import FittedModel, Link
-from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
-from trainers.options import ABOVE_ZERO, NOT_NEGATIVE, SECONDS
+from trainers.options import ABOVE_ZERO, NOT_NEGATIVE, SECONDS, OneLineParser
+from trainers.run import signals
 
-from . import answers, busy, folder, sizes
-from .halting import AGAIN, Halting
+from . import answers, fitting, folder, reporting, sizes
 from .projection import MeasuredMachine, through_points
 
 COMMAND = "bench.study"
@@ -57,17 +60,25 @@ SMALL = (
     "--mock-data", "--vocab-size", "8192", "--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8",
     "--seq-length", "256", "--micro-batch-size", "2",
 )  # fmt: skip
+#: the parts that run alone
+ALONE = {"fit": fitting.main, "report": reporting.main}
 #: the parts of a study after the collectives
-STAGES = ("fit", "step", "replay")
+STAGES = ("fit", "step", "replay", "fit")
+#: the exit statuses of a study that a signal stopped: after AGAIN a launcher may start the same command again
+AGAIN, INTERRUPTED = os.EX_TEMPFAIL, 130
+#: the load of other programs, in cores, beside which the ranks no longer have their cores to themselves. The start of
+#: the study's own ranks counts for up to 0.4 in the average over a minute.
+FREE = 0.5
 #: steps at first, and at most; the share of the study's time that goes to them
 FEWEST, MOST, STEP_SHARE = 5, 100, 0.25
 
 
-def parser() -> TrainerCommandParser:
+def parser() -> OneLineParser:
     """The options that are not those of the training command."""
-    options = new_trainer_parser(COMMAND, __doc__)
+    options = new_parser(COMMAND, __doc__, passes_on=True)
     recorder.add_model(options)
     add = options.add_argument
+    add("--only", choices=tuple(ALONE), help="run this part alone; it has other options")
     add("folder", metavar="DIR", help="the folder of the study: a new one, or one that goes on")
     add("--minutes", type=float, valid=SECONDS, default=10.0,
         help="time of the whole study, all its calls together; a few sizes and steps are always measured "
@@ -86,7 +97,6 @@ def parser() -> TrainerCommandParser:
 def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[str, int]) -> dict[str, Any]:
     """The options, the step's words and the study so far, as JSON types. Raises ValueError or UsageError."""
     given, rest = parser().parse_known_args(argv)
-    check_writable(output=given.output, json=given.json)
     if world_size < 2:
         raise ValueError("a study needs 2 ranks or more: start it with mpiexec -n 2, or srun")
     words = rest or [*SMALL, "--tensor-model-parallel-size", str(math.gcd(world_size, node, 8))]
@@ -94,90 +104,71 @@ def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[st
     config = recorder.read_traceable(given.model, on_host, f"python -m {COMMAND}", world_size)
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     settings = {"ranks": world_size, "model": given.model, "step": words, "--max-bytes": given.max_bytes}
-    found = vars(given) | {"words": on_host, "dtype": dtype, "node": node}
-    found["largest"] = sizes.largest_size(given.max_bytes, dtype, world_size, memory)
+    largest = sizes.largest_size(given.max_bytes, memory)
     record = folder.open_record(Path(given.folder), settings, overwrite=given.overwrite)
     # Going on, the memory that is free now may be less.
-    found["largest"] = record.numbers.setdefault("largest", found["largest"])
-    return found | {"record": asdict(record)}
+    largest = record.numbers.setdefault("largest", largest)
+    return vars(given) | {"words": on_host, "dtype": dtype, "node": node, "largest": largest, "record": asdict(record)}
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end all ranks at once, because all that is finished is on the disk. Afterwards they do not."""
+
+    def end(number: signal.Signals) -> None:
+        status = INTERRUPTED if number == signal.SIGINT else AGAIN
+        signals.say_and_end(f"{number.name}: ended at once; the same command goes on (exit status {status})", status)
+
+    listener = signals.SignalListener(end)
+    ended = False
+    try:
+        yield
+        ended = True
+    finally:
+        listener.close(ignore=ended)
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Run what is left of a study. Returns the exit status. Collective over ``world``."""
     surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
-    memory, node = free_memory(world), ranks_of_a_node(world)
+    memory, node = free_memory(world), min(map(len, neighbours(world.mpi)))  # of the smallest node
     options = on_rank_zero(world, lambda: read(argv, world.size, node, memory))
     given, record = Namespace(**options), folder.StudyRecord(**options["record"])
-    place = Path(given.folder)
+    place, budget = Path(given.folder), sizes.Budget(record.spent_s, 60 * given.minutes)
+    rows = place / "collectives.json"
     plan = len([*sizes.units(given.largest)])
-    with Halting(world, record.spent_s, 60 * given.minutes) as halting, progress_of(world, plan + len(STAGES)) as bar:
+    with ended_by_signals(), progress(world, plan + len(STAGES), piped=True) as bar:
 
         def save() -> None:
-            record.spent_s = halting.spent
+            record.spent_s = budget.spent
             folder.save(place, record)
 
-        on_rank_zero(world, save)
-        several = spans_nodes(world.mpi)
-        rows = place / "collectives.json"
-        sweep = sizes.Sweep(world, rows, surroundings, given.dtype, given.largest, memory, halting, save, bar)
-
-        def ended_by(stopped: signal.Signals) -> int:
-            on_rank_zero(world, lambda: conclude(given, record, surroundings, several=several))
-            if world.rank == 0:
-                print(f"stopped by {stopped.name}: the same command goes on (exit status {AGAIN})", flush=True)
-            return AGAIN
-
-        if (stopped := sweep.measure()) is not None:
-            return ended_by(stopped)
-        parts: dict[str, Callable[[], None]] = {
-            "fit": lambda: on_rank_zero(world, lambda: fit_rows(rows, place / "model.json", surroundings)),
-            "step": lambda: trace_steps(world, given, halting),
-            "replay": lambda: replay_step(world, place),
-        }
-
-        def finish(name: str) -> None:
+        def finish(name: str, run: Callable[[], None]) -> None:
             key = on_rank_zero(world, lambda: fit_key(rows)) if name == "fit" else name
             bar.set_description(name)
             if key not in record.finished:
-                parts[name]()
+                run()
                 record.finished.append(key)
                 on_rank_zero(world, save)
-
-        for name in STAGES:
-            finish(name)
             bar.update()
-        if (stopped := sweep.measure_again()) is not None:
-            return ended_by(stopped)
-        finish("fit")
+
         on_rank_zero(world, save)
-        text = on_rank_zero(world, lambda: conclude(given, record, surroundings, several=several))
+        sweep = sizes.Sweep(world, rows, surroundings, given.dtype, given.largest, budget, save, bar)
+        sweep.measure()
+
+        def fit() -> None:
+            on_rank_zero(world, lambda: fit_rows(rows, surroundings))
+
+        finish("fit", fit)
+        finish("step", lambda: trace_steps(world, given, budget))
+        finish("replay", lambda: replay_step(world, place))
+        sweep.measure_again()
+        finish("fit", fit)
+        on_rank_zero(world, save)
+        text = on_rank_zero(world, lambda: conclude(given, record, surroundings, several=node < world.size))
     if world.rank == 0:
         print(text, flush=True)
     return 0
-
-
-def progress_of(world: Communicator, total: int) -> tqdm[NoReturn]:
-    """A progress bar on rank 0's standard error, also through a launcher's pipe, where it is drawn less often."""
-    often = 0.1 if sys.stderr.isatty() else 2.0
-    shape = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
-    return tqdm(
-        total=total,
-        disable=world.rank != 0,
-        file=sys.stderr,
-        ncols=80,
-        mininterval=often,
-        bar_format=shape,
-        leave=False,
-    )
-
-
-def ranks_of_a_node(world: Communicator) -> int:
-    """The ranks of the smallest node. Collective."""
-    mpi = load_mpi()
-    node = world.mpi.Split_type(mpi.COMM_TYPE_SHARED)
-    ranks = int(world.mpi.allreduce(node.size, mpi.MIN))
-    node.Free()
-    return ranks
 
 
 # ---- the parts after the collectives
@@ -190,29 +181,40 @@ def fit_key(results: Path) -> str:
     return f"fit of {len(found['units'])}" + (f" and {again} again" if again else "")
 
 
-def fit_rows(results: Path, model: Path, surroundings: dict[str, Any]) -> None:
-    """Fit what was measured, as bench.fit does. On rank 0."""
+def fit_rows(results: Path, surroundings: dict[str, Any]) -> None:
+    """Fit what was measured, and draw it. On rank 0."""
     series, source = read_results(results)
-    fitted, _ = fit.fit_all([one for one in series if one.ranks > 1], piecewise.MOST_SEGMENTS)
-    replace_json(model, as_json(fitted, source, Path(results.name), surroundings))
+    fitted, _ = fitting.fit_all([one for one in series if one.ranks > 1])
+    rows = read_json(results)["rows"]
+    measured = "\n\n".join(["# Collectives", *(f"```\n{text}\n```" for text in all_tables(rows)), ""])
+    results.with_suffix(".md").write_text(measured, encoding="utf-8")
+    draw_rows(rows).savefig(results.with_suffix(".png"), dpi=110)
+    if fitted:
+        model = results.with_name("model")
+        model.with_suffix(".md").write_text("\n".join(["# Fit", "", *tables(fitted), ""]), encoding="utf-8")
+        draw(fitted).savefig(model.with_suffix(".png"), dpi=110)
+    replace_json(results.with_name("model.json"), as_json(fitted, source, Path(results.name), surroundings))
 
 
-def trace_steps(world: Communicator, given: Namespace, halting: Halting) -> None:
+def trace_steps(world: Communicator, given: Namespace, budget: sizes.Budget) -> None:
     """Trace FEWEST steps, and then as many as there is time for, as bench.step does. Collective."""
     place = Path(given.folder)
-    files = ["--json", str(place / "step.json"), "--timeline", str(place / "step.png")]
+    files = ["--json", str(place / "step.json"), "--output", str(place / "step.md")]
+    files += ["--timeline", str(place / "step.png"), "--save", str(place / folder.RECORDING), "--overwrite"]
     kind = ["--model", given.model] if given.model else []
-    files += ["--save", str(place / folder.RECORDING), "--overwrite", *kind, *given.words]
 
     def again() -> int:
         seconds, _ = answers.step_here(read_json(place / "step.json"))
-        room = min(halting.left / 2, STEP_SHARE * (halting.spent + halting.left))
+        room = min(budget.left / 2, STEP_SHARE * budget.whole)
         return min(MOST, int(room / seconds))
 
-    quietly(lambda: step.main(world, ["--warmup", "2", "--steps", str(FEWEST), *files]))
-    count = on_rank_zero(world, again)
-    if count >= 2 * FEWEST:
-        quietly(lambda: step.main(world, ["--warmup", "3", "--steps", str(count), *files]))
+    def trace(warmup: int, steps: int) -> None:
+        words = ["--warmup", str(warmup), "--steps", str(steps), *files, *kind, *given.words]
+        quietly(lambda: step.main(world, words))
+
+    trace(2, FEWEST)
+    if (count := on_rank_zero(world, again)) >= 2 * FEWEST:
+        trace(3, count)
 
 
 def replay_step(world: Communicator, place: Path) -> None:
@@ -231,30 +233,31 @@ def quietly(run: Callable[[], object]) -> None:
 
 
 def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[str, Any], *, several: bool) -> str:
-    """Write the answers and the page, of what there is so far. Returns the answers for people. On rank 0."""
+    """Write the answers and the page. Returns the answers for people. On rank 0."""
     place = Path(given.folder)
-
-    def there(name: str) -> Any:
-        return read_json(place / name) if (place / name).exists() else None
-
-    results, stepped, model = there("collectives.json"), there("step.json"), there("model.json")
-    rows = [row for row in (results or {"rows": []})["rows"] if row["ranks"] > 1]
-    record.answers = [answers.cost(rows, " ".join(results.get("states", []))), answers.ways(rows)] if rows else []
+    results, stepped, replayed, model = (
+        read_json(place / f"{name}.json") for name in ("collectives", "step", "replay", "model")
+    )
+    rows, states = results["rows"], " ".join(results.get("states", [])).removeprefix("- ")
+    priced = answers.cost(rows, states)
     load = record.numbers["load"] = max(record.numbers.get("load", 0.0), surroundings["load_average_before"])
-    if rows and (said := busy.remark(load, given.node, rows)):
-        record.answers[0]["answer"] = f"{said}\n\n{record.answers[0]['answer']}"
-    if stepped:
-        about = step.describe(recorder.from_json(stepped), stepped["ranks"])
-        record.answers.append(answers.share(stepped, there("replay.json"), about))
-    if stepped and model and model["collectives"]:
+    cores = os.cpu_count() or 1
+    if load + given.node > cores + FREE:
+        priced["answer"] = (
+            f"**The machine was busy**: the load average before the study was {load:.1f}, beside {given.node} ranks on "
+            f"{cores} cores. The times below contain waits for other programs; repeat the study on an idle machine "
+            f"before you compare them.\n\n{priced['answer']}"
+        )
+    about = step.describe(recorder.from_json(stepped), stepped["ranks"])
+    record.answers = [priced, answers.ways(rows), answers.share(stepped, replayed, about)]
+    if model["collectives"]:
         link = Link(given.between_alpha_us / 1e6, 1e-9 / given.between_gb_per_s)
         network = (
             "collectives as measured on these nodes, scaled as a ring's" if several else
             f"nodes like this one, with {given.node} ranks, on an assumed network of {given.between_gb_per_s:g} GB/s "
             f"and {given.between_alpha_us:g} us"
         )  # fmt: skip
-        points = through_points(rows)
-        machine = MeasuredMachine(points, FittedModel.from_json(model), given.node, several, link)
+        machine = MeasuredMachine(through_points(rows), FittedModel.from_json(model), given.node, several, link)
         answer, record.numbers["projection"] = answers.more(stepped, machine, given.largest, network)
         record.answers.append(answer)
     record.title = f"Collectives on {record.settings['ranks']} ranks: {surroundings['hardware'].split(',')[0]}"
@@ -268,9 +271,12 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
     for name, also in (("study.md", given.output), ("study.json", given.json)):
         if also:
             Path(also).write_bytes((place / name).read_bytes())
-    (place / "report.html").write_text(page(place), encoding="utf-8")
+    (place / "report.html").write_text(page(place, []), encoding="utf-8")
     return f"{text}\n{place / 'report.html'}"
 
 
 if __name__ == "__main__":
+    part, words = part_alone(ALONE)
+    if part:
+        run_alone(lambda: ALONE[part](words))
     run_on_ranks(COMMAND, main, parser)

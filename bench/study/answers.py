@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from bench.collective_study.tables import WORDS, Row, interval_percent, size_label
 
@@ -24,14 +27,11 @@ MARGIN = 0.05
 
 
 def by_operation(rows: Sequence[Row]) -> dict[str, dict[int, dict[str, Row]]]:
-    """The fastest row of each operation, size and transport."""
-    found: dict[str, dict[int, dict[str, Row]]] = {}
-    for row in rows:
-        ways = found.setdefault(row["operation"], {}).setdefault(row["bytes"], {})
-        older = ways.get(row["transport"])
-        if older is None or row["seconds"]["p50"] < older["seconds"]["p50"]:
-            ways[row["transport"]] = row
-    return {operation: dict(sorted(sizes.items())) for operation, sizes in found.items()}
+    """The fastest row of each operation, size (ascending) and transport."""
+    found: dict[str, dict[int, dict[str, Row]]] = {row["operation"]: {} for row in rows}
+    for row in sorted(rows, key=lambda row: (row["bytes"], -row["seconds"]["p50"])):  # the fastest comes last
+        found[row["operation"]].setdefault(row["bytes"], {})[row["transport"]] = row
+    return found
 
 
 def fastest(ways: dict[str, Row]) -> Row:
@@ -46,6 +46,8 @@ def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
     """
     found: list[tuple[int, str]] = []
     for size, ways in sizes.items():
+        if not ways:
+            continue
         best = fastest(ways)
         mine = ways.get(found[-1][1]) if found else None
         if mine is not None:
@@ -73,8 +75,7 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
             mine = ("~" if best.get("disturbed") else "") + ("" if best["converged"] else "*")
             marks.update(mine)
             cells.append(f"{time_label(best['seconds']['p50'])} +-{interval_percent(best):.1f}%{mine}")
-        busbw = best["busbw"]  # of the last one
-        lines.append(f"| {operation} | {' | '.join(cells)} | {busbw / 1e9:.3g} GB/s |")
+        lines.append(f"| {operation} | {' | '.join(cells)} | {best['busbw'] / 1e9:.3g} GB/s |")
     first = rows[0]
     text = (
         f"Medians of the slowest of {first['ranks']} ranks, {first['dtype']}, by the fastest way at each size; +- is "
@@ -96,9 +97,8 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     gain = " | ".join(f"gain at {size_label(size)}" for size in shown)
     lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|" + "---:|" * len(shown)]
     for operation, sizes in table.items():
-        private = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
-        private = {size: found for size, found in private.items() if found}
-        begun = [_in_words(stretches(one)) for one in (sizes, private)]
+        without = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
+        begun = [_in_words(stretches(one)) for one in (sizes, without)]
         gains = [_gain(sizes[_nearest(sizes, size)]) for size in shown]
         lines.append(f"| {operation} | {' | '.join([*begun, *gains])} |")
     text = (
@@ -125,43 +125,36 @@ def _gain(found: dict[str, Row]) -> str:
     return f"{found['mpi4py']['seconds']['p50'] / fastest(found)['seconds']['p50']:.2f}x"
 
 
-def share(step: dict[str, Any], replay: dict[str, Any] | None, about: str) -> dict[str, str]:
+def share(step: dict[str, Any], replay: dict[str, Any], about: str) -> dict[str, str]:
     """What share of a step is communication, and what the same collectives take alone."""
-    per_step = {name: _over_ranks(step["seconds"][name]) for name in ("step", "exposed", "skew")}
-    seconds = per_step["step"]
-    part = _Middle.of([one / all_ for one, all_ in zip(per_step["exposed"], seconds, strict=True)])
-    whole, waiting = _Middle.of(seconds), _Middle.of(per_step["exposed"])
-    skew = statistics.median(per_step["skew"])
+    seconds, exposed, skew = (_over_ranks(step["seconds"][name]) for name in ("step", "exposed", "skew"))
+    part, spread = _spread(exposed / seconds, "{:.0%}".format)
     lines = [
-        f"**{part.median:.0%} of a step** ({part.low:.0%} to {part.high:.0%}): it takes {whole.times()}, "
-        f"and the ranks wait for collectives for {waiting.times()} of "
-        f"it; in {time_label(skew)} they wait for their last rank. {about}.",
+        f"**{part} of a step** {spread}: it takes {' '.join(_spread(seconds, time_label))}, "
+        f"and the ranks wait for collectives for {' '.join(_spread(exposed, time_label))} of "
+        f"it; in {time_label(np.median(skew))} they wait for their last rank. {about}.",
         "",
         "| group | operation | count | running | waiting | alone | waiting, of the step |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    alone: dict[tuple[str, str], dict[int, float]] = {}
-    for rank, calls in enumerate(replay["ranks"] if replay else ()):
+    alone: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for rank, calls in enumerate(replay["ranks"]):
         for call in calls:
-            mine = alone.setdefault((call["group"], call["operation"]), {})
-            mine[rank] = mine.get(rank, 0.0) + call["isolated_s"]
-    sums: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+            alone[call["group"], call["operation"]][rank] += call["isolated_s"]
+    sums: defaultdict[tuple[str, str, int], Any] = defaultdict(Counter)
     for row in step["parts"]:
         for rank, values in row["of_ranks"].items():
-            none = {"count": 0, "seconds": [0.0] * len(seconds), "exposed": [0.0] * len(seconds)}
-            total = sums.setdefault((row["group"], row["operation"], row["ranks"]), {}).setdefault(rank, none)
-            total["count"] += row["count"]
-            for name in ("seconds", "exposed"):
-                total[name] = [one + other for one, other in zip(total[name], values[name], strict=True)]
+            counts = [row["count"]] * len(values["seconds"])
+            mine = np.array([values["seconds"], values["exposed"], counts])  # [these three, step]
+            sums[row["group"], row["operation"], row["ranks"]][rank] += mine
     for (group, operation, ranks), of_ranks in sums.items():
-        running = _over_ranks([total["seconds"] for total in of_ranks.values()])
-        waits = _over_ranks([total["exposed"] for total in of_ranks.values()])
-        shares = _Middle.of([one / all_ for one, all_ in zip(waits, seconds, strict=True)])
-        isolated = alone.get((group, operation))
+        running, waits, _ = np.mean([*of_ranks.values()], axis=0)
+        count, isolated = np.max([*of_ranks.values()], axis=0)[2, 0], alone[group, operation]
         lines.append(
-            f"| {group} ({ranks}) | {operation} | {max(total['count'] for total in of_ranks.values())} "
-            f"| {time_label(statistics.median(running))} | {_Middle.of(waits).times()} "
-            f"| {time_label(statistics.fmean(isolated.values())) if isolated else '-'} | {shares.shown('.1%')} |"
+            f"| {group} ({ranks}) | {operation} | {count:.0f} "
+            f"| {time_label(np.median(running))} | {' '.join(_spread(waits, time_label))} "
+            f"| {time_label(statistics.fmean(isolated.values())) if isolated else '-'} "
+            f"| {' '.join(_spread(waits / seconds, '{:.1%}'.format))} |"
         )
     lines += [
         "",
@@ -179,7 +172,6 @@ def more(
 ) -> tuple[dict[str, str], list[Any]]:
     """What more ranks would do: the answer, and its numbers."""
     here, tensor = step_here(step), step["config"]["tensor_model_parallel_size"]
-    seconds = here[0]
     lines = [
         f"| ranks | all-reduce of {size_label(largest)} | a step | waiting | speed of a rank | tokens/s |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -194,7 +186,7 @@ def more(
             continue
         lines.append(
             f"| {ranks} | {time_label(collective)} | {time_label(found.seconds)} | {found.waiting / found.seconds:.0%} "
-            f"| {seconds / found.seconds:.0%} of here | {found.tokens_per_second:,.0f} |"
+            f"| {here[0] / found.seconds:.0%} of here | {found.tokens_per_second:,.0f} |"
         )
         reduced = max(reduced, found.largest)
         numbers.append(
@@ -216,40 +208,20 @@ def more(
 
 def step_here(step: dict[str, Any]) -> tuple[float, float]:
     """The seconds of the step here, and of them those that wait for collectives."""
-    seconds, waiting = (_middle(step["seconds"][name]) for name in ("step", "exposed"))
+    seconds, waiting = (float(np.median(_over_ranks(step["seconds"][name]))) for name in ("step", "exposed"))
     return seconds, waiting
 
 
-def _middle(ranks: Sequence[Sequence[float]]) -> float:
-    """The median over the steps of the mean over the ranks."""
-    return statistics.median(_over_ranks(ranks))
-
-
-def _over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
+def _over_ranks(ranks: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
     """For each step, the mean over the ranks."""
-    return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
+    found: npt.NDArray[np.float64] = np.mean(np.array(ranks, dtype=np.float64), axis=0)
+    return found
 
 
-@dataclass(frozen=True)
-class _Middle:
-    """The median of values, and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> _Middle:
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
-        return cls(middle, low, high)
-
-    def shown(self, form: str) -> str:
-        """Such as "25% (22% to 29%)"."""
-        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
-
-    def times(self) -> str:
-        """Such as "20 ms (15 ms to 25 ms)"."""
-        return f"{time_label(self.median)} ({time_label(self.low)} to {time_label(self.high)})"
+def _spread(values: npt.NDArray[np.float64], shown: Callable[[float], str]) -> tuple[str, str]:
+    """The median of values, and their quartiles, such as ("20 ms", "(15 ms to 25 ms)")."""
+    low, middle, high = map(shown, np.quantile(values, (0.25, 0.5, 0.75)))
+    return middle, f"({low} to {high})"
 
 
 def time_label(seconds: float) -> str:
@@ -262,8 +234,4 @@ def time_label(seconds: float) -> str:
 
 def _nearest(sizes: Iterable[int], wanted: int) -> int:
     """The one of ``sizes`` with the nearest logarithm."""
-    return min(sizes, key=lambda size: abs(_log(size) - _log(wanted)))
-
-
-def _log(size: float) -> float:
-    return math.log2(max(size, 1))
+    return min(sizes, key=lambda size: abs(math.log2(max(size, 1) / wanted)))

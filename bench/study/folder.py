@@ -15,8 +15,8 @@ from trainers.options import make_writable
 FORMAT = 1
 #: what a study writes into its folder
 FILES = (
-    "study.json", "study.md", "collectives.json", "model.json", "step.json", "step.png", "replay.json", "replay.md",
-    "report.html",
+    "study.json", "study.md", "report.html",
+    *(f"{name}.{kind}" for name in ("collectives", "model", "step", "replay") for kind in ("json", "md", "png")),
 )  # fmt: skip
 RECORDING = "steps"
 
@@ -47,7 +47,21 @@ def open_record(folder: Path, settings: dict[str, Any], *, overwrite: bool) -> S
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / RECORDING, ignore_errors=True)
     elif older.exists():
-        return _older(folder, read_file(older), settings)
+        found = read_file(older)
+        names = StudyRecord.__dataclass_fields__
+        about = (found.get("kind"), found.get("format")) if isinstance(found, dict) else None
+        if about != ("study", FORMAT) or not names.keys() <= found.keys():
+            raise UsageError(
+                f"DIR {folder}: study.json is not of this version; give another folder, or --overwrite to begin anew"
+            )
+        record = StudyRecord(**{name: found[name] for name in names})
+        if changed := [name for name in settings if record.settings.get(name) != settings[name]]:
+            before, now = record.settings.get(changed[0]), settings[changed[0]]
+            raise UsageError(
+                f"DIR {folder}: holds a study with other settings ({changed[0]} {before}, now {now}); give another "
+                "folder, or --overwrite"
+            )
+        return record
     if strange := sorted(path.name for path in folder.iterdir()):
         raise UsageError(f"DIR {folder}: holds {strange[0]}, and no study; give a new folder, or an empty one")
     return StudyRecord(settings)
@@ -59,25 +73,6 @@ def read_file(path: Path) -> Any:
         return read_json(path)
     except InputFileError as error:
         raise UsageError(f"DIR: {error}; give --overwrite to begin anew") from error
-
-
-def _older(folder: Path, found: Any, settings: dict[str, Any]) -> StudyRecord:
-    if not isinstance(found, dict) or found.get("kind") != "study" or found.get("format") != FORMAT:
-        raise UsageError(
-            f"DIR {folder}: study.json is not of this version; give another folder, or --overwrite to begin anew"
-        )
-    try:
-        record = StudyRecord(**{name: found[name] for name in StudyRecord.__dataclass_fields__})
-    except KeyError as error:
-        raise UsageError(f"DIR {folder}: study.json lacks {error}; give --overwrite to begin anew") from None
-    changed = [name for name in settings if record.settings.get(name) != settings[name]]
-    if changed:
-        name = changed[0]
-        raise UsageError(
-            f"DIR {folder}: holds a study with other settings ({name} {record.settings.get(name)}, now "
-            f"{settings[name]}); give another folder, or --overwrite"
-        )
-    return record
 
 
 def save(folder: Path, record: StudyRecord) -> None:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench import collectives
-from bench.collective_study.measuring import GroupSetup
+from bench.collective_study.measuring import measure_call, place_of
+from bench.collective_study.results import FORMAT
 from bench.command.files import replace_json
-from bench.timing.clocks import synchronise
 from bench.timing.sampling import Stopping
-from bench.timing.starting import spans_nodes
-from bench.timing.states import States
+from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator, UsageError
-from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 
 from . import kept
 from .folder import read_file
-from .halting import Halting
 
 #: the operations of training steps
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -41,32 +34,20 @@ SHARE, REAL = 0.6, 1.5
 #: the share that is left at the end, to fit what was measured again
 LAST_SHARE = 0.02
 
-
-@dataclass(frozen=True)
-class Unit:
-    """What is measured without a stop: one operation at one size."""
-
-    operation: str
-    size: int
-    level: int
-
-    @property
-    def key(self) -> list[Any]:
-        """The unit in a file."""
-        return [self.operation, self.size]
+#: what is measured without a stop: an operation at a size in bytes
+Unit = tuple[str, int]
 
 
-def units(largest: int) -> Iterator[Unit]:
-    """Yield all units up to ``largest`` bytes, the coarsest level first."""
+def units(largest: int) -> Iterator[tuple[Unit, int]]:
+    """Yield all units up to ``largest`` bytes with their levels, the coarsest level first."""
     seen: set[int] = set()
     for level, factor in enumerate(FACTORS):
-        size, sizes = LEAST, []
+        size = LEAST
         while size <= largest:
-            sizes.append(size)
+            if size not in seen:
+                yield from (((operation, size), level) for operation in OPERATIONS)
+            seen.add(size)
             size *= factor
-        new = [one for one in sizes if one not in seen]
-        seen.update(new)
-        yield from (Unit(operation, one, level) for one in new for operation in OPERATIONS)
 
 
 def cell_seconds(left: float, cells: int) -> float:
@@ -75,75 +56,39 @@ def cell_seconds(left: float, cells: int) -> float:
     return min(max(left / (REAL * max(cells, 1)), low), high)
 
 
-def largest_size(given: str | None, dtype: str, world_size: int, memory: dict[str, int]) -> int:
+def largest_size(given: str | None, memory: dict[str, int]) -> int:
     """The largest size in bytes that --max-bytes asks for, or that fits. Raises ValueError that names the option."""
-    extra = [] if given is None else ["--max-bytes", given]
-    sizes = _settings(extra, dtype, world_size, memory).sizes
-    return min(sizes[-1], 64 << 20) if given is None else sizes[-1]
+    largest = collectives.largest_size(given, TRANSPORTS, memory)
+    if largest < LEAST:
+        raise ValueError(f"--max-bytes {given}: must be at least {LEAST}")
+    return min(largest, 64 << 20) if given is None else largest
 
 
-def _settings(extra: list[str], dtype: str, ranks: int, memory: dict[str, int]) -> collectives.Settings:
-    argv = ["--operations", *OPERATIONS, "--transports", *TRANSPORTS, "--dtypes", dtype, "--no-out-of-place"]
-    return collectives.settings([*argv, "--min-bytes", str(LEAST), *extra], ranks, memory)
+@dataclass(frozen=True)
+class Budget:
+    """The seconds of a study over all its calls. before: of the calls before this one. whole: of the study."""
 
+    before: float
+    whole: float
+    began: float = field(default_factory=time.monotonic)
 
-class MeasuringSession:
-    """What measures units and writes the file of a study. Its methods are collective.
+    @property
+    def spent(self) -> float:
+        """The seconds of the study so far, on this rank's clock."""
+        return self.before + time.monotonic() - self.began
 
-    result: the file's contents; its rows are on rank 0 and, of earlier calls, on all ranks.
-    """
-
-    def __init__(
-        self, world: Communicator, path: Path, place: GroupSetup, chosen: collectives.Settings,
-        transports: list[Any], result: dict[str, Any], save: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._world, self._path, self._place, self._chosen, self._save = world, path, place, chosen, save
-        self.transports, self.result = transports, result
-        self._began, self._first = load_mpi().Wtime(), synchronise(world.mpi)
-
-    def run(self, unit: Unit, seconds: float, bar: Any) -> None:
-        """Measure a unit, with ``seconds`` for each transport, and write the file."""
-        now = replace(self._place, stopping=replace(self._place.stopping, seconds=seconds))
-        one = replace(self._chosen, operations=[unit.operation], sizes=[unit.size])
-        rows, skipped = collectives.measure(now, one, self.transports, lambda _: None, bar)
-        new = [row | {"state_seen": row["state"], "asked_bytes": unit.size} for row in rows]
-        result, states = self.result, self._place.states
-        result["rows"], result["other_rows"] = kept.split([*result["rows"], *result["other_rows"], *new], states)
-        if unit.key in result["units"]:
-            tries = self.tries()
-            tries[unit.operation, unit.size] = tries.get((unit.operation, unit.size), 0) + 1
-            result["again"] = [[*key, count] for key, count in tries.items()]
-        else:
-            result["units"] = [*result["units"], unit.key]
-        result["skipped"] = _once([*result["skipped"], *skipped])
-        result["states"] = [kept.described(states)]
-        result["states_seen"] = [] if states is None else states.to_json()
-        self.write()
-
-    def tries(self) -> dict[tuple[str, int], int]:
-        """How often each unit was measured again."""
-        return {(operation, size): count for operation, size, count in self.result["again"]}
-
-    def write(self) -> None:
-        """Write the file and the study's record."""
-        last = synchronise(self._world.mpi)
-        elapsed = max(load_mpi().Wtime() - self._began, 1e-9)
-        clock = collectives.clock_summary(self._first, last, elapsed)
-
-        def on_disk() -> None:
-            replace_json(self._path, self.result | {"clock": clock})
-            self._save()
-
-        on_rank_zero(self._world, on_disk)
+    @property
+    def left(self) -> float:
+        """The seconds of the study that are left; below 0 if it is over time."""
+        return self.whole - self.spent
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The collectives of a study on the ranks of ``world``. Its methods are collective.
 
-    path: the file. surroundings: of this call, for the file. dtype: of the tensors. largest: bytes. memory: free bytes
-    of a rank. save: called on rank 0 after each unit, when the file is written. bar: of progress, which has a unit for
-    each of `units`.
+    path: the file. surroundings: of this call, for the file. dtype: of the tensors. largest: bytes. save: called on
+    rank 0 after each unit, when the file is written. bar: of progress, which has a unit for each of `units`.
     """
 
     world: Communicator
@@ -151,120 +96,101 @@ class Sweep:
     surroundings: dict[str, Any]
     dtype: str
     largest: int
-    memory: dict[str, int]
-    halting: Halting
+    budget: Budget
     save: Callable[[], None]
     bar: Any
 
-    def measure(self) -> signal.Signals | None:
-        """Measure what the file lacks, within the time. Returns the signal that stopped it.
+    def measure(self) -> None:
+        """Measure what the file lacks, within the time. Raises UsageError if no transport works here."""
+        plan, whole = [*units(self.largest)], SHARE * self.budget.whole
 
-        Raises UsageError if no transport works here.
-        """
-        plan, halting = [*units(self.largest)], self.halting
-        done = on_rank_zero(self.world, lambda: _older(self.path))
-        todo = [unit for unit in plan if unit.key not in done["units"]]
-        self.bar.update(len(plan) - len(todo))
-        if not todo:
-            return None
-        budget = SHARE * (halting.spent + halting.left)
-        stopped = None
-        with self._session(done) as measuring:
-            for number, unit in enumerate(todo):
-                level = max(unit.level, 1)  # the first two levels share their time
-                cells = len(measuring.transports) * sum(one.level <= level for one in todo[number:])
-                spent = on_rank_zero(self.world, lambda: halting.spent)
-                if stopped := halting.stopped():
-                    break
-                if unit.level and spent > budget:
-                    break
-                measuring.run(unit, cell_seconds(budget - spent, cells), self.bar)
-        if not stopped:
-            self.bar.update(len(plan) - self.bar.n)  # for the others there was no time
-        return stopped
+        def following(done: dict[str, Any]) -> tuple[Unit, float] | None:
+            todo = [(unit, level) for unit, level in plan if [*unit] not in done["units"]]
+            self.bar.update(len(plan) - len(todo) - self.bar.n)
+            left = whole - self.budget.spent
+            if not todo or (todo[0][1] and left < 0):
+                return None
+            last = max(todo[0][1], 1)  # the first two levels share their time
+            return todo[0][0], cell_seconds(left, len(TRANSPORTS) * sum(level <= last for _, level in todo))
 
-    def measure_again(self) -> signal.Signals | None:
-        """Measure again what did not converge, until all has, or the time is up; as `measure`.
+        self._run(following)
+        self.bar.update(len(plan) - self.bar.n)  # for the others there was no time
+
+    def measure_again(self) -> None:
+        """Measure again what did not converge, until all has, or the time is up.
 
         Each time a unit is measured again it has twice as long.
         """
-        done, halting = on_rank_zero(self.world, lambda: _older(self.path)), self.halting
-        reserve = LAST_SHARE * (halting.spent + halting.left)
+        reserve = LAST_SHARE * self.budget.whole
 
-        def next_unit(
-            result: dict[str, Any], tries: dict[tuple[str, int], int]
-        ) -> tuple[tuple[str, int] | None, float]:
-            left = halting.left - reserve
-            return (kept.worst(result["rows"], tries) if left > CELL_SECONDS[1] else None), left
+        def following(done: dict[str, Any]) -> tuple[Unit, float] | None:
+            left, tries = self.budget.left - reserve, tries_of(done)
+            unit = kept.worst(done["rows"], tries) if left > CELL_SECONDS[1] else None
+            if unit is None:
+                return None
+            seconds = min(CELL_SECONDS[1] * 2 ** min(tries.get(unit, 0), 10), left / (REAL * len(TRANSPORTS)))
+            return unit, max(seconds, CELL_SECONDS[0])
 
-        if on_rank_zero(self.world, lambda: next_unit(done, {}))[0] is None:
-            return None
-        with self._session(done) as measuring, tqdm(disable=True) as quiet:
-            while (stopped := halting.stopped()) is None:
-                tries = measuring.tries()
-                found, left = on_rank_zero(self.world, partial(next_unit, measuring.result, tries))
-                if found is None:
-                    break
-                operation, size = found
-                self.bar.set_description(f"again {operation} {size} B")
-                seconds = CELL_SECONDS[1] * 2 ** min(tries.get((operation, size), 0), 10)
-                most = left / (REAL * len(measuring.transports))
-                measuring.run(Unit(operation, size, 0), max(min(seconds, most), CELL_SECONDS[0]), quiet)
-        return stopped
+        self._run(following)
 
-    @contextmanager
-    def _session(self, done: dict[str, Any]) -> Iterator[MeasuringSession]:
-        """Open all that measures, and keep signals meanwhile. Raises UsageError if no transport works."""
+    def _run(self, following: Callable[[dict[str, Any]], tuple[Unit, float] | None]) -> None:
+        """Measure units, and write the file after each.
+
+        following: called on rank 0 with the file's contents; it names the next unit, and the seconds of a transport.
+        """
         world = self.world
-        chosen = collectives.Settings(
-            **on_rank_zero(world, lambda: asdict(_settings([], self.dtype, world.size, self.memory)))
-        )
-        with ExitStack() as stack:
-            by_clock = spans_nodes(world.mpi)
-            states = None if by_clock else States(world.mpi)
-            if states is not None:
-                states.restore(done["states_seen"])
-            place = GroupSetup(world, world, "world", Stopping(**chosen.stopping), by_clock=by_clock, states=states)
-            transports, unopened = collectives.open_transports(place, chosen.transports, self.largest + 64 * world.size)
-            for transport in transports:
-                stack.push(partial(_close, transport))
-            if not transports:
-                raise UsageError("; ".join(f"{one['transport']}: {one['reason']}" for one in unopened))
-            start = "clock" if by_clock else "barrier"
-            result = {"format": 1, **self.surroundings, "ranks": world.size, "start": start} | done
-            result["skipped"] = _once([*done["skipped"], *unopened])
-            stack.enter_context(self.halting.between_measurements())
-            yield MeasuringSession(world, self.path, place, chosen, transports, result, self.save)
+        done = on_rank_zero(world, lambda: older(self.path))
+        if (unit := on_rank_zero(world, lambda: following(done))) is None:
+            return
+        place = place_of(world, world, "world", Stopping())
+        if place.states is not None:
+            place.states.restore(done["states_seen"])
+        with place.opened(TRANSPORTS, self.largest + 64 * world.size) as (transports, unopened):
+            start = "clock" if place.by_clock else "barrier"
+            done = {"format": FORMAT, **self.surroundings, "ranks": world.size, "start": start} | done
+            while unit is not None:
+                (operation, size), seconds = unit
+                self.bar.set_description(f"{operation} {size} B")
+                call = CollectiveCall.of(operation, DTYPES[self.dtype], "sum", 0, world.size, size)
+                now = replace(place, stopping=replace(place.stopping, seconds=seconds))
+                rows, skipped = measure_call(now, call, transports, [True], seed=size)
+                new = [row | {"state_seen": row["state"], "asked_bytes": size} for row in rows]
+                done["rows"], done["other_rows"] = kept.split([*done["rows"], *done["other_rows"], *new], place.states)
+                if [operation, size] in done["units"]:
+                    tries = tries_of(done)
+                    tries[operation, size] = tries.get((operation, size), 0) + 1
+                    done["again"] = [[*key, count] for key, count in tries.items()]
+                else:
+                    done["units"].append([operation, size])
+                found = [*done["skipped"], *unopened, *skipped]
+                done["skipped"] = list({tuple(sorted(one.items(), key=str)): one for one in found}.values())
+                done["states"] = place.states.lines() if place.states else []
+                done["states_seen"] = [] if place.states is None else place.states.to_json()
+
+                def write() -> None:
+                    replace_json(self.path, done)
+                    self.save()
+
+                on_rank_zero(world, write)
+                unit = on_rank_zero(world, lambda: following(done))
 
 
-def _once(skipped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was not measured, each kind once."""
-    return list({tuple(sorted(one.items(), key=str)): one for one in skipped}.values())
+def tries_of(done: dict[str, Any]) -> dict[Unit, int]:
+    """How often each unit was measured again."""
+    return {(operation, size): count for operation, size, count in done["again"]}
 
 
 #: what a file has of earlier calls
 KEPT = ("rows", "other_rows", "units", "again", "skipped", "states_seen")
 
 
-def _older(path: Path) -> dict[str, Any]:
+def older(path: Path) -> dict[str, Any]:
     """The study so far. Raises UsageError for a file that is damaged."""
-    if not path.exists():
-        return {name: [] for name in KEPT}
-    found = read_file(path)
-    needed = ("rows", "units", "skipped")
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), list) for name in needed):
-        raise UsageError(f"DIR: {path}: not of a study; give --overwrite to begin anew")
-    done = {name: found.get(name, []) for name in KEPT}
+    found = read_file(path) if path.exists() else {"rows": [], "units": [], "skipped": []}
     try:
-        kept.worst(kept.split([*done["rows"], *done["other_rows"]], None)[0], {})
+        done = {name: found[name] if name in ("rows", "units", "skipped") else found.get(name, []) for name in KEPT}
+        kept.worst(kept.split([*done["rows"], *done["other_rows"]], None)[0], tries_of(done))
         [(float(one["seconds_8_bytes"]), int(one["probes"]), one["part_of"]) for one in done["states_seen"]]
-        [(str(operation), int(size), int(count)) for operation, size, count in done["again"]]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UsageError(f"DIR: {path}: damaged ({error!r}); give --overwrite to begin anew") from error
     return done
-
-
-def _close(transport: Any, failed: type[BaseException] | None, *_: object) -> None:
-    """Close a transport unless the measurement failed: then the other ranks may not take part."""
-    if failed is None:
-        transport.close()

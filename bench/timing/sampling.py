@@ -16,10 +16,10 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bench.timing.states import States
+from bench.timing.turns import slowest
 from commengine import Communicator
 
 Times = NDArray[np.float64]
@@ -72,10 +72,7 @@ class Sampler:
 
     def __init__(self, stopping: Stopping) -> None:
         self._stopping = stopping
-        self._rounds: list[tuple[Times, float, Times | None, int]] = []  # the arguments of `add`
-        self._parts: list[Times] = []
-        self._skews: list[Times] = []
-        self._excess: list[Times] = []  # the part of the skew above the limit
+        self._rounds: list[tuple[Times, float, Times, int]] = []  # the arguments of `add`
         self.calls = 0
         self.spent = 0.0
         self.converged = False
@@ -86,14 +83,10 @@ class Sampler:
         spent: the seconds that the calls took in all. skew: of the starts of each. state: of the machine, as
         `bench.timing.states` numbers it.
         """
-        self._rounds.append((seconds, spent, skew, state))
-        skew = np.zeros(len(seconds)) if skew is None else skew
-        self._parts.append(seconds)
-        self._skews.append(skew)
-        self._excess.append(np.maximum(0.0, skew - np.maximum(self._stopping.skew * seconds, SKEW_FLOOR)))
+        self._rounds.append((seconds, spent, np.zeros(len(seconds)) if skew is None else skew, state))
         self.calls += len(seconds)
         self.spent += spent
-        if sum(int(np.count_nonzero(part == 0)) for part in self._excess) >= self._stopping.fewest:
+        if int(np.count_nonzero(self._excess() == 0)) >= self._stopping.fewest:
             low, high = median_interval(self.seconds)
             self.converged = (high - low) / 2 <= self._stopping.confidence * float(np.median(self.seconds))
 
@@ -125,20 +118,25 @@ class Sampler:
     @property
     def seconds(self) -> Times:
         """All samples."""
-        return self._counted(self._parts)
+        return self._all(0)[self._counted()]
 
     @property
     def skews(self) -> Times:
         """The time between the first and the last rank's start, for every sample."""
-        return self._counted(self._skews)
+        return self._all(2)[self._counted()]
 
-    def _counted(self, parts: Sequence[Times]) -> Times:
-        values, excess = np.concatenate(parts), np.concatenate(self._excess)
-        if not excess.any():
-            return values
-        order = np.argsort(excess, kind="stable")
-        kept = max(int(np.count_nonzero(excess == 0)), min(len(values), self._stopping.fewest))
-        return values[np.sort(order[:kept])]
+    def _all(self, argument: int) -> Times:
+        return np.concatenate([arguments[argument] for arguments in self._rounds])
+
+    def _excess(self) -> Times:
+        """The part of each call's skew above the limit."""
+        return np.maximum(0.0, self._all(2) - np.maximum(self._stopping.skew * self._all(0), SKEW_FLOOR))
+
+    def _counted(self) -> NDArray[np.int64]:
+        """The places of the calls that count."""
+        excess = self._excess()
+        kept = max(int(np.count_nonzero(excess == 0)), min(len(excess), self._stopping.fewest))
+        return np.sort(np.argsort(excess, kind="stable")[:kept])
 
     @property
     def finished(self) -> bool:
@@ -220,10 +218,9 @@ def sample(
 
 def mean_seconds(call: Callable[[], object], count: int, world: Communicator) -> float:
     """The slowest rank's mean seconds of ``count`` calls back to back. Collective."""
-    world.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    mean = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
-    world.all_reduce(mean, "max")
-    return mean.item()
+
+    def repeat() -> None:
+        for _ in range(count):
+            call()
+
+    return slowest(world, repeat) / count

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, ranks_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,8 +115,12 @@ class AgreedStart:
 
 def spans_nodes(comm: MPI.Intracomm) -> bool:
     """Whether the ranks of ``comm`` are on several nodes, without memory in common. Collective."""
-    mpi = load_mpi()
-    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    apart = bool(comm.allreduce(node.size < comm.size, mpi.LOR))
+    return len(neighbours(comm)[0]) < comm.size
+
+
+def neighbours(comm: MPI.Intracomm) -> list[list[int]]:
+    """For each rank of ``comm`` the ranks of its node, ascending: those that it shares memory with. Collective."""
+    node = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
+    found = comm.allgather(ranks_in(node, comm))
     node.Free()
-    return apart
+    return found

@@ -91,7 +91,7 @@ class States:
         """The numbers of the states that are shown, the fastest first: those with enough turns, or the largest."""
         if not self.all:
             return [0]
-        turns = {number: len(self.all[number].probes) for number in set(map(self._one, range(len(self.all))))}
+        turns = {number: len(self.all[number].probes) for number in set(map(self.whole, range(len(self.all))))}
         least = min(LEAST_SHARE * sum(turns.values()), max(turns.values()))
         kept = [number for number, count in turns.items() if count >= least]
         return sorted(kept, key=lambda number: self.all[number].centre)
@@ -99,10 +99,6 @@ class States:
     def main(self) -> int:
         """The number of the state with most turns."""
         return max(set(map(self.whole, range(len(self.all)))), key=lambda one: len(self.all[one].probes), default=0)
-
-    def whole(self, number: int) -> int:
-        """The number of the state of which state ``number`` has turned out to be a part; its own, if of none."""
-        return self._one(number) if self.all else 0
 
     def to_json(self) -> list[dict[str, Any]]:
         """The states as JSON types; `restore` reads them."""
@@ -122,7 +118,7 @@ class States:
 
     def is_shown(self, number: int) -> bool:
         """Whether a turn of this state counts for a state that is shown, and is no disturbance."""
-        return not self.all or self._one(number) in self.shown()
+        return self.whole(number) in self.shown()
 
     def assigned(self, numbers: Sequence[int]) -> list[int | None]:
         """For turns of these states: the state that is shown for each, and None for a disturbance.
@@ -130,7 +126,7 @@ class States:
         If all are disturbances, they count for the nearest state, because a gap in a table helps nobody.
         """
         shown = self.shown()
-        mine = [self._one(number) for number in numbers] if self.all else [0] * len(numbers)
+        mine = [self.whole(number) for number in numbers]
         if any(number in shown for number in mine):
             return [number if number in shown else None for number in mine]
         return [
@@ -138,19 +134,19 @@ class States:
             for number in mine
         ]
 
-    def _one(self, number: int) -> int:
-        """The number of the state of which this one has turned out to be a part."""
+    def whole(self, number: int) -> int:
+        """The number of the state of which state ``number`` has turned out to be a part; its own, if of none."""
         while number in self._part_of:
             number = self._part_of[number]
         return number
 
-    def lines(self, names: dict[int, str] | None = None) -> list[str]:
-        """What was seen, for the head of a table. names: of the states; None: those of `name_states`."""
+    def lines(self) -> list[str]:
+        """What was seen, for the head of a table."""
         if not self.known:
             return ["- states of the machine: not told apart, because the ranks have no cores of their own on one node"]
         shown = self.shown()
         turns = sum(len(state.probes) for number, state in enumerate(self.all) if number not in self._part_of)
-        names = name_states(shown) if names is None else names
+        names = name_states(shown)
         described = [
             f"{names[number]}: MPI's 8 bytes in {1e6 * self.all[number].centre:.2f} us, 1 KB in "
             f"{1e6 * statistics.median(self.all[number].longer):.2f} us; {len(self.all[number].probes) / 2:.0f} turns"

@@ -8,9 +8,8 @@ mlc-chakra itself is not imported, because its dependencies bring a hundred pack
 from __future__ import annotations
 
 import functools
-import importlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,7 @@ _MESSAGES: dict[str, tuple[tuple[str, str], ...]] = {
 def message_types() -> dict[str, Any]:
     """The classes of the messages, by name. Raises UsageError where protobuf is missing."""
     try:
-        descriptor_pb2 = importlib.import_module("google.protobuf.descriptor_pb2")
-        descriptor_pool = importlib.import_module("google.protobuf.descriptor_pool")
-        message_factory = importlib.import_module("google.protobuf.message_factory")
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError:
         raise UsageError(INSTALL) from None
     field_type = descriptor_pb2.FieldDescriptorProto
@@ -86,60 +83,32 @@ def message_types() -> dict[str, Any]:
 
 def read_messages(path: Path) -> tuple[Any, list[Any]]:
     """The GlobalMetadata of a file and its Nodes. Raises InputFileError that says where the file is damaged."""
-    types = message_types()
-    data = io.BytesIO(read_bytes(path))
-    try:
-        metadata = _message(data, types["GlobalMetadata"])
-        nodes = list(_nodes(data, types["Node"]))
-    except ValueError as error:
-        raise InputFileError(f"{path}: no Chakra trace: {str(error)[:200]}") from None
+    types, data = message_types(), io.BytesIO(read_bytes(path))
+    metadata = _message(path, data, types["GlobalMetadata"])
     if metadata is None:
         raise InputFileError(f"{path}: no Chakra trace: the file is empty")
-    return metadata, nodes
+    return metadata, list(iter(lambda: _message(path, data, types["Node"]), None))
 
 
-def _nodes(data: io.BytesIO, kind: Any) -> Iterator[Any]:
-    while (node := _message(data, kind)) is not None:
-        yield node
+def _message(path: Path, data: io.BytesIO, kind: Any) -> Any:
+    """The next message, or None at the end."""
+    from google.protobuf import proto
 
-
-def _message(data: io.BytesIO, kind: Any) -> Any:
-    """The next message, or None at the end. Raises ValueError."""
     at, name = data.tell(), kind.DESCRIPTOR.name
-    size = shift = 0
-    while True:
-        byte = data.read(1)
-        if not byte:
-            if data.tell() == at:
-                return None
-            raise ValueError(f"the file ends inside a length, at byte {at}")
-        size |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if byte[0] < 0x80:
-            break
-        if shift > 28:
-            raise ValueError(f"the {name} at byte {at} has no valid length")
-    raw = data.read(size)
-    if len(raw) < size:
-        raise ValueError(f"the {name} at byte {at} has {size} bytes, and the file ends after {len(raw)} of them")
-    message = kind()
     try:
-        message.ParseFromString(raw)
+        return proto.parse_length_prefixed(kind, data)
     except Exception as error:  # protobuf's DecodeError, of another class in each of its implementations
-        raise ValueError(f"the {name} at byte {at} cannot be read: {error}") from None
-    return message
+        why = f"the {name} at byte {at} cannot be read: {str(error)[:200]}"
+        raise InputFileError(f"{path}: no Chakra trace: {why}") from None
 
 
 def write_messages(path: Path, metadata: Any, nodes: Iterable[Any]) -> None:
     """Write a file of a GlobalMetadata and Nodes."""
+    from google.protobuf import proto
+
     with path.open("wb") as file:
         for message in (metadata, *nodes):
-            raw = message.SerializeToString(deterministic=True)
-            size = len(raw)
-            while size > 0x7F:
-                file.write(bytes([size & 0x7F | 0x80]))
-                size >>= 7
-            file.write(bytes([size]) + raw)
+            proto.serialize_length_prefixed(message, file)
 
 
 def attributes(message: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from bench.step_study.recording import moments
 from bench.traces import chakra_schema
 from bench.traces.chakra_schema import COLLECTIVES, NODES, attribute
+from bench.traces.foreign import Written
 from commengine import CollectiveEvent, UsageError
 
 #: the file of the groups: ASTRA-sim's --comm-group-configuration. Its name has no "empty", which ASTRA-sim looks for
@@ -39,65 +39,41 @@ def call_bytes(operation: str, comm_bytes: int, size: int) -> int:
     return comm_bytes * size if operation in ("all_gather", "gather") else comm_bytes
 
 
-def numbered(groups: Sequence[tuple[str, Sequence[int]]]) -> dict[tuple[str, tuple[int, ...]], int]:
-    """A number from 1 on for each group, (name, ranks). ASTRA-sim reserves 0 for all ranks."""
-    found = sorted({(name, tuple(ranks)) for name, ranks in groups}, key=lambda group: (group[1], group[0]))
-    return {group: number for number, group in enumerate(found, start=1)}
+def write_rank(one: Written) -> None:
+    """Write one rank's file; rank 0 writes the ranks of each group of two or more by its number, too.
 
-
-def write_groups(folder: Path, numbers: Mapping[tuple[str, tuple[int, ...]], int]) -> None:
-    """Write the ranks of each group of two or more by its number."""
-    ranks = {str(number): list(members) for (_, members), number in numbers.items() if len(members) > 1}
-    (folder / GROUPS).write_text(json.dumps(ranks, indent=1) + "\n", encoding="utf-8")
-
-
-def write_rank(
-    path: Path,
-    events: Sequence[CollectiveEvent],
-    groups: Mapping[str, Sequence[int]],
-    numbers: Mapping[tuple[str, tuple[int, ...]], int],
-    span: tuple[float, float] | None = None,
-) -> None:
-    """Write one rank's file.
-
-    groups: the world ranks of this rank's groups, by name. numbers: of all ranks' groups (`numbered`). span: when the
-    step began and ended, on the clock of the events. Raises UsageError for an operation that Chakra cannot name.
+    Raises UsageError for an operation that Chakra cannot name.
     """
-    of_rank = {name: numbers[name, tuple(ranks)] for name, ranks in groups.items()}
-    names = {str(number): {"name": name, "ranks": list(groups[name])} for name, number in of_rank.items()}
-    types = chakra_schema.message_types()
-    metadata = types["GlobalMetadata"](version=VERSION)
+    names = {one.number(name): {"name": name, "ranks": list(ranks)} for name, ranks in one.groups.items()}
+    metadata = chakra_schema.message_types()["GlobalMetadata"](version=VERSION)
     metadata.attr.append(attribute("writer", "string_val", "commengine"))
     metadata.attr.append(attribute(GROUP_NAMES, "string_val", json.dumps(names)))
-    step = _Step(groups, {name: str(number) for name, number in of_rank.items()})
-    chakra_schema.write_messages(path, metadata, step.nodes(events, span))
+    chakra_schema.write_messages(one.path, metadata, _Step(one).nodes())
+    if one.rank == 0:
+        ranks = {str(number): list(members) for (_, members), number in one.numbers.items() if len(members) > 1}
+        one.path.with_name(GROUPS).write_text(json.dumps(ranks, indent=1) + "\n", encoding="utf-8")
 
 
 class _Step:
-    """The nodes of a rank's step. pg_names: the number of each group, in words."""
+    """The nodes of a rank's step."""
 
-    def __init__(self, groups: Mapping[str, Sequence[int]], pg_names: Mapping[str, str]) -> None:
-        self._groups, self._pg_names = groups, pg_names
+    def __init__(self, written: Written) -> None:
+        self._written = written
         self._node = chakra_schema.message_types()["Node"]
         self._made: list[Any] = []
         self._before: set[int] = set()  # the nodes that the caller's next one comes after
         self._streams: dict[str, tuple[int, ...]] = {}  # the last nodes of each stream
         self._zero = 0.0
 
-    def nodes(self, events: Sequence[CollectiveEvent], span: tuple[float, float] | None) -> Iterator[Any]:
+    def nodes(self) -> list[Any]:
         """All nodes, in the order of their numbers."""
-        moments = [(event.enqueue, 0, number) for number, event in enumerate(events)]
-        moments += [
-            (event.wait_start, 1, number)
-            for number, event in enumerate(events)
-            if event.stream is not None and event.wait_start is not None
-        ]
-        moments.sort()
-        clock = span[0] if span else moments[0][0] if moments else 0.0
+        events, span = self._written.trace.events, self._written.span
+        clock = span[0] if span else min((event.enqueue for event in events), default=0.0)
         self._zero = clock
         ends: dict[int, tuple[int, ...]] = {}
-        for moment, waits, number in moments:
+        for waits, number in moments(events):
             event = events[number]
+            moment = event.enqueue if not waits or event.wait_start is None else event.wait_start
             self._compute(clock, moment)
             if waits:
                 self._before.update(ends[number])
@@ -107,7 +83,7 @@ class _Step:
                 clock = moment if event.stream is not None else max(moment, event.end)
         if span:
             self._compute(clock, span[1])
-        return iter(self._made)
+        return self._made
 
     def _micros(self, moment: float) -> int:
         """Microseconds since the step began. Durations are differences of these, so they add up to the step's."""
@@ -161,7 +137,7 @@ class _Step:
             if event.operation in COLLECTIVES:
                 node.attr.append(attribute("comm_type", "int64_val", COLLECTIVES.index(event.operation)))
             node.attr.append(attribute("comm_size", "int64_val", counted))
-            node.attr.append(attribute("pg_name", "string_val", self._pg_names[event.group]))
+            node.attr.append(attribute("pg_name", "string_val", self._written.number(event.group)))
         times = [getattr(event, name) for name in TIMES]
         more: list[tuple[str, str, Any]] = [
             ("operation", "string_val", event.operation), ("dtype", "string_val", event.dtype),
@@ -169,23 +145,17 @@ class _Step:
             ("times", "double_list", [math.nan if time is None else time for time in times]),
             ("buffer_bytes", "int64_list", [size for size, _ in event.buffers]),
             ("in_window", "bool_list", [shared for _, shared in event.buffers]),
+            ("redop", "string_val", event.redop), ("root", "int32_val", event.root),
+            ("stream", "string_val", event.stream), ("peers", "int32_list", event.peers or None),
         ]  # fmt: skip
-        if event.redop is not None:
-            more.append(("redop", "string_val", event.redop))
-        if event.root is not None:
-            more.append(("root", "int32_val", event.root))
-        if event.stream is not None:
-            more.append(("stream", "string_val", event.stream))
-        if event.peers:
-            more.append(("peers", "int32_list", event.peers))
-        node.attr.extend(attribute(*one) for one in more)
+        node.attr.extend(attribute(*one) for one in more if one[2] is not None)
 
     def _message(self, node: Any, event: CollectiveEvent, kind: str, nbytes: int) -> None:
-        ranks = self._groups[event.group]
+        ranks = self._written.groups[event.group]
         sends = kind == "COMM_SEND_NODE"
         peer = event.peers[0 if sends else -1]
         node.attr.extend([
             attribute("comm_dst" if sends else "comm_src", "int32_val", ranks[peer]),
             attribute("comm_size", "int64_val", nbytes), attribute("comm_tag", "int32_val", 0),
-            attribute("pg_name", "string_val", self._pg_names[event.group]),
+            attribute("pg_name", "string_val", self._written.number(event.group)),
         ])  # fmt: skip

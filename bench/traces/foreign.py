@@ -1,4 +1,4 @@
-"""The calls of another tool's trace, and how they become the events of a recording.
+"""The middle form of other tools' traces: a call as it is read, and a rank's trace as it is written.
 
 The readers of foreign formats make a `ForeignCall` of each communication; `as_recording` makes of all ranks' calls the
 JSON types that `bench.step_study.recording.parse` checks.
@@ -7,18 +7,19 @@ JSON types that `bench.step_study.recording.parse` checks.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.step_study.recording import Group
-from commengine import UsageError
+from commengine import Trace, UsageError
 from commengine.dtypes import REDUCTIONS
 from commengine.operations import OPERATIONS
 
@@ -36,10 +37,62 @@ DTYPES = {
     "float8_e5m2fnuz": "uint8",
 }  # fmt: skip
 
+#: PyTorch's names of operations, of their letters alone, as ours. all_to_allv is one of them if its parts are equal
+OPERATIONS_OF = {
+    **dict.fromkeys(("allreduce", "allreducecoalesced"), "all_reduce"),
+    **dict.fromkeys(("allgather", "allgatherbase", "allgatherintotensorcoalesced", "allgathercoalesced"), "all_gather"),
+    **dict.fromkeys(("reducescatter", "reducescatterbase", "reducescattertensorcoalesced"), "reduce_scatter"),
+    **dict.fromkeys(("broadcast", "broadcastoop"), "broadcast"), **dict.fromkeys(("reduce", "reduceoop"), "reduce"),
+    **dict.fromkeys(("alltoall", "alltoallv", "alltoallbase"), "all_to_all"),
+    "gather": "gather", "scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "recv",
+}  # fmt: skip
+
+
+class Written(NamedTuple):
+    """This rank's trace, as it is written into a file of another tool's format.
+
+    rank, size: of the run. groups: the world ranks of this rank's groups, by name. numbers: of all ranks' groups
+    (`numbered`). span: when the step began and ended, on the clock of the trace.
+    """
+
+    path: Path
+    rank: int
+    size: int
+    trace: Trace
+    groups: dict[str, list[int]]
+    numbers: dict[tuple[str, tuple[int, ...]], int]
+    span: tuple[float, float] | None = None
+
+    def number(self, group: str) -> str:
+        """The number of one of this rank's groups, in words."""
+        return str(self.numbers[group, tuple(self.groups[group])])
+
+
+def numbered(groups: Iterable[tuple[str, Sequence[int]]]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """A number from 1 on for each group, (name, ranks). ASTRA-sim reserves 0 for all ranks."""
+    found = sorted({(name, tuple(ranks)) for name, ranks in groups}, key=lambda group: (group[1], group[0]))
+    return {group: number for number, group in enumerate(found, start=1)}
+
 
 def dtype_of(name: str) -> str | None:
     """The name of torch for another tool's name of a dtype; None if it is unknown."""
     return DTYPES.get(name.strip().lower().removeprefix("c10::"))
+
+
+def operation_of(name: str) -> str | None:
+    """Our operation by PyTorch's name for it, of which the letters count; None if there is none."""
+    return OPERATIONS_OF.get("".join(letter for letter in name.lower() if letter.isalpha()))
+
+
+def kind_of(name: str, dtype: object, splits: Sequence[str] = ()) -> tuple[str, str] | str:
+    """(operation, dtype) of PyTorch's call ``name``, or the kind of a call that is left out. splits: lists in JSON."""
+    kind = operation_of(name)
+    if kind is None:
+        return name
+    if kind == "all_to_all" and any(len(set(json.loads(split))) > 1 for split in splits):
+        return f"{name} with unequal parts"
+    found = dtype_of(str(dtype)) if kind != "barrier" else "uint8"
+    return f"{name} of {dtype}" if found is None else (kind, found)
 
 
 def item_bytes(dtype: str) -> int:
@@ -112,13 +165,16 @@ def as_recording(
     """All ranks' calls as the JSON types of a recording, with the notes that a reader of its replay needs.
 
     The calls of a group run on a stream of it if any of its ranks did something else during one of them. left_out: how
-    many calls of which kinds are not replayed. Raises UsageError if there are no calls.
+    many calls of which kinds are not replayed. Raises UsageError if there are no calls, or if a rank, its root or its
+    peer is not in the group of a call.
     """
     calls = [sorted(of_rank, key=lambda call: call.enqueue) for of_rank in ranks]
     overlapped = {call.group for of_rank in calls for call in of_rank if call.overlapped}
     found = []
     for rank, of_rank in enumerate(calls):
-        groups = {call.group.name: list(call.group.ranks) for call in of_rank if rank in call.group.ranks}
+        for call in of_rank:
+            _check_ranks(f"{folder}: rank {rank}, {call.operation}", rank, call)
+        groups = {call.group.name: list(call.group.ranks) for call in of_rank}
         found.append([groups, [_event(call, call.group in overlapped) for call in of_rank]])
     notes = [f"read as a trace of {title}"]
     guessed = sum(call.guessed for of_rank in calls for call in of_rank)
@@ -129,6 +185,15 @@ def as_recording(
     if not any(calls):
         raise UsageError(f"{folder}: no rank communicates: nothing to replay ({'; '.join(notes)})")
     return {"folder": str(folder), "ranks": found, "notes": notes}
+
+
+def _check_ranks(where: str, rank: int, call: ForeignCall) -> None:
+    """Raise UsageError unless the rank is in the call's group, and the root or the peer, too."""
+    name, ranks = call.group.name, list(call.group.ranks)
+    if rank not in ranks:
+        raise UsageError(f"{where}: the rank is not in {name!r}, which has ranks {ranks}")
+    if call.root is not None and not 0 <= call.root < len(ranks):
+        raise UsageError(f"{where}: the root or peer {call.root} is no rank of {name!r}, which has ranks {ranks}")
 
 
 def _event(call: ForeignCall, on_stream: bool) -> dict[str, Any]:
@@ -158,11 +223,26 @@ def counted_elements(operation: str, sent: int, received: int, size: int) -> int
 
     sent, received: the elements of a rank's input and output. Raises ValueError if there are too many to believe.
     """
-    whole = OPERATIONS[operation].counted == "output"
-    found = sent * size if operation == "all_gather" else received if whole else sent
-    if not 0 <= found < MOST_ELEMENTS:
-        raise ValueError(f"{operation} of {found} elements")
-    return found
+    if operation == "barrier":
+        return 0
+    whole = operation == "recv" or OPERATIONS[operation].counted == "output"
+    return believed(operation, sent * size if operation == "all_gather" else received if whole else sent)
+
+
+def believed(operation: str, elements: int) -> int:
+    """``elements``. Raises ValueError if there are too many to believe, or less than none."""
+    if not 0 <= elements < MOST_ELEMENTS:
+        raise ValueError(f"{operation} of {elements} elements")
+    return elements
+
+
+def ranks_of(found: Any) -> tuple[int, ...]:
+    """A list of ranks in JSON. Raises ValueError for anything else."""
+    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+        raise ValueError(f"{str(found)[:50]} is not a list of ranks")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{str(found)[:50]} has a rank twice")
+    return tuple(found)
 
 
 def elements_of(shape: Any) -> int:

@@ -17,44 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.step_study.recording import Group
+from bench.step_study.recording import Group, require_ranks
 from bench.traces import foreign
 from bench.traces.foreign import ForeignCall
-from bench.traces.opening import read_json_object
+from bench.traces.opening import begins_with, read_json_object
 from commengine import UsageError
 from commengine.operations import OPERATIONS
+from trainers.files.schema import fault_in
 
-TITLE = "PyTorch's profiler (Kineto)"
-#: PyTorch's names of operations, of their letters alone, as ours. all_to_allv is one of them if its parts are equal
-OPERATIONS_OF = {
-    **dict.fromkeys(("allreduce", "allreducecoalesced"), "all_reduce"),
-    **dict.fromkeys(("allgather", "allgatherbase", "allgatherintotensorcoalesced", "allgathercoalesced"), "all_gather"),
-    **dict.fromkeys(("reducescatter", "reducescatterbase", "reducescattertensorcoalesced"), "reduce_scatter"),
-    **dict.fromkeys(("broadcast", "broadcastoop"), "broadcast"), **dict.fromkeys(("reduce", "reduceoop"), "reduce"),
-    **dict.fromkeys(("alltoall", "alltoallv", "alltoallbase"), "all_to_all"),
-    "gather": "gather", "scatter": "scatter", "barrier": "barrier", "send": "send", "recv": "recv",
-}  # fmt: skip
 _ANNOTATED = re.compile(r"(nccl|gloo):(\w+)")
 _RANK = re.compile(r"rank[_-]?(\d+)|worker[_-]?(\d+)")
 
 
 def files(paths: Sequence[Path]) -> list[Path]:
-    """The files among ``paths`` whose names end as the profiler's do."""
-    return [path for path in paths if path.name.endswith((".json", ".json.gz"))]
+    """The files among ``paths`` whose names end as the profiler's do; none, if the first does not begin as they do."""
+    found = [path for path in paths if path.name.endswith((".json", ".json.gz"))]
+    return found if found and begins_with(found[0], b'"schemaVersion"', b'"traceEvents"') else []
 
 
-def is_kineto(beginning: bytes) -> bool:
-    """Whether a file that begins with these bytes, decompressed, is a trace of the profiler."""
-    return beginning.lstrip().startswith(b"{") and (b'"schemaVersion"' in beginning or b'"traceEvents"' in beginning)
-
-
-def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dict[str, Any]:
-    """The trace of these files, one for each rank, as the JSON types of a recording.
+def read(paths: Sequence[Path], left_out: Counter[str]) -> list[list[ForeignCall]]:
+    """The calls of each rank, from one file for each. Adds those that are not replayed to ``left_out``.
 
     Raises UsageError or InputFileError that names the file.
     """
-    if groups is not None:
-        raise UsageError("--groups goes with a Chakra trace; a trace of PyTorch's profiler has its groups")
     found: dict[int, _Profile] = {}
     for path in paths:
         profile = _Profile.of(path)
@@ -62,12 +47,8 @@ def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dic
             raise UsageError(f"{path}: is of rank {profile.rank}, as {found[profile.rank].path.name} is")
         found[profile.rank] = profile
     size = max([*(profile.world for profile in found.values()), max(found) + 1])
-    missing = next((rank for rank in range(size) if rank not in found), None)
-    if missing is not None:
-        raise UsageError(f"{folder}: there is no trace of rank {missing}, though there were {size} ranks")
-    left_out: Counter[str] = Counter()
-    calls = [found[rank].calls(size, left_out) for rank in range(size)]
-    return foreign.as_recording(folder, TITLE, calls, left_out)
+    require_ranks(paths[0].parent, found, size)
+    return [found[rank].calls(size, left_out) for rank in range(size)]
 
 
 def _later(one: tuple[float, float, ForeignCall], other: tuple[float, float, ForeignCall]) -> Any:
@@ -121,14 +102,8 @@ class _Profile:
         found = []
         spans: list[tuple[float, float, ForeignCall]] = []
         for event, kernel, noted in self._events():
-            try:
+            with fault_in(f"{self.path}: the {event.get('name')} at {event.get('ts')} us"):
                 made = self._call(event, kernel, size) if noted else self._annotated(event, size)
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                if isinstance(error, UsageError):
-                    raise
-                what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-                where = f"the {event.get('name')} at {event.get('ts')} us"
-                raise UsageError(f"{self.path}: {where}: {what[:200]}") from None
             if isinstance(made, str):
                 left_out[made] += 1
                 continue
@@ -172,16 +147,11 @@ class _Profile:
         """The call of an event with notes, or the kind of a call that is left out."""
         args = event["args"]
         name = str(args["Collective name"])
-        kind = OPERATIONS_OF.get("".join(letter for letter in name.lower() if letter.isalpha()))
-        if kind is None:
-            return name
         splits = [str(args.get(f"{way} split size", "[]")) for way in ("In", "Out")]
-        if kind == "all_to_all" and any(len(set(json.loads(split))) > 1 for split in splits):
-            return f"{name} with unequal parts"
-        group = self._group(args, size)
-        dtype = foreign.dtype_of(str(args.get("dtype", ""))) if kind != "barrier" else "uint8"
-        if dtype is None:
-            return f"{name} of {args.get('dtype')}"
+        found = foreign.kind_of(name, args.get("dtype", ""), splits)
+        if isinstance(found, str):
+            return found
+        (kind, dtype), group = found, self._group(args, size)
         ranks, root = group.ranks, None
         if kind in ("send", "recv"):
             peer = int(args["Dst Rank" if kind == "send" else "Src Rank"])
@@ -191,10 +161,8 @@ class _Profile:
         elif OPERATIONS[kind].rooted:
             root = int(args.get("Rank", 0))
             root = root if 0 <= root < len(ranks) else 0
-        elements = 0
-        if kind != "barrier":
-            sent, received = (int(args.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
-            elements = foreign.counted_elements(kind, received if kind == "recv" else sent, received, len(ranks))
+        sent, received = (int(args.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
+        elements = foreign.counted_elements(kind, sent, received, len(ranks))
         begun, spent = self._start(kernel), float(kernel.get("dur", 0))
         waited: float | None = 1e-6 * (begun + spent)
         if kind in ("send", "recv") and kernel is event:
@@ -208,18 +176,18 @@ class _Profile:
         """The call of an event that has a name and the shape of its input only."""
         args, begun = event["args"], self._start(event)
         name = str(event["name"])
-        kind = OPERATIONS_OF.get("".join(letter for letter in name.partition(":")[2].lower() if letter.isalpha()))
-        if kind is None or kind in ("send", "recv"):  # it does not say with whom
+        types, shapes = args.get("Input type"), args.get("Input Dims")
+        kind = foreign.operation_of(name.partition(":")[2])
+        if kind in (None, "send", "recv"):  # it does not say with whom
             return name
-        elements, dtype = 0, "uint8"
-        if kind != "barrier":
-            if not args.get("Input Dims") or not args.get("Input type"):
-                raise ValueError("the shape of its input is not there: profile with record_shapes=True")
-            found = foreign.dtype_of(str(args["Input type"][0]))
-            if found is None:
-                return f"{name} of {args['Input type'][0]}"
-            sent = foreign.elements_of(args["Input Dims"][0])
-            elements, dtype = foreign.counted_elements(kind, sent, sent, size), found
+        if kind != "barrier" and not (types and shapes):
+            raise ValueError("the shape of its input is not there: profile with record_shapes=True")
+        found = foreign.kind_of(name.partition(":")[2], types[0] if types else "")
+        if isinstance(found, str):
+            return f"{name} of {types[0]}"
+        kind, dtype = found
+        sent = foreign.elements_of(shapes[0]) if shapes else 0
+        elements = foreign.counted_elements(kind, sent, sent, size)
         spent = float(event.get("dur", 0))
         return ForeignCall(
             kind, Group("all ranks", tuple(range(size))), dtype, elements, 1e-6 * begun, 1e-6 * (begun + spent),
@@ -237,7 +205,5 @@ class _Profile:
             raise ValueError(f"the ranks of its group {name!r} of {count} are in neither its notes nor distributedInfo")
         if not all(type(one) is int and 0 <= one < size for one in ranks) or len(set(ranks)) < len(ranks):
             raise ValueError(f"its group has the ranks {str(ranks)[:100]}")
-        if self.rank not in ranks:
-            raise ValueError(f"rank {self.rank} is not in its group {name!r}, which has ranks {ranks}")
         title = f"{name} ({described})" if described not in ("", "undefined") else f"group {name or '0'}"
         return Group(title, tuple(ranks))

@@ -14,18 +14,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from bench.step_study.recording import Group
+from bench.step_study.recording import Group, moments, require_ranks
 from bench.traces import foreign
-from bench.traces.chakra_rank import ranks_of
-from bench.traces.foreign import ForeignCall
-from bench.traces.kineto import OPERATIONS_OF
-from bench.traces.opening import read_json_object
+from bench.traces.foreign import ForeignCall, Written, ranks_of
+from bench.traces.opening import begins_with, read_json_object
 from commengine import CollectiveEvent, UsageError
 from commengine.operations import OPERATIONS
+from trainers.files.schema import fault_in
 
-TITLE = "PyTorch's execution traces (PARAM)"
 #: the version of the format that is written, and the parts of its name that are read: before 1.0.3 groups had no names
 SCHEMA, OLDEST = "1.1.0-chakra.0.0.4", (1, 0, 3)
 #: our operations by PyTorch's names for them; the others have the same names
@@ -48,34 +47,24 @@ _KINDS = {str: "string", int: "uint64"}
 
 def files(paths: Sequence[Path]) -> list[Path]:
     """The files among ``paths`` that have the name of a rank, such as rank-0.json, in the order of the ranks."""
-    found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for _, path in sorted((_rank_of(path), path) for path in paths if _FILE.fullmatch(path.name))]
+    return found if found and begins_with(found[0], b'"schema"') else []
 
 
-def is_param(beginning: bytes) -> bool:
-    """Whether a file that begins with these bytes, decompressed, is one of PyTorch's execution traces."""
-    return beginning.lstrip().startswith(b"{") and b'"schema"' in beginning and b'"traceEvents"' not in beginning
+def _rank_of(path: Path) -> int:
+    return int(_FILE.sub(r"\1", path.name))
 
 
-def read(folder: Path, paths: Sequence[Path], groups: Path | None = None) -> dict[str, Any]:
-    """The trace of these files, one for each rank, as the JSON types of a recording.
+def read(paths: Sequence[Path], left_out: Counter[str]) -> list[list[ForeignCall]]:
+    """The calls of each rank, from one file for each. Adds those that are not replayed to ``left_out``.
 
     Raises UsageError or InputFileError that names the file.
     """
-    if groups is not None:
-        raise UsageError("--groups goes with a Chakra trace; PyTorch's execution trace has its groups")
-    numbers = [int(match[1]) for path in paths if (match := _FILE.fullmatch(path.name))]
-    missing = sorted(set(range(len(paths))) - set(numbers))
-    if missing:
-        raise UsageError(f"{folder}: there is no trace of rank {missing[0]}, though there are {len(paths)} files")
-    left_out: Counter[str] = Counter()
-    calls = [
-        foreign.marked(foreign.paired(list(_rank(rank, path, len(paths), left_out)))) for rank, path in enumerate(paths)
-    ]
-    return foreign.as_recording(folder, f"{TITLE}, which have no times", calls, left_out)
+    require_ranks(paths[0].parent, [_rank_of(path) for path in paths])
+    return [foreign.marked(foreign.paired(list(_rank(path, len(paths), left_out)))) for path in paths]
 
 
-def _rank(rank: int, path: Path, size: int, left_out: Counter[str]) -> Iterator[ForeignCall]:
+def _rank(path: Path, size: int, left_out: Counter[str]) -> Iterator[ForeignCall]:
     data = read_json_object(path)
     schema, nodes = str(data.get("schema", "")), data.get("nodes")
     version = tuple(int(part) for part in re.findall(r"\d+", schema.partition("-")[0]))
@@ -84,7 +73,7 @@ def _rank(rank: int, path: Path, size: int, left_out: Counter[str]) -> Iterator[
     groups: dict[str, Group] = {}
     found: list[tuple[int, str, dict[str, Any], list[Any]]] = []
     number: Any = "?"
-    try:
+    with fault_in(lambda: f"{path}: node {number}"):
         for node in nodes:
             number = node["id"]
             name = str(node["name"])
@@ -97,7 +86,7 @@ def _rank(rank: int, path: Path, size: int, left_out: Counter[str]) -> Iterator[
         waits = {_request(call): call[0] for call in found if call[1] == "wait"}
         for call in found:
             number, name, about, _ = call
-            made = _call(rank, call, groups, size) if name != "wait" else None
+            made = _call(call, groups) if name != "wait" else None
             if isinstance(made, ForeignCall):
                 group, request = _request(call)  # an older version does not say the group of a wait
                 waited = waits.get((group, request), waits.get(("", request)))
@@ -105,11 +94,6 @@ def _rank(rank: int, path: Path, size: int, left_out: Counter[str]) -> Iterator[
                 yield made
             elif made is not None:
                 left_out[made] += 1
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        if isinstance(error, UsageError):
-            raise
-        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path}: node {number}: {what[:200]}") from None
 
 
 def _groups_in(node: Mapping[str, Any], size: int) -> dict[str, Group]:
@@ -133,92 +117,53 @@ def _request(call: tuple[int, str, dict[str, Any], list[Any]]) -> tuple[str, str
     return str(call[2].get("pg_name", "")), json.dumps(_arguments(call[3])[0])
 
 
-def _call(
-    rank: int, call: tuple[int, str, dict[str, Any], list[Any]], groups: Mapping[str, Group], size: int
-) -> ForeignCall | str:
+def _call(call: tuple[int, str, dict[str, Any], list[Any]], groups: Mapping[str, Group]) -> ForeignCall | str:
     """The call of a node, or its kind if it is left out."""
     number, name, about, values = call
-    kind = OPERATIONS_OF.get("".join(letter for letter in name.lower() if letter.isalpha()))
-    if kind is None:
-        return name
-    splits = [json.loads(str(about.get(f"{way}_split_size", "[]"))) for way in ("in", "out")]
-    if kind == "all_to_all" and any(len(set(split)) > 1 for split in splits):
-        return f"{name} with unequal parts"
-    dtype = foreign.dtype_of(str(about.get("dtype", "")))
-    if dtype is None:
-        return f"{name} of {about.get('dtype')}"
+    splits = [str(about.get(f"{way}_split_size", "[]")) for way in ("in", "out")]
+    found = foreign.kind_of(name, about.get("dtype", ""), splits)
+    if isinstance(found, str):
+        return found
+    kind, dtype = found
     group = groups.get(str(about.get("pg_name", "0")))
     if group is None:
         raise ValueError(f"the ranks of its group {about.get('pg_name')!r} are not known")
-    if rank not in group.ranks:
-        raise ValueError(f"rank {rank} is not in its group, which has ranks {list(group.ranks)}")
-    root = None
-    if OPERATIONS[kind].pairwise or OPERATIONS[kind].rooted:
-        root = int(_arguments(values)[2])
-        if not 0 <= root < len(group.ranks):
-            raise ValueError(f"{name} has the root or peer {root}, which is no rank of its group")
+    root = int(_arguments(values)[2]) if OPERATIONS[kind].pairwise or OPERATIONS[kind].rooted else None
     sent, received = (int(about.get(f"{way}_msg_nelems", 0)) for way in ("in", "out"))
-    counted = received if kind == "recv" else sent
-    elements = 0 if kind == "barrier" else foreign.counted_elements(kind, counted, received, len(group.ranks))
+    elements = foreign.counted_elements(kind, sent, received, len(group.ranks))
     return ForeignCall(kind, group, dtype, elements, float(number), None, 0.0, root=root)
 
 
 # ---- writing
 
 
-def write_rank(
-    path: Path,
-    rank: int,
-    events: Sequence[CollectiveEvent],
-    groups: Mapping[str, Sequence[int]],
-    numbers: Mapping[tuple[str, tuple[int, ...]], int],
-    size: int,
-) -> None:
-    """Write one rank's file.
-
-    groups: the world ranks of this rank's groups, by name. numbers: of all ranks' groups, from 1 on. size: of the run.
-    """
-    written = _Nodes(rank, groups, numbers, size)
-    moments = [(event.enqueue, 0, number) for number, event in enumerate(events)]
-    moments += [
-        (event.wait_start, 1, number)
-        for number, event in enumerate(events)
-        if event.stream is not None and event.wait_start is not None
-    ]
-    for _, waits, number in sorted(moments):
-        if waits:
-            written.wait(events[number], number)
-        else:
-            written.call(events[number], number)
+def write_rank(one: Written) -> None:
+    """Write one rank's file."""
+    written, events = _Nodes(one), one.trace.events
+    for waits, number in moments(events):
+        (written.wait if waits else written.call)(events[number], number)
     head = {
-        "schema": SCHEMA, "pid": rank + 1, "time": dt.datetime.now().strftime("%Y-%m-%d %H:%M:%S"), "start_ts": 0,
+        "schema": SCHEMA, "pid": one.rank + 1, "time": dt.datetime.now().strftime("%Y-%m-%d %H:%M:%S"), "start_ts": 0,
         "finish_ts": 0, "nodes": written.nodes,
     }  # fmt: skip
-    path.write_text(json.dumps(head), encoding="utf-8")
+    one.path.write_text(json.dumps(head), encoding="utf-8")
 
 
 class _Nodes:
     """The nodes of a rank's file."""
 
-    def __init__(
-        self,
-        rank: int,
-        groups: Mapping[str, Sequence[int]],
-        numbers: Mapping[tuple[str, tuple[int, ...]], int],
-        size: int,
-    ) -> None:
-        self._rank, self._groups = rank, groups
-        self._names = {name: str(numbers[name, tuple(ranks)]) for name, ranks in groups.items()}
+    def __init__(self, one: Written) -> None:
+        self._written = one
         self.nodes: list[dict[str, Any]] = []
         self._add("[pytorch|profiler|execution_trace|process]", 1)
         self._add("[pytorch|profiler|execution_trace|thread]", 1)
-        everyone = {"pg_name": "0", "pg_desc": "default_pg", "ranks": [], "group_size": size}
+        everyone = {"pg_name": "0", "pg_desc": "default_pg", "ranks": [], "group_size": one.size}
         config = [everyone] + [
             {"pg_name": str(number), "pg_desc": name, "ranks": list(ranks), "group_size": len(ranks)}
-            for (name, ranks), number in numbers.items()
+            for (name, ranks), number in one.numbers.items()
         ]
-        for one in config:
-            one |= {"backend_config": "cpu:mpi", "group_count": len(config)}
+        for group in config:
+            group |= {"backend_config": "cpu:mpi", "group_count": len(config)}
         self._add(_GROUPS, 2, [json.dumps(config)], ["String"])
 
     def call(self, event: CollectiveEvent, request: int) -> None:
@@ -235,7 +180,7 @@ class _Nodes:
             "gather": (count, count * size), "scatter": (count * size, count),
         }.get(event.operation, (count, count))  # fmt: skip
         message = event.operation in ("send", "recv")
-        place = list(self._groups[event.group]).index(self._rank)
+        place = self._written.groups[event.group].index(self._written.rank)
         root = place if event.root is None else event.root
         name = _NAMES.get(event.operation, event.operation)
         self._note(name, event, [2 * request, message], root, sent, received)
@@ -247,19 +192,11 @@ class _Nodes:
             self._note("wait", event, [number, event.operation in ("send", "recv", "sendrecv")], 0, 0, 0)
 
     def _note(self, name: str, event: CollectiveEvent, request: list[Any], rank: int, sent: int, received: int) -> None:
-        ranks, pg = list(self._groups[event.group]), self._names[event.group]
+        ranks, pg = list(self._written.groups[event.group]), self._written.number(event.group)
         steps = {after - before for before, after in itertools.pairwise(ranks)}
         stride = steps.pop() if len(steps) == 1 else 0 if steps else 1
         values = [request, [pg, event.group], rank, name, [], [], ranks[0], stride, len(ranks)]
-        types = [
-            "Tuple[Int,Bool]",
-            "Tuple[String,String]",
-            "Int",
-            "String",
-            "GenericList[]",
-            "GenericList[]",
-            *["Int"] * 3,
-        ]
+        types = ["Tuple[Int,Bool]", "Tuple[String,String]", "Int", "String", *["GenericList[]"] * 2, *["Int"] * 3]
         dtype = "Byte" if name == "wait" else _DTYPES[event.dtype]
         self._add(_CALL, 2, values, types, {
             "collective_name": name, "dtype": dtype, "in_msg_nelems": sent, "out_msg_nelems": received,
@@ -269,14 +206,13 @@ class _Nodes:
 
     def _add(
         self, name: str, parent: int, values: Sequence[Any] = (), types: Sequence[str] = (),
-        more: Mapping[str, str | int] | None = None,
+        more: Mapping[str, str | int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         about = {"rf_id": len(self.nodes), "fw_parent": 0, "scope": 0, "tid": 1, "fw_tid": 0, "op_schema": ""}
-        attributes = [{"name": key, "type": _KINDS[type(value)], "value": value} for key, value in about.items()]
-        attributes.append({"name": "seq_id", "type": "int64", "value": -1})
-        attributes += [
-            {"name": key, "type": _KINDS[type(value)], "value": value} for key, value in (more or {}).items()
+        attributes = [
+            {"name": key, "type": _KINDS[type(value)], "value": value} for key, value in (about | dict(more)).items()
         ]
+        attributes.append({"name": "seq_id", "type": "int64", "value": -1})
         empty: dict[str, list[Any]] = {"values": [], "shapes": [], "types": []}
         inputs = {"values": list(values), "shapes": [[] for _ in values], "types": list(types)}
         self.nodes.append({

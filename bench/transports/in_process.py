@@ -5,15 +5,16 @@ A transport opens once for a group, with buffers for its largest call. `Transpor
 `Transport.meet` says. If a library has an operation in place only, its time out of place includes the copy of the
 input, because a caller who needs both tensors has to make that copy.
 
-To add a transport, subclass `Transport` and add the class to LOCAL. bench/transports/peer_process.py has the peers,
-which run in processes of their own.
+To add a transport, subclass `LocalTransport` and add the class to LOCAL. The peers run in processes of their own: see
+bench/transports/peer_process.py.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor
 
 from bench.timing.sampling import Times
-from bench.transports.operations import REDUCING, Buffers, CollectiveCall
+from bench.timing.starting import spans_nodes
+from bench.transports.operations import OPERATIONS, REDUCING, Buffers, CollectiveCall
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import MpiTypes
+from commengine.mpi import load_mpi
 
 
 class Bound(ABC):
@@ -32,9 +35,6 @@ class Bound(ABC):
 
     The calls of one transport share its buffers, so call `reset` before you look at the result of one.
     """
-
-    #: enqueues the call and returns its Work; None if the transport has no stream
-    start: Callable[[], Any] | None = None
 
     @abstractmethod
     def reset(self) -> None:
@@ -53,7 +53,7 @@ class Transport(ABC):
     """One way to run collectives on the tensors of a group. Making it, `bind` and `close` are collective."""
 
     name: str
-    #: the operations that it can run, written out: what it does not list, it refuses
+    #: the operations that it can run; it refuses the others
     operations: Sequence[str]
     #: every rank of the group calls it before each call that is bound from now on
     meet: Callable[[], object]
@@ -66,7 +66,7 @@ class Transport(ABC):
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         """The call, with its buffers reset. Raises CollectiveError, on every rank, if it turns out to be impossible.
 
-        Raises ValueError in a transport of LOCAL if the transport does not have the operation.
+        Raises ValueError in a `LocalTransport` that does not have the operation.
         """
 
     @abstractmethod
@@ -74,30 +74,33 @@ class Transport(ABC):
         """Free all that was made. No call of this transport may be in use."""
 
 
+@dataclass
 class LocalCall(Bound):
-    """A call made in this process. invoke: makes it from beginning to end. meet: lets the ranks begin together."""
+    """A call made in this process.
 
-    def __init__(
-        self,
-        call: CollectiveCall,
-        rank: int,
-        in_place: bool,
-        buffers: Buffers,
-        invoke: Callable[[], object],
-        meet: Callable[[], object],
-    ) -> None:
-        self._call, self._rank, self._in_place, self._buffers = call, rank, in_place, buffers
-        self._invoke, self._meet = invoke, meet
+    start: begins it; on a stream it returns the call's Work. invoke: makes it from beginning to end. meet: lets the
+    ranks begin together.
+    """
+
+    call: CollectiveCall
+    rank: int
+    in_place: bool
+    buffers: Buffers
+    start: Callable[[], Any]
+    invoke: Callable[..., Any]
+    meet: Callable[[], object]
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self._buffers.reset(self._call, self._rank, self._in_place)
+        self.buffers.reset(self.call, self.rank, self.in_place)
 
     def run(self, count: int) -> tuple[Times, Times]:
-        return timed(self._invoke, count, self._meet)
+        return timed(self.invoke, count, self.meet)
 
     def wrong(self) -> int:
-        return self._buffers.wrong(self._call, self._rank)
+        return self.buffers.wrong(self.call, self.rank)
 
 
 def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) -> tuple[Times, Times]:
@@ -112,71 +115,81 @@ def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) 
     return starts, ends - starts
 
 
-class Engine(Transport):
-    """The Communicator's operations on private tensors of this process."""
+class LocalTransport(Transport):
+    """A transport whose calls are made in this process, on two buffers.
 
-    name = "engine"
-    operations = (
-        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-        "sendrecv", "barrier",
-    )  # fmt: skip
+    rank: of this process. send, recv: uint8 [capacity]. meet: as in `Transport`.
+    """
 
-    def __init__(self, group: Communicator, capacity: int) -> None:
-        self._group = group
-        self.meet = group.mpi.Barrier
-        self._comm = group  # runs the call
-        self._buffers = Buffers(self._memory(capacity), self._memory(capacity))
-        self._stream: Any = None
+    operations: Sequence[str] = OPERATIONS
+    #: those that the library has in place only: out of place their input is copied first
+    in_place_only: Collection[str] = ("all_reduce", "reduce", "broadcast")
+    #: of the calls that `bind` makes
+    bound: type[LocalCall] = LocalCall
 
-    def _memory(self, capacity: int) -> Tensor:
-        return torch.zeros(capacity, dtype=torch.uint8)
+    def __init__(self, rank: int, meet: Callable[[], object], send: Tensor, recv: Tensor) -> None:
+        self._rank, self.meet = rank, meet
+        self._buffers = Buffers(send, recv)
 
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
+        if call.operation not in self.operations:
+            raise ValueError(f"{self.name} does not run {call.operation}")
         start = self._start(call, in_place)
-        bound = LocalCall(call, self._comm.rank, in_place, self._buffers, self._finished(start), self._meet())
-        bound.start = start if self._stream is not None else None
-        return bound
+        if call.operation in self.in_place_only and not in_place and call.sent(self._rank):
+            send, recv = self._buffers.views(call, self._rank, in_place)
+            start = partial(_copy_and, start, send, recv)
+        return self.bound(call, self._rank, in_place, self._buffers, start, self._finished(start), self.meet)
 
-    def close(self) -> None:
-        del self._buffers  # a window is freed with its communicator only if no tensor refers to it
+    def agree(self, clock: dict[str, float]) -> None:
+        """Let the calls that are bound from now on begin at agreed times of a `bench.timing.starting.Clock`."""
+        raise ValueError(f"{self.name} runs inside a node only")
+
+    @abstractmethod
+    def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
+        """The beginning of the call: the whole call, if it runs on no stream and no device."""
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
         """The call from beginning to end."""
         return start
 
-    def _meet(self) -> Callable[[], object]:
-        return self.meet
+    def close(self) -> None:
+        del self._buffers  # a window is freed with its communicator only if no tensor refers to it
+
+
+def _copy_and(start: Callable[[], Any], send: Tensor, recv: Tensor) -> Any:
+    recv.copy_(send)
+    return start()
+
+
+class Engine(LocalTransport):
+    """The Communicator's operations on private tensors of this process."""
+
+    name = "engine"
+    _stream: Any = None
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        self._group = self._comm = group  # _comm runs the calls
+        super().__init__(group.rank, group.mpi.Barrier, self._memory(capacity), self._memory(capacity))
+
+    def _memory(self, capacity: int) -> Tensor:
+        return torch.zeros(capacity, dtype=torch.uint8)
 
     def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
-        comm, stream = self._comm, self._stream
-        send, recv = self._buffers.views(call, comm.rank, in_place)
-        name, root = call.operation, call.root
-        if name == "barrier":
-            return partial(comm.barrier, stream=stream)
-        if name in ("all_reduce", "reduce", "broadcast"):
-            arguments = {"stream": stream, **({"op": call.redop} if name in REDUCING else {})}
-            arguments |= {"root": root} if root >= 0 else {}
-            operate = partial(getattr(comm, name), recv, **arguments)
-            if in_place or not call.sent(comm.rank):
-                return operate
-
-            def copied() -> Any:
-                recv.copy_(send)
-                return operate()
-
-            return copied
-        if name == "reduce_scatter":
-            return partial(comm.reduce_scatter, recv, send, call.redop, stream=stream)
-        if name in ("gather", "scatter"):
-            here = comm.rank == root
-            output, input = (recv if here else None, send) if name == "gather" else (recv, send if here else None)
-            return partial(getattr(comm, name), output, input, root, stream=stream)
-        if name == "sendrecv":
-            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            return partial(comm.sendrecv, send, following, recv, previous, stream=stream)
-        if name in ("all_gather", "all_to_all"):
-            return partial(getattr(comm, name), recv, send, stream=stream)
-        raise ValueError(f"{self.name} does not run {name}")
+        send, recv = self._buffers.views(call, self._rank, in_place)
+        here, root, op = self._rank == call.root, call.root, call.redop
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (recv, op),
+            "reduce_scatter": (recv, send, op),
+            "all_gather": (recv, send),
+            "broadcast": (recv, root),
+            "reduce": (recv, root, op),
+            "gather": (recv if here else None, send, root),
+            "scatter": (recv, send if here else None, root),
+            "all_to_all": (recv, send),
+            "sendrecv": (send, (self._rank + 1) % call.ranks, recv, (self._rank - 1) % call.ranks),
+            "barrier": (),
+        }
+        return partial(getattr(self._comm, call.operation), *arguments[call.operation], stream=self._stream)
 
 
 class Shared(Engine):
@@ -185,12 +198,7 @@ class Shared(Engine):
     name = "shared"
 
     def __init__(self, group: Communicator, capacity: int) -> None:
-        from mpi4py import MPI
-
-        node = group.mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        together = group.mpi.allreduce(node.size, MPI.MIN) == group.size > 1
-        node.Free()
-        if not together:
+        if group.size == 1 or spans_nodes(group.mpi):
             raise CollectiveError("needs a group of two ranks or more on one node")
         # A communicator of its own: one that has windows must find out for private tensors whose lie in a window.
         super().__init__(Communicator(group.mpi, device="cpu"), capacity)
@@ -224,28 +232,17 @@ class OnDevice(Engine):
             raise CollectiveError("needs a CUDA device, and torch sees none")
         device_comm = Communicator(group.mpi, device="cuda", transport=self.name, name=group.name)
         device_comm.make_device_current()
-        self._device = device_comm.device
-        super().__init__(group, capacity)
-        self._comm = device_comm
+        super().__init__(device_comm, capacity)
 
     def _memory(self, capacity: int) -> Tensor:
-        return torch.zeros(capacity, dtype=torch.uint8, device=self._device)
+        return torch.zeros(capacity, dtype=torch.uint8, device=self._comm.device)
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:
         def run() -> None:
             start()
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._comm.device)
 
         return run
-
-    def _meet(self) -> Callable[[], object]:
-        begin = self.meet
-
-        def meet() -> None:
-            torch.cuda.synchronize(self._device)
-            begin()
-
-        return meet
 
     def close(self) -> None:
         super().close()
@@ -264,23 +261,18 @@ class Staged(OnDevice):
     name = "staged"
 
 
-class Mpi4py(Transport):
-    """mpi4py's own collectives on the same memory. Out of place makes no copies."""
+class Mpi4py(LocalTransport):
+    """mpi4py's own collectives on the same memory. Out of place makes no copies, but for a broadcast."""
 
     name = "mpi4py"
-    operations = (
-        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-        "sendrecv", "barrier",
-    )  # fmt: skip
+    in_place_only = ("broadcast",)
 
     def __init__(self, group: Communicator, capacity: int) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
+        self._mpi = load_mpi()
         self._comm = group.mpi
-        self.meet = group.mpi.Barrier
-        self._types = MpiTypes(MPI)
-        self._buffers = Buffers(torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8))
+        self._types = MpiTypes(self._mpi)
+        memory = (torch.zeros(capacity, dtype=torch.uint8) for _ in range(2))
+        super().__init__(group.rank, group.mpi.Barrier, *memory)
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         if call.redop == "avg":
@@ -289,56 +281,41 @@ class Mpi4py(Transport):
             return f"MPI does not reduce {str(call.dtype).removeprefix('torch.')} as torch does"
         return super().refuses(call, in_place)
 
-    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
-        return LocalCall(call, self._comm.rank, in_place, self._buffers, self._invocation(call, in_place), self.meet)
-
-    def close(self) -> None:
-        del self._buffers
-
-    def _invocation(self, call: CollectiveCall, in_place: bool) -> Callable[[], object]:
-        comm, name, root = self._comm, call.operation, call.root
-        if name == "barrier":
-            return comm.Barrier
-        here = comm.rank == root
-        if name in REDUCING:
+    def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
+        comm, root, here = self._comm, call.root, self._rank == call.root
+        if call.operation in REDUCING:
             datatype, op = self._types.reduce[call.dtype, call.redop]
         else:
             datatype, op = self._types.move[call.dtype], self._mpi.OP_NULL
-        send, recv = self._buffers.views(call, comm.rank, in_place)
-        source, target = ((self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), datatype) for t in (send, recv))
+        views = self._buffers.views(call, self._rank, in_place)
+        source, target = ((self._mpi.memory.fromaddress(one.data_ptr(), one.nbytes), datatype) for one in views)
         given = self._mpi.IN_PLACE if in_place else source
-        if name == "all_reduce":
-            return partial(comm.Allreduce, given, target, op)
-        if name == "reduce":
-            sent = source if in_place and not here else given  # only the root may say IN_PLACE
-            return partial(comm.Reduce, sent, target if here else None, op, root)
-        if name == "reduce_scatter":
-            return partial(comm.Reduce_scatter_block, source, target, op)
-        if name == "broadcast":
-            operate = partial(comm.Bcast, target, root)
-            if in_place or not here:
-                return operate
-
-            def copied() -> None:
-                recv.copy_(send)
-                operate()
-
-            return copied
-        if name == "gather":
-            return partial(comm.Gather, source, target if here else None, root)
-        if name == "scatter":
-            return partial(comm.Scatter, source if here else None, target, root)
-        if name == "sendrecv":
-            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            return partial(comm.Sendrecv, source, following, 0, target, previous, 0)
-        if name == "all_gather":
-            return partial(comm.Allgather, given, target)
-        if name == "all_to_all":
-            return partial(comm.Alltoall, given, target)
-        raise ValueError(f"{self.name} does not run {name}")
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (comm.Allreduce, given, target, op),
+            "reduce_scatter": (comm.Reduce_scatter_block, source, target, op),
+            "all_gather": (comm.Allgather, given, target),
+            "broadcast": (comm.Bcast, target, root),
+            # only the root may say IN_PLACE
+            "reduce": (comm.Reduce, given if here else source, target if here else None, op, root),
+            "gather": (comm.Gather, source, target if here else None, root),
+            "scatter": (comm.Scatter, source if here else None, target, root),
+            "all_to_all": (comm.Alltoall, given, target),
+            "sendrecv": (
+                comm.Sendrecv,
+                source,
+                (self._rank + 1) % call.ranks,
+                0,
+                target,
+                (self._rank - 1) % call.ranks,
+                0,
+            ),
+            "barrier": (comm.Barrier,),
+        }
+        method, *arguments = calls[call.operation]
+        return partial(method, *arguments)
 
 
 #: the transports of this module, by their names in --transports
-LOCAL: dict[str, Callable[[Communicator, int], Transport]] = {
+LOCAL: dict[str, Callable[[Communicator, int], LocalTransport]] = {
     made.name: made for made in (Engine, Mpi4py, Shared, Streamed, Nccl, Staged)
 }

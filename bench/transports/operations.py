@@ -6,7 +6,7 @@ order, is representable in the dtype, so the right result has one value, whateve
 exceptions: ``prod`` of uint8 uses 255 for -1, so it wraps around, and ``avg`` by multiplication with 1/ranks rounds if
 the number of ranks is not a power of two.
 
-This module does not use MPI, because the peers (bench/peers/collectives.py) make and check the same data.
+This module does not use MPI, because the peers (bench/peers/calls/collectives.py) make and check the same data.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commengine import cost, operations
 
+#: in the order of their numbers in bench/peers/calls/c_loop.c and oneccl.cpp
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
     "barrier",
@@ -130,20 +131,14 @@ class CollectiveCall:
         operation, count, tables = self.operation, self.count, self._tables
         if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
             return []
-        if operation in ("all_reduce", "reduce"):
-            return [TableSlice(self._reduced, 0, count)]
-        if operation == "reduce_scatter":
-            return [TableSlice(self._reduced, rank * count, count)]
-        if operation == "broadcast":
-            return [TableSlice(tables[self.root], 0, count)]
-        if operation == "scatter":
-            return [TableSlice(tables[self.root], rank * count, count)]
-        if operation == "sendrecv":
-            return [TableSlice(tables[rank - 1], 0, count)]
-        if operation in ("all_gather", "gather", "all_to_all"):
-            start = rank * count if operation == "all_to_all" else 0
-            return [TableSlice(table, start, count) for table in tables]
-        raise ValueError(f"the right output of {operation} is not known")
+        start = rank * count if operation in ("reduce_scatter", "scatter", "all_to_all") else 0
+        if operation in REDUCING:
+            tables = [self._reduced]
+        elif operation in ("broadcast", "scatter"):
+            tables = [tables[self.root]]
+        elif operation == "sendrecv":
+            tables = [tables[rank - 1]]
+        return [TableSlice(table, start, count) for table in tables]
 
     @cached_property
     def _integers(self) -> Tensor:
@@ -222,6 +217,8 @@ class Buffers:
         for used in (recv, send):
             used.view(torch.uint8).fill_(POISON)
         _each(call.sent(rank), send, TableSlice.write)
+        if recv.is_cuda:
+            torch.cuda.synchronize(recv.device)
 
     def wrong(self, call: CollectiveCall, rank: int) -> int:
         """The number of wrong elements in this rank's output."""

@@ -3,7 +3,7 @@
 A call takes one of three paths:
 
 - direct: nobody compares, traces or watches the call, and it has no stream. This is the fast path. A collective like an
-  earlier one does not even come here (`commengine.calls.known_forms`).
+  earlier one does not even come here (`commengine.calls.known_calls`).
 - observed: a call that runs on the host, perhaps on a stream's worker thread. It is compared on all ranks
   (``checked=True``), traced and watched.
 - device: a call that NCCL runs. It is observed, too, but enqueued on a CUDA stream; several calls may be one launch.
@@ -21,82 +21,61 @@ from torch import Tensor
 
 from commengine.agreement import agree, describe
 from commengine.device.backends import Backend, NcclBackend
-from commengine.device.staged import Hosted
+from commengine.device.staged import HostedBackend
 from commengine.device.stream import DeviceStream
-from commengine.errors import TransferError
-from commengine.host.transport import HostTransport
+from commengine.errors import TransferError, call_error
 from commengine.mpi import load_mpi
-from commengine.shared_memory.windows import SharedTensors
-from commengine.stream import GroupedWork, Stream, Work, finished_work
+from commengine.operations.operation import Call, Operation
+from commengine.stream import DONE, GroupedWork, Stream, Work
 from commengine.timeout.entries import Entry, WatchedGroup
-from commengine.trace import CollectiveEvent, Trace, begin
+from commengine.trace import CollectiveEvent, Trace
 
-from .checks import busy_error, call_error, transport_error
-from .known_forms import KnownForms
-from .transport_call import TransportCall, check_independent, exchanges_first
-
-#: the result of every call without a stream that ran on the host
-DONE = finished_work()
+from .blocks import check_independent, exchanges_first
+from .failures import busy_error, transport_error
+from .known_calls import KnownCalls
+from .routes import Routes
 
 
 class Dispatcher:
     """Runs the calls of one communicator, whose arguments have been checked.
 
-    rank, size, name: this rank's place in the group. host: the transport for host tensors.
-    checked: compare each collective on all ranks before it runs.
-    streams: the communicator's streams. shared: its tensors in windows. watched: its group at the watcher, or None.
-    least: the size in bytes below which nothing goes through shared memory.
-
-    ``host`` may be replaced by a wrapper with the same methods.
+    comm: the `commengine.communicator.Communicator`. host: the routes of its host tensors; it may be replaced by
+    something that has their methods `run` and `prepared`, and their ``wire``. watched: its group at the watcher.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        name: str,
-        host: Any,
-        *,
-        checked: bool,
-        streams: list[Stream],
-        shared: SharedTensors,
-        watched: WatchedGroup | None,
-        least: float,
-    ) -> None:
-        self.rank, self.size, self.name = rank, size, name
+    def __init__(self, comm: Any, host: Any, watched: WatchedGroup | None) -> None:
+        self.rank, self.size, self.name = comm.rank, comm.size, comm.name
         self.closed = False
         self.busy = False  # a call is under way: the test and the setting of it are one step for Python's threads
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
-        self._hosted: Hosted | None = None  # the same, if MPI carries them
-        self._backend: Backend | None = None
-        self._checked, self._streams, self._shared, self._watched = checked, streams, shared, watched
-        self._least = least
+        self._hosted: HostedBackend | None = None  # the same, if MPI carries them
+        self._comm, self._watched = comm, watched
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError, OverflowError)
-        self._logs: tuple[Trace, ...] = ()
-        self._block: list[tuple[TransportCall, GroupedWork]] | None = None  # the calls of an open coalesce() block
+        #: the traces that log the calls
+        self.logs: tuple[Trace, ...] = ()
+        self._block: list[tuple[Call, GroupedWork]] | None = None  # the calls of an open coalesce() block
         self._direct = True
         #: the calls that skip the checks; None while calls without a stream are observed
-        self.known: KnownForms | None = None
+        self.known: KnownCalls | None = None
         self.host = host
 
     @property
     def host(self) -> Any:
-        """The transport for host tensors."""
+        """The routes of host tensors."""
         return self._host
 
     @host.setter
     def host(self, host: Any) -> None:
         self._host = host
-        self._forms = KnownForms(self, host, self._failures) if isinstance(host, HostTransport) else None
+        self._known = KnownCalls(self, host, self._failures) if isinstance(host, Routes) else None
         self._choose_path()
 
     def use(self, backend: Backend) -> None:
         """Let ``backend`` carry device tensors."""
-        self._backend = backend
         if isinstance(backend, NcclBackend):
             self._nccl = backend.transport
         else:
-            self._hosted = backend.transport
+            self._hosted = backend
 
     def close(self) -> None:
         """Refuse all further calls."""
@@ -105,44 +84,37 @@ class Dispatcher:
 
     def _choose_path(self) -> None:
         """Note whether calls without a stream take the direct path, so that a call tests one attribute only."""
-        observed = self._checked or self._logs or self._watched is not None
+        observed = self._comm.checked or self.logs or self._watched is not None
         self._direct = not (self.closed or observed or self._block is not None)
-        self.known = self._forms if self._direct else None
+        self.known = self._known if self._direct else None
 
     # Calls ----------------------------------------------------------------------------------------------------
 
-    def run(self, name: str, args: tuple[Any, ...], tensor: Tensor | None, stream: Stream | None) -> Work:
-        """Run the operation ``name``, or enqueue it on ``stream``.
-
-        args: the arguments of the transport's method. tensor: the tensor that decides between host and device; None:
-        the host, or the stream's device.
-        """
+    def run(self, operation: Operation, args: tuple[Any, ...], stream: Stream | None) -> Work:
+        """Run an operation, or enqueue it on ``stream``. args: the operation's, which have been checked."""
         if stream is not None:  # threads may enqueue at once, each on a stream of its own
-            return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
+            return self._run_or_collect(Call.of(operation, args, self.size), stream)
         if self.busy:
-            raise busy_error(self, name)
+            raise busy_error(self, operation.name)
         self.busy = True
         try:
             if not self._direct:
-                return self._run_or_collect(TransportCall.of(name, args, self.size), stream)
-            if tensor is None or tensor.is_cpu:
-                getattr(self._host, name)(*args)
+                return self._run_or_collect(Call.of(operation, args, self.size), stream)
+            if operation.place is None or args[operation.place].is_cpu:
+                self._host.run(operation, args)
             elif self._hosted is None:
-                getattr(self._nccl, name)(*args)
+                operation.by_nccl(self._nccl, *args)
             else:
-                self._hosted.run(name, args, self._hosted.ready())
+                self._hosted.run(operation, args, self._hosted.ready())
         except self._failures as error:
-            raise transport_error(self, name, error) from error
+            raise transport_error(self, operation.name, error) from error
         finally:
             self.busy = False
         return DONE
 
     @contextlib.contextmanager
-    def _alone(self, operation: str, stream: Stream | None = None) -> Iterator[None]:
-        """Mark that a call is under way, unless it is on a stream."""
-        if stream is not None:
-            yield
-            return
+    def _alone(self, operation: str) -> Iterator[None]:
+        """Mark that a call is under way. Those on streams may be several."""
         if self.busy:
             raise busy_error(self, operation)
         self.busy = True
@@ -151,7 +123,7 @@ class Dispatcher:
         finally:
             self.busy = False
 
-    def _run_or_collect(self, call: TransportCall, stream: Stream | None) -> Work:
+    def _run_or_collect(self, call: Call, stream: Stream | None) -> Work:
         """Run a call, or keep it for the end of the open coalesce() block."""
         self._check_usable(call, stream)
         if self._block is None:
@@ -162,13 +134,13 @@ class Dispatcher:
         self._block.append((call, work))
         return work
 
-    def _run(self, call: TransportCall, stream: Stream | None) -> Work:
+    def _run(self, call: Call, stream: Stream | None) -> Work:
         self._agree(call, stream)
         if self._is_nccl(call.tensor, stream):
             return self._run_on_device([call], stream)
         return self._run_observed(call, stream)
 
-    def _run_observed(self, call: TransportCall, stream: Stream | None) -> Work:
+    def _run_observed(self, call: Call, stream: Stream | None) -> Work:
         """Run a call on the host, traced and watched; on ``stream``, if there is one."""
         perform = self._bound(call, stream)
         record, entry = self._notice(call, stream)
@@ -193,20 +165,20 @@ class Dispatcher:
             return DONE
         return stream.enqueue(run, call.args, record)
 
-    def _bound(self, call: TransportCall, stream: Stream | None) -> Callable[[], None]:
-        """Return the transport's method with its arguments.
+    def _bound(self, call: Call, stream: Stream | None) -> Callable[[], None]:
+        """Return what runs the call.
 
         For a device tensor it runs after everything that the caller's CUDA stream holds now, at the time of this call.
         """
         if call.tensor is None or call.tensor.is_cpu:
-            transport = self.host if stream is None else stream.transport
-            return functools.partial(getattr(transport, call.name), *call.args)
+            routes = self.host if stream is None else stream.transport
+            return functools.partial(routes.prepared(call.operation, call.args), *call.args)
         hosted: Any = self._hosted if stream is None else stream.device_transport
         try:
             ready = hosted.ready()
         except self._failures as error:
             raise transport_error(self, call.name, error) from error
-        return functools.partial(hosted.run, call.name, call.args, ready)
+        return functools.partial(hosted.run, call.operation, call.args, ready)
 
     def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
         """Whether NCCL runs a call. If the call has no tensor, its stream decides."""
@@ -214,10 +186,8 @@ class Dispatcher:
             return False
         return isinstance(stream, DeviceStream) if tensor is None else not tensor.is_cpu
 
-    def _run_on_device(self, calls: list[TransportCall], stream: Stream | None) -> Work:
+    def _run_on_device(self, calls: list[Call], stream: Stream | None) -> Work:
         """Enqueue ``calls`` on the device, several of them as one launch."""
-        backend = self._backend
-        assert isinstance(backend, NcclBackend)
         transport: Any = self._nccl if stream is None else stream.transport
         try:
             transport.runtime.refuse_capture()
@@ -231,11 +201,12 @@ class Dispatcher:
             try:
                 with transport.group() if len(calls) > 1 else contextlib.nullcontext():
                     for call in calls:
-                        getattr(transport, call.name)(*call.args)
+                        call.operation.by_nccl(transport, *call.args)
             except self._failures as error:
                 raise transport_error(self, calls[0].name, error) from error
 
-        return backend.enqueue(launch, tuple(call.args for call in calls), stream, record, entries) or DONE
+        tensors = tuple(call.args for call in calls)
+        return self._comm._backend.enqueue(launch, tensors, stream, record, entries) or DONE
 
     # Blocks ---------------------------------------------------------------------------------------------------
 
@@ -244,7 +215,7 @@ class Dispatcher:
         """Collect the calls of the block, and run them at its end (see `Communicator.coalesce`)."""
         if self._block is not None:
             raise call_error(self, "coalesce", "is already open: groups do not nest")
-        block: list[tuple[TransportCall, GroupedWork]] = []
+        block: list[tuple[Call, GroupedWork]] = []
         self._block = block
         self._choose_path()
         try:
@@ -252,10 +223,10 @@ class Dispatcher:
         finally:
             self._block = None
             self._choose_path()
-        with self._alone("coalesce", stream):
+        with self._alone("coalesce") if stream is None else contextlib.nullcontext():
             self._run_block(block, stream)
 
-    def _run_block(self, block: list[tuple[TransportCall, GroupedWork]], stream: Stream | None) -> None:
+    def _run_block(self, block: list[tuple[Call, GroupedWork]], stream: Stream | None) -> None:
         calls = [call for call, _ in block]
         check_independent(self, calls)
         on_device, on_host = (
@@ -278,18 +249,13 @@ class Dispatcher:
 
     def attach(self, log: Trace) -> None:
         """Log all calls in ``log``, too; once, also if it is attached already."""
-        self._logs = tuple(dict.fromkeys((*self._logs, log)))
+        self.logs = tuple(dict.fromkeys((*self.logs, log)))
         self._choose_path()
-
-    @property
-    def logs(self) -> tuple[Trace, ...]:
-        """The traces that log the calls."""
-        return self._logs
 
     def detach(self, log: Trace) -> bool:
         """Stop logging in ``log``. Returns whether it was attached."""
-        attached = log in self._logs
-        self._logs = tuple(other for other in self._logs if other is not log)
+        attached = log in self.logs
+        self.logs = tuple(other for other in self.logs if other is not log)
         self._choose_path()
         return attached
 
@@ -311,25 +277,27 @@ class Dispatcher:
             except self._failures as error:
                 raise transport_error(self, operation, error) from error
 
-    def _agree(self, call: TransportCall, stream: Stream | None) -> None:
+    def _agree(self, call: Call, stream: Stream | None) -> None:
         """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""
-        if self._checked and not call.peers:
+        if self._comm.checked and not call.peers:
             turn = contextlib.nullcontext() if stream is None else self._alone(call.name)  # else it has begun already
             with turn, self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
                 number = 0 if stream is None else stream.index
-                agree(self, self.host.calls, describe(call.name, call.tensor, call.redop, call.root, number))
+                agree(self, self.host.wire.calls, describe(call.name, call.tensor, call.redop, call.root, number))
 
-    def _notice(self, call: TransportCall, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
+    def _notice(self, call: Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
         """Tell the traces and the watcher about a call that is about to be enqueued."""
         record = entry = None
-        if self._logs:
-            name = None if stream is None else stream.name
-            buffers = tuple(self._buffer(one) for one in call.args if one is None or isinstance(one, Tensor))
-            record = begin(
-                call.name, call.tensor, self.name, self.size, name, call.redop, call.root, call.nbytes, call.peers,
-                buffers,
+        if self.logs:
+            now, tensor = time.perf_counter(), call.tensor
+            dtype = "none" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            shape, elements = ((), 0) if tensor is None else (tuple(tensor.shape), tensor.numel())
+            record = CollectiveEvent(
+                call.name, call.redop, call.root, dtype, shape, elements, call.nbytes, self.name, self.size,
+                None if stream is None else stream.name, now, now, peers=call.peers,
+                buffers=tuple(self._buffer(one) for one in call.args if one is None or isinstance(one, Tensor)),
             )  # fmt: skip
-            for log in self._logs:
+            for log in self.logs:
                 log.add(record)
         if self._watched is not None:
             sequence = "" if stream is None else f"stream {stream.index}"
@@ -340,16 +308,16 @@ class Dispatcher:
         """Return a tensor's bytes, and whether it lies in a window and is large enough to be used there in place."""
         if tensor is None:
             return 0, False
-        shared = tensor.is_cpu and self._shared.reaches(tensor)
-        return tensor.nbytes, shared and tensor.nbytes >= self._least
+        shared = tensor.is_cpu and self._comm._shared.reaches(tensor)
+        return tensor.nbytes, shared and tensor.nbytes >= self._comm.switch_points.least
 
-    def _check_usable(self, call: TransportCall, stream: Stream | None) -> None:
+    def _check_usable(self, call: Call, stream: Stream | None) -> None:
         """Check that the communicator is open, and that ``stream`` belongs to it and fits the tensor's device."""
         if self.closed:
             raise call_error(self, call.name, "the communicator is closed")
         if stream is None:
             return
-        if stream not in self._streams:
+        if stream not in self._comm._streams:
             name = getattr(stream, "name", repr(stream))
             raise call_error(self, call.name, f"stream {name} was not made by this communicator")
         tensor, on_device = call.tensor, isinstance(stream, DeviceStream)

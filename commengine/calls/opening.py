@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commengine.agreement import agree
-from commengine.device.choice import TRANSPORTS, DeviceLike, parse_device
-from commengine.dtypes import ORDERS
+from commengine.device.choice import TRANSPORTS, parse_device
 from commengine.errors import CollectiveError, TransferError
-from commengine.host.operands import checked_limit
 from commengine.host.polling import PollingCalls
 from commengine.host.switch_points import SwitchPoints, agreed, checked_digest
+from commengine.host.wire import ORDERS
 from commengine.mpi import load_mpi, making_communicators
 from commengine.timeout.arrival import Arrival
 from commengine.timeout.watcher import Watch, check_timeout
@@ -21,26 +19,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What the ranks have made and agreed on: the duplicate, the watcher if there is a timeout, table and limit."""
-
-    comm: Any
-    watch: Watch | None
-    points: SwitchPoints
-    operand_bytes: int
-
-
 class _Caller(NamedTuple):
     rank: int
     size: int
     name: str
 
 
-def open_group(mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given: dict[str, Any]) -> Opened:
+def open_group(
+    mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given: dict[str, Any]
+) -> tuple[Any, Watch | None, SwitchPoints]:
     """Duplicate ``mpi_comm``, once more for a watcher if there is a timeout. Collective over it.
 
     given: the other arguments of `Communicator`, by their names. The timeout counts from this call's first moment.
+    Returns the duplicate, the watcher if there is a timeout, and the table of switch points.
     Raises CollectiveError on every rank if an argument is wrong on one rank, and CollectiveMismatch if the ranks gave
     different ones. It raises CollectiveError on this rank alone if it has no MPI communicator, or MPI does not run.
     """
@@ -50,18 +41,18 @@ def open_group(mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given:
     if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
         raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
     accepted: dict[str, Any] = {}
-    words, problem = ["Communicator"], None
+    problem = None
     for argument, value in {"name": name, "timeout": timeout, **given}.items():
         try:
-            accepted[argument] = _CHECKS.get(argument, repr)(value)
-            words.append(f"{argument}={accepted[argument]}")
+            accepted[argument] = _accepted(argument, value)
         except CollectiveError as error:
             problem = problem or str(error)
         except Exception as error:  # of any type that the argument's own class raises: the other ranks must hear of it
             problem = problem or f"{argument}: {type(error).__name__}: {error}"
     limit: float | None = accepted.get("timeout")
     calls = PollingCalls(mpi_comm, Arrival(mpi_comm, "Communicator", name, limit).look)
-    agree(_Caller(mpi_comm.rank, mpi_comm.size, name), calls, "\n".join(words), problem)
+    words = "\n".join(["Communicator", *(f"{argument}={value}" for argument, value in accepted.items())])
+    agree(_Caller(mpi_comm.rank, mpi_comm.size, name), calls, words, problem)
     points = agreed(calls, mpi_comm.rank, given["switch_points"])
     made: list[Any] = []
     try:
@@ -75,7 +66,7 @@ def open_group(mpi_comm: MPI.Intracomm, name: str, timeout: float | None, given:
         for comm in made:
             comm.Free()
         raise CollectiveError(f"Communicator {name!r}: {error}") from error
-    return Opened(made[0], None if limit is None else Watch(made[1], limit), points, accepted["operand_bytes"])
+    return made[0], None if limit is None else Watch(made[1], limit), points
 
 
 def _duplicate(comm: MPI.Intracomm, calls: PollingCalls) -> Any:
@@ -88,28 +79,17 @@ def _duplicate(comm: MPI.Intracomm, calls: PollingCalls) -> Any:
     return made
 
 
-def _check_order(order: Any) -> Any:
-    if order is not None and order not in ORDERS:
-        raise CollectiveError(f"order={order!r} is neither None nor one of {', '.join(ORDERS)}")
-    return order
+def _accepted(argument: str, value: Any) -> Any:
+    """Check an argument of `Communicator`, and return what must be equal on all ranks."""
+    if argument in _ALLOWED:
+        if value not in _ALLOWED[argument]:
+            allowed = ", ".join(map(str, _ALLOWED[argument]))
+            raise CollectiveError(f"{argument}={value!r} is not one of {allowed}")
+        return value
+    if argument == "device":  # the ranks may have different devices
+        return None if value is None else parse_device(value).type
+    return _CHECKS.get(argument, repr)(value)
 
 
-def _check_transport(transport: Any) -> Any:
-    if transport not in TRANSPORTS:
-        raise CollectiveError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
-    return transport
-
-
-def _type_of(device: DeviceLike) -> str | None:
-    return None if device is None else parse_device(device).type  # the ranks may have different devices
-
-
-#: for each argument that can be wrong: checks it, and returns what must be equal on all ranks
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "timeout": check_timeout,
-    "device": _type_of,
-    "order": _check_order,
-    "transport": _check_transport,
-    "switch_points": checked_digest,
-    "operand_bytes": checked_limit,
-}
+_ALLOWED: dict[str, tuple[str | None, ...]] = {"order": (None, *ORDERS), "transport": TRANSPORTS}
+_CHECKS: dict[str, Callable[[Any], Any]] = {"timeout": check_timeout, "switch_points": checked_digest}

@@ -2,7 +2,7 @@
 
     cost.collective("all_reduce", "ring", 50e6, 8).seconds(cost.Link(alpha=3.4e-6, beta=1 / 120e9))
     cost.bus_bandwidth("all_reduce", 50e6, 0.9e-3, 8)                      # bytes per second, as nccl-tests defines it
-    cost.FittedModel.load("model.json").seconds("all_reduce", 50e6, 8)     # a model from bench.fit
+    cost.FittedModel.load("model.json").seconds("all_reduce", 50e6, 8)     # a model from bench.study --only fit
 
 The package is pure arithmetic: it needs no ranks, no MPI and no tensors. Sizes are in bytes and may be fractions of a
 byte; times are in seconds. The size of a collective is counted as in nccl-tests: the whole buffer of a rank
@@ -10,86 +10,31 @@ byte; times are in seconds. The size of a collective is counted as in nccl-tests
 the output; reduce-scatter: the input).
 """
 
-from .collectives import (
-    ALGORITHMS,
-    OPERATIONS,
-    Cost,
-    Link,
-    algorithm_bandwidth,
-    best_algorithm,
-    bus_bandwidth,
-    bus_factor,
-    collective,
-    seconds_at_bus_bandwidth,
-)
-from .fitted import FittedModel, Segment
-from .generation import generation_collectives, key_value_bytes
-from .halo import BlockHalo, block_halo, halo_exchange_cost, least_halo_grid, repartition_cost
-from .hierarchy import Machine, Phase, hierarchical_all_reduce
-from .memory import (
-    KeptTensors,
-    activation_bytes,
-    layer_activation_bytes,
-    parameter_bytes,
-    training_bytes,
-)
-from .step import (
-    Collective,
-    data_parallel_collectives,
-    key_value_collectives,
-    loss_collectives,
-    scalar_collectives,
-    sequence_parallel_collectives,
-    tensor_parallel_collectives,
-    total_bytes_sent,
-)
-from .transformer import (
-    TransformerShape,
-    layer_parameters,
-    model_flops,
-    parameter_sizes,
-    parameters,
-)
-
-__all__ = [
-    "ALGORITHMS",
-    "OPERATIONS",
-    "BlockHalo",
-    "Collective",
-    "Cost",
-    "FittedModel",
-    "KeptTensors",
-    "Link",
-    "Machine",
-    "Phase",
-    "Segment",
-    "TransformerShape",
-    "activation_bytes",
-    "algorithm_bandwidth",
-    "best_algorithm",
-    "block_halo",
-    "bus_bandwidth",
-    "bus_factor",
-    "collective",
-    "data_parallel_collectives",
-    "generation_collectives",
-    "halo_exchange_cost",
-    "hierarchical_all_reduce",
-    "key_value_bytes",
-    "key_value_collectives",
-    "layer_activation_bytes",
-    "layer_parameters",
-    "least_halo_grid",
-    "loss_collectives",
-    "model_flops",
-    "parameter_bytes",
-    "parameter_sizes",
-    "parameters",
-    "repartition_cost",
-    "scalar_collectives",
-    "seconds_at_bus_bandwidth",
-    "sequence_parallel_collectives",
-    "tensor_parallel_collectives",
-    "total_bytes_sent",
-    "training_bytes",
-]
+from .collectives import ALGORITHMS as ALGORITHMS
+from .collectives import OPERATIONS as OPERATIONS
+from .collectives import Cost as Cost
+from .collectives import Link as Link
+from .collectives import Machine as Machine
+from .collectives import bus_bandwidth as bus_bandwidth
+from .collectives import bus_factor as bus_factor
+from .collectives import collective as collective
+from .fitted import FittedModel as FittedModel
+from .fitted import Segment as Segment
+from .generation import generation_collectives as generation_collectives
+from .generation import key_value_bytes as key_value_bytes
+from .memory import KeptTensors as KeptTensors
+from .memory import activation_bytes as activation_bytes
+from .memory import layer_activation_bytes as layer_activation_bytes
+from .memory import parameter_bytes as parameter_bytes
+from .memory import training_bytes as training_bytes
+from .step import Collective as Collective
+from .step import data_parallel_collectives as data_parallel_collectives
+from .step import key_value_collectives as key_value_collectives
+from .step import loss_collectives as loss_collectives
+from .step import scalar_collectives as scalar_collectives
+from .step import sequence_parallel_collectives as sequence_parallel_collectives
+from .step import tensor_parallel_collectives as tensor_parallel_collectives
+from .transformer import TransformerShape as TransformerShape
+from .transformer import model_flops as model_flops
+from .transformer import parameter_sizes as parameter_sizes
+from .transformer import parameters as parameters

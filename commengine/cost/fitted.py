@@ -1,4 +1,4 @@
-"""A measured alpha-beta model, piecewise linear in size. bench.fit writes such models, and other programs load them.
+"""A measured alpha-beta model, piecewise linear in size. bench.study writes such models, and other programs load them.
 
 The file is JSON:
 
@@ -10,15 +10,14 @@ Each operation has a list of segments. A segment holds for ``ranks`` ranks, from
 size) up to the next segment with as many ranks: there the collective takes alpha + size * beta seconds. For every
 number of ranks the first segment starts at 0 bytes. An alpha may be negative where the time rises faster than the size
 (lines between measured points), as long as no time is. Other keys, in the file and in a segment, are ignored. Writers
-may add keys, e.g. for confidence intervals. "windows" may hold the same as "collectives", of tensors that lie in memory
-that the ranks of a node share (`Communicator.empty`, `Communicator.operand`).
+may add keys, e.g. for confidence intervals; older ones wrote "windows".
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,19 @@ class Segment:
     alpha: float
     beta: float
 
+    def at(self, size: float) -> float:
+        """Return the time in seconds of a collective of ``size`` bytes."""
+        return self.alpha + size * self.beta
+
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A measured model: for each operation its segments, sorted by ranks and size. windows: of tensors in windows."""
+    """A measured model: for each operation its segments, sorted by ranks and size."""
 
     collectives: dict[str, tuple[Segment, ...]]
-    windows: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
 
-    def seconds(self, operation: str, size: float, ranks: int, *, window: bool = False) -> float:
+    def seconds(self, operation: str, size: float, ranks: int) -> float:
         """Return the time in seconds of a collective of ``size`` bytes among ``ranks``; 0 for one rank.
-
-        window: its tensor lies in memory that the ranks of a node share; this changes nothing for an operation that was
-        not measured so.
 
         If this number of ranks was not measured, the segments of the nearest measured number are scaled: alpha by the
         steps of a ring, beta by the bus factor, so that the bus bandwidth stays the same. The whole time is scaled as
@@ -58,22 +57,22 @@ class FittedModel:
             raise ValueError(f"{operation}: a size is a number of bytes, 0 or more, not {size}")
         if ranks == 1 and operation != "p2p":
             return 0.0
-        segments = (window and self.windows.get(operation)) or self.collectives.get(operation, ())
+        segments = self.collectives.get(operation, ())
         if not segments:
             measured = ", ".join(self.collectives) or "nothing"
             raise ValueError(f"this model was not fitted to {operation}: it has {measured}")
         nearest = min({one.ranks for one in segments}, key=lambda measured: (abs(math.log(measured / ranks)), measured))
         used = [one for one in segments if one.ranks == nearest and one.from_bytes <= size][-1]
         if operation == "p2p" or nearest == ranks:
-            return used.alpha + size * used.beta
+            return used.at(size)
         bus = bus_factor(operation, ranks) / bus_factor(operation, nearest)
         steps = (ranks - 1) / (nearest - 1) if used.alpha >= 0 else bus
         return used.alpha * steps + size * used.beta * bus
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``load`` reads."""
-        found: dict[str, Any] = {"format": FORMAT, "collectives": _rows(self.collectives)}
-        return found | ({"windows": _rows(self.windows)} if self.windows else {})
+        rows = {name: [asdict(one) for one in segments] for name, segments in self.collectives.items()}
+        return {"format": FORMAT, "collectives": rows}
 
     @staticmethod
     def from_json(data: Any) -> FittedModel:
@@ -82,10 +81,7 @@ class FittedModel:
             raise ValueError('a cost model is an object with "collectives": {"all_reduce": [...], ...}')
         if data.get("format", FORMAT) != FORMAT:
             raise ValueError(f"the cost model has format {data['format']}, this version reads {FORMAT}")
-        windows = data.get("windows", {})
-        if not isinstance(windows, dict):
-            raise ValueError('"windows" of a cost model is an object as "collectives" is')
-        return FittedModel(_operations(data["collectives"]), _operations(windows))
+        return FittedModel(_operations(data["collectives"]))
 
     @staticmethod
     def load(path: str | Path) -> FittedModel:
@@ -94,10 +90,6 @@ class FittedModel:
             return FittedModel.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-def _rows(collectives: dict[str, tuple[Segment, ...]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [asdict(one) for one in segments] for name, segments in collectives.items()}
 
 
 def _operations(data: dict[str, Any]) -> dict[str, tuple[Segment, ...]]:
@@ -121,14 +113,13 @@ def _operations(data: dict[str, Any]) -> dict[str, tuple[Segment, ...]]:
 
 def _segment(operation: str, row: Any) -> Segment:
     try:
-        ranks, start, alpha, beta = (row[name] for name in ("ranks", "from_bytes", "alpha", "beta"))
+        one = Segment(*(row[name] for name in ("ranks", "from_bytes", "alpha", "beta")))
+        finite = all(math.isfinite(number) for number in (one.ranks, one.from_bytes, one.alpha, one.beta))
+        if finite and one.ranks == int(one.ranks) >= 2 and min(one.from_bytes, one.beta, one.at(one.from_bytes)) >= 0:
+            return Segment(int(one.ranks), float(one.from_bytes), float(one.alpha), float(one.beta))
     except (KeyError, TypeError):
-        raise ValueError(f"{operation}: a segment has ranks, from_bytes, alpha and beta, not {row}") from None
-    numbers = [number for number in (ranks, start, alpha, beta) if isinstance(number, int | float)]
-    if len(numbers) < 4 or not all(map(math.isfinite, numbers)) or ranks != int(ranks):
-        raise ValueError(f"{operation}: ranks, from_bytes, alpha and beta are numbers, 0 or more, not {row}")
-    if min(ranks, start, beta, alpha + start * beta) < 0:
-        raise ValueError(f"{operation}: ranks, from_bytes, beta and all times are 0 or more, not {row}")
-    if ranks < 2:
-        raise ValueError(f"{operation}: a segment is of 2 ranks or more, not {ranks}")
-    return Segment(int(ranks), float(start), float(alpha), float(beta))
+        pass
+    raise ValueError(
+        f"{operation}: a segment has ranks, from_bytes, alpha and beta; it is of 2 ranks or more, and its size, "
+        f"beta and all times are 0 or more, not {row}"
+    )

@@ -10,10 +10,9 @@ tensor-parallel size, e: bytes of an element (2 in half precision, 4 in fp32).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .transformer import TransformerShape, parameters, require_recompute
-
-SCORES = ("dropped", "softmax", "none")
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class KeptTensors:
         is not counted.
     sent_bytes: of an element of such a copy. 0: the sums themselves are sent, without a copy.
 
-    Raises ValueError for values that are not among those.
+    Raises ValueError for another ``recompute``.
     """
 
     element_bytes: int = 2
     recompute: str = "none"
     sequence_parallel: bool = False
     hidden_dropout: bool = True
-    scores: str = "dropped"
+    scores: Literal["dropped", "softmax", "none"] = "dropped"
     gradient_bytes: int = 4
     zero1: bool = False
     sends_together: bool = False
@@ -48,11 +47,6 @@ class KeptTensors:
 
     def __post_init__(self) -> None:
         require_recompute(self.recompute)
-        if self.scores not in SCORES:
-            raise ValueError(f"scores={self.scores!r}: one of {', '.join(SCORES)}")
-        for name, valid in (("element_bytes", (2, 4)), ("gradient_bytes", (2, 4)), ("sent_bytes", (0, 2, 4))):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name}={getattr(self, name)}: one of {valid}")
 
 
 def parameter_bytes(count: float, *, element_bytes: int = 2, gradient_bytes: int = 4, zero1_ranks: int = 1) -> float:
@@ -104,12 +98,12 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
 
     - The loss. All layers and the model's ends are kept. The ends are the mask of the embedding's dropout (s b h), the
       input of the final norm and that of the output layer (e s b h each; a BERT's head of masked tokens keeps three
-      more), and the softmax of the logits, in fp32 (4 s b v / t) [K, section 4.3]. Beside it the loss makes the
-      gradient of the logits, in fp32 (4 s b v / t), and in half precision again in that (2 s b v / t). A rank of an
-      fp32 model without padding in its part of the vocabulary works in place, and needs less.
+      more), and the softmax of the logits, in fp32 (4 s b v / t) [K, section 4.3]. The loss turns it into the gradient
+      of the logits in place, and in half precision makes that again (2 s b v / t).
     - The recomputation of the first layer that the backward reaches. Of the ends only the embedding's mask is left.
       "full" adds everything that a layer keeps, "selective" its scores. A gradient of e s b h arrives, and the output
-      layer's gradient of the tied embedding (e h v / t) waits for the other use of the table.
+      layer's gradient of the tied embedding (e h v / t) waits for the other use of the table. With "selective" this is
+      a little too much, because the layer's MLP has gone by then.
     """
     kept = kept or KeptTensors()
     layer = layer_activation_bytes(shape, batch, tensor, kept)
@@ -117,7 +111,7 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
     e, tokens = kept.element_bytes, shape.seq * batch
     stream = tokens * shape.hidden / (tensor if kept.sequence_parallel else 1)
     mask = stream if kept.hidden_dropout else 0.0
-    of_logit = 4 + 4 + (2 if e == 2 else 0)
+    of_logit = 4 + (2 if e == 2 else 0)
     inputs = 5 if shape.model == "bert" else 2
     at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor
     waiting = e * (stream + (0 if shape.untied else shape.hidden * shape.vocab / tensor))

@@ -9,10 +9,9 @@ s: sequence length, b: micro-batch, h: hidden size, L: layers, v: padded vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .collectives import collective
 from .transformer import TransformerShape, require_recompute
 
 
@@ -154,31 +153,27 @@ def loss_collectives(
     batch: int,
     tensor: int,
     *,
-    parallel: bool = True,
     together: bool = False,
     predictions: int | None = None,
 ) -> list[Collective]:
     """Return the collectives of the loss of vocabulary-parallel logits [M, section 3].
 
     The tensor group reduces b s fp32 numbers three times: the maximum, the target logit and the sum of exponentials of
-    each token. together: the last two are one collective of twice the size. parallel=False: gather the b s v fp16
-    logits instead. predictions: the positions of a sequence that have logits, instead of s
-    (`tensor_parallel_collectives`).
+    each token. together: the last two are one collective of twice the size. predictions: the positions of a sequence
+    that have logits, instead of s (`tensor_parallel_collectives`).
     """
     if tensor == 1:
         return []
     tokens = (shape.seq if predictions is None else predictions) * batch
 
-    def one(operation: str, size: float, count: int, why: str) -> Collective:
-        return Collective(operation, size, tensor, count, why, "loss", "forward")
+    def one(size: float, count: int, why: str) -> Collective:
+        return Collective("all_reduce", size, tensor, count, why, "loss", "forward")
 
-    if not parallel:
-        return [one("all_gather", 2 * tokens * shape.vocab, 1, "logits")]
     if not together:
-        return [one("all_reduce", 4 * tokens, 3, "maximum, target logit, sum of exponentials [M]")]
+        return [one(4 * tokens, 3, "maximum, target logit, sum of exponentials [M]")]
     return [
-        one("all_reduce", 4 * tokens, 1, "maximum of the logits [M]"),
-        one("all_reduce", 8 * tokens, 1, "sum of exponentials and target logit, together [M]"),
+        one(4 * tokens, 1, "maximum of the logits [M]"),
+        one(8 * tokens, 1, "sum of exponentials and target logit, together [M]"),
     ]
 
 
@@ -238,8 +233,3 @@ def scalar_collectives(
         for group, ranks in (("tensor", tensor), ("data", data)):
             found.append((group, Collective("all_reduce", 8, ranks, 1, "whether fp16 overflowed", "loss and norm")))
     return [(group, one) for group, one in found if one.ranks > 1]
-
-
-def total_bytes_sent(collectives: Iterable[Collective], algorithm: str = "ring") -> float:
-    """Return the bytes that the busiest rank sends in all of ``collectives``."""
-    return sum(one.count * collective(one.operation, algorithm, one.size, one.ranks).sent_bytes for one in collectives)

@@ -102,64 +102,37 @@ class TransformerShape:
             raise ValueError(f"tensor-parallel size {tensor} neither divides kv_heads={self.groups} nor is a multiple")
 
 
-def layer_parameters(hidden: int, mlp: int | None = None) -> int:
-    """Return the number of parameters of a layer: QKV, output, MLP of width ``mlp`` (default 4 h), two LayerNorms."""
-    mlp = 4 * hidden if mlp is None else mlp
-    return (
-        (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden) + (2 * mlp * hidden + mlp + hidden) + 4 * hidden
-    )
-
-
-def parameters(shape: TransformerShape, tensor: int = 1) -> float:
-    """Return the number of parameters of one rank of a tensor group of ``tensor`` ranks.
+def parameters(shape: TransformerShape, tensor: int = 1) -> int:
+    """Return the number of parameters of one rank of a tensor group of ``tensor`` ranks: the sum of `parameter_sizes`.
 
     Weights and the biases of column-parallel layers are split. LayerNorms, the biases of row-parallel layers and the
     position embedding are not.
     """
-    h, norm = shape.hidden, shape.hidden if shape.rms_norm else 2 * shape.hidden
-    of_heads, inner = shape.queries + 2 * shape.keys, 2 * shape.mlp if shape.gated else shape.mlp
-    split = shape.layers * h * (of_heads + shape.queries + inner + shape.mlp) + shape.vocab * h
-    whole = shape.layers * 2 * norm + norm
-    if shape.biases or shape.qkv_biases:
-        split += shape.layers * of_heads
-    if shape.biases:
-        split += shape.layers * inner
-        whole += shape.layers * 2 * h
-    if not shape.rotary:
-        whole += shape.seq * h
-    if shape.untied:
-        split += shape.vocab * h
-    if shape.model == "bert":
-        split += shape.vocab  # the bias of the output layer
-        whole += 2 * h + (h * h + h + 2 * h) + (h * h + h + 2 * h + 2)  # token types; masked tokens; pooler and order
-    return split / tensor + whole
+    return sum(size for _, size in parameter_sizes(shape, tensor))
 
 
 def parameter_sizes(
     shape: TransformerShape,
     tensor: int = 1,
     *,
-    mlp: int | None = None,
     positions: int | None = None,
     post_norm: bool = False,
     order_head: bool = True,
 ) -> list[tuple[str, int]]:
     """Return (name, elements) of each parameter of one rank of a tensor group of ``tensor`` ranks.
 
-    mlp: width of the feed-forward block (default the shape's). positions: number of positions that the model knows
-    (default s). post_norm: layers normalise after each sum, and a norm follows the embedding instead of the last
-    layer. order_head: whether a BERT has the pooler and the sentence-order head.
-    Names and order are those of this project's GPT and BERT. Without the options the elements add up to `parameters`.
+    positions: number of positions that the model knows (default s). post_norm: layers normalise after each sum, and a
+    norm follows the embedding instead of the last layer. order_head: whether a BERT has the pooler and the
+    sentence-order head. Names and order are those of this project's GPT and BERT.
     """
     h = shape.hidden
-    mlp = shape.mlp if mlp is None else mlp
     found = [] if shape.rotary else [("position_embedding", (shape.seq if positions is None else positions) * h)]
     if shape.model == "bert":
         found.append(("token_type_embedding", 2 * h))
     found.append(("embedding.weight", shape.vocab * h // tensor))
     if post_norm:
         found += [("embedding_norm.weight", h), ("embedding_norm.bias", h)]
-    layer = _layer_sizes(shape, tensor, mlp)
+    layer = _layer_sizes(shape, tensor)
     found += [(f"layers.{number}.{name}", size) for number in range(shape.layers) for name, size in layer.items()]
     if not post_norm:
         found += [("final_norm.weight", h), *([] if shape.rms_norm else [("final_norm.bias", h)])]
@@ -170,17 +143,12 @@ def parameter_sizes(
             ("mlm_head.bias", shape.vocab // tensor), ("mlm_head.dense.weight", h * h), ("mlm_head.dense.bias", h),
             ("mlm_head.norm.weight", h), ("mlm_head.norm.bias", h),
         ]  # fmt: skip
-        if order_head:
-            found += [
-                ("pooler.weight", h * h),
-                ("pooler.bias", h),
-                ("order_head.weight", 2 * h),
-                ("order_head.bias", 2),
-            ]
+    if shape.model == "bert" and order_head:
+        found += [("pooler.weight", h * h), ("pooler.bias", h), ("order_head.weight", 2 * h), ("order_head.bias", 2)]
     return found
 
 
-def _layer_sizes(shape: TransformerShape, tensor: int, mlp: int) -> dict[str, int]:
+def _layer_sizes(shape: TransformerShape, tensor: int) -> dict[str, int]:
     """The elements of each parameter of a layer, as `parameter_sizes` names them."""
     h, qkv_biases = shape.hidden, shape.biases or shape.qkv_biases
     found: dict[str, int] = {}
@@ -203,10 +171,10 @@ def _layer_sizes(shape: TransformerShape, tensor: int, mlp: int) -> dict[str, in
     rows("attention.projection", shape.queries)
     norm("mlp_norm")
     if shape.gated:
-        columns("mlp.gate_up", 2 * mlp, shape.biases)
+        columns("mlp.gate_up", 2 * shape.mlp, shape.biases)
     else:
-        columns("mlp.up", mlp, shape.biases)
-    rows("mlp.down", mlp)
+        columns("mlp.up", shape.mlp, shape.biases)
+    rows("mlp.down", shape.mlp)
     return found
 
 

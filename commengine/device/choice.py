@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from commengine.agreement import raise_together
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 #: how device tensors travel: by NCCL; by an MPI that takes device addresses; by any MPI, through pinned host memory
-TRANSPORTS = ("nccl", "mpi", "staged")
+TRANSPORTS = ("nccl", "staged")
 
 #: the first NCCL that lets ranks share a device, as ncclGetVersion writes it, and the environment variable for it
 NCCL_SHARING = 23000
@@ -62,9 +61,7 @@ def stays_on_host(comm: MPI.Intracomm, device: DeviceLike, cuda: Any = torch.cud
     """
     if device is not None:
         return parse_device(device).type == "cpu"
-    found = np.array([cuda.is_available()], dtype=np.int32)
-    comm.Allreduce(load_mpi().IN_PLACE, found)
-    return not found.any()
+    return not comm.allreduce(cuda.is_available(), load_mpi().LOR)
 
 
 def choose_device(
@@ -113,17 +110,13 @@ def _taken(comm: MPI.Intracomm, wanted: torch.device, names: list[str]) -> tuple
 
     names: of the devices that this rank sees.
     """
-    node = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
-    if str(wanted) != "cuda":
-        taken = node.allgather(names[wanted.index])
-        node.Free()
-        return wanted.index, taken
-    ranks = node.allgather((load_mpi().COMM_WORLD.rank, local_rank()))
-    chosen = [place[node.rank] % len(names) for place in places(ranks)]
-    offers = node.allgather([names[index] for index in chosen])
+    node, index = comm.Split_type(load_mpi().COMM_TYPE_SHARED), wanted.index
+    numbers = places(node.allgather((load_mpi().COMM_WORLD.rank, local_rank())))
+    if str(wanted) == "cuda":
+        index = numbers[node.rank] % len(names)
+    taken = node.allgather(names[index])
     node.Free()
-    first, second = (list(one) for one in zip(*offers, strict=True))
-    return (chosen[0], first) if len(set(first)) >= len(set(second)) else (chosen[1], second)
+    return index, taken
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -132,19 +125,16 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(told) if told.isdecimal() else None
 
 
-def places(ranks: list[tuple[int, int | None]]) -> tuple[list[int], list[int]]:
-    """Return two ways to number the ranks of a group on one node, in the order of ``ranks``.
+def places(ranks: list[tuple[int, int | None]]) -> list[int]:
+    """Return the numbers by which the ranks of a group on one node take its devices, in the order of ``ranks``.
 
-    ranks: (rank in COMM_WORLD, local rank) of each. The first numbering counts all ranks of COMM_WORLD on the node: two
-    groups of a node then take different devices, although neither knows of the other. The second one counts the group's
-    ranks alone, in the order of COMM_WORLD. It is for groups whose ranks would meet on a device in the first one, such
-    as every second rank of a node with as many devices as the group has ranks. Both are the second one if the local
-    ranks are unknown or not all different.
+    ranks: (rank in COMM_WORLD, local rank) of each. The numbers are the local ranks, which count all ranks of
+    COMM_WORLD on the node: two groups of a node then take different devices, although neither knows of the other. If
+    they are unknown or not all different, the group's ranks are counted in the order of COMM_WORLD.
     """
     order = sorted(world for world, _ in ranks)
-    second = [order.index(world) for world, _ in ranks]
-    first = [local for _, local in ranks if local is not None]
-    return (first if len(set(first)) == len(ranks) else second), second
+    told = [local for _, local in ranks if local is not None]
+    return told if len(set(told)) == len(ranks) else [order.index(world) for world, _ in ranks]
 
 
 def device_problem(wanted: torch.device, cuda: Any, version: str = CUDA_OF_TORCH) -> str | None:

@@ -46,23 +46,11 @@ class DeviceTimes:
         self._anchor, self._anchored = clock.anchor()
         self._marks: dict[str, Any] = {}
 
-    def start(self, stream: Any) -> None:
-        """Mark that ``stream`` reaches the collective."""
-        self._mark("start", stream)
+    def mark(self, what: str, stream: Any) -> None:
+        """Mark that ``stream`` comes to the collective, or leaves it. Only the first of several waits counts.
 
-    def end(self, stream: Any) -> None:
-        """Mark that the collective is done."""
-        self._mark("end", stream)
-
-    def wait_starts(self, stream: Any) -> None:
-        """Mark that ``stream`` begins to wait for the collective. Only the first of several waits counts."""
-        self._mark("wait_start", stream)
-
-    def wait_ends(self, stream: Any) -> None:
-        """Mark that ``stream`` goes on after the wait."""
-        self._mark("wait_end", stream)
-
-    def _mark(self, what: str, stream: Any) -> None:
+        what: "start", "end", "wait_start" or "wait_end", as in `commengine.trace.CollectiveEvent`.
+        """
         if what not in self._marks:
             event = self._cuda.Event(enable_timing=True)
             event.record(stream)

@@ -1,7 +1,7 @@
-"""The NCCL transport for device tensors: each operation of a Communicator, enqueued on a CUDA stream by CuPy's binding.
+"""NCCL for device tensors, as the operations use it: its calls are enqueued on a CUDA stream by CuPy's binding.
 
-This is the only file that imports cupy, and it does so only when a device communicator is made. The transport checks no
-arguments, because `Communicator` has checked them. Tensors and streams are handed to the binding as addresses.
+This is the only file that imports cupy, and it does so only when a device communicator is made. Tensors and streams are
+handed to the binding as addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commengine.agreement import raise_together
-from commengine.dtypes import NCCL_BYTE, NCCL_REDUCTIONS
+from commengine.dtypes import NCCL_BYTE
 from commengine.errors import CollectiveError, TransferError
 from commengine.mpi import load_mpi
 
@@ -35,9 +35,8 @@ WITHOUT_CUPY = "transport='staged' needs no CuPy, and device='cpu' no GPU"
 #: the CUDA version that torch is built for, such as "12.8"; "" if it is built without CUDA
 CUDA_OF_TORCH = str(torch.version.cuda or "")
 
-#: the first NCCL with ncclAvg (2.10) and with ncclCommSplit (2.18), as ncclGetVersion writes them
+#: the first NCCL with ncclAvg (2.10), as ncclGetVersion writes it
 NCCL_LEAST = 21000
-NCCL_SPLIT = 21800
 
 UNIQUE_ID_BYTES = 128
 
@@ -70,9 +69,9 @@ class Runtime:
         """Return one byte of device memory."""
         return torch.zeros(1, dtype=torch.uint8, device=device)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return device memory with any contents."""
-        return torch.empty(shape, dtype=dtype, device=device)
+    def pinned(self, like: Tensor) -> Tensor:
+        """Return page-locked host memory, which a device copies to and from, of a tensor's shape and dtype."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.numel() > 0)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between host and device on the current stream. Autograd does not see it, as it sees no collective."""
@@ -121,17 +120,17 @@ def load_runtime() -> Runtime:
 # Connecting ---------------------------------------------------------------------------------------------------
 
 
-def together(comm: MPI.Intracomm, make: Callable[[], Made]) -> Made:
+def together(comm: MPI.Intracomm, make: Callable[[], Made], said: str = "") -> Made:
     """Return ``make()``. Collective over ``comm``; raises CollectiveError on every rank if it failed on any rank.
 
-    Then the ranks on which it did not fail abort what they made, if that is not None.
+    Then the ranks on which it did not fail abort what they made, if that is not None. said: begins a failure's words.
     """
     made: Any = None
     problem, cause = None, None
     try:
         made = make()
     except Exception as error:  # the other ranks wait: they must learn of any error
-        problem, cause = explain(error), error
+        problem, cause = said + explain(error), error
     try:
         raise_together(comm, problem)
     except CollectiveError as error:
@@ -154,22 +153,16 @@ def connect(runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> Any:
     def drawn() -> bytes | None:
         if comm.rank != 0:
             return None
-        try:
-            return bytes(value & 0xFF for value in runtime.nccl.get_unique_id())  # CuPy 13: a tuple of signed bytes
-        except Exception as error:
-            raise CollectiveError(f"no unique id: {explain(error)}") from error
+        return bytes(value & 0xFF for value in runtime.nccl.get_unique_id())  # CuPy 13: a tuple of signed bytes
 
-    unique = bytearray(together(comm, drawn) or UNIQUE_ID_BYTES)
+    unique = bytearray(together(comm, drawn, "no unique id: ") or UNIQUE_ID_BYTES)
     comm.Bcast([unique, load_mpi().BYTE], 0)
 
     def join() -> Any:
-        with _on(runtime, device):
-            try:
-                return _joined(runtime.nccl.NcclCommunicator, comm.size, bytes(unique), comm.rank)
-            except Exception as error:
-                raise CollectiveError(f"NCCL cannot start: {explain(error)}") from error
+        with runtime.cuda.device(device):  # NCCL takes the thread's current device
+            return _joined(runtime.nccl.NcclCommunicator, comm.size, bytes(unique), comm.rank)
 
-    return together(comm, join)
+    return together(comm, join, "NCCL cannot start: ")
 
 
 def _joined(kind: Any, size: int, unique: bytes, rank: int) -> Any:
@@ -177,13 +170,6 @@ def _joined(kind: Any, size: int, unique: bytes, rank: int) -> Any:
         return kind(size, unique, rank)
     except TypeError:  # CuPy 13, before it has done anything
         return kind(size, tuple(value - 256 if value > 127 else value for value in unique), rank)
-
-
-@contextlib.contextmanager
-def _on(runtime: Runtime, device: torch.device) -> Iterator[None]:
-    """Make ``device`` the thread's current device inside the block, because NCCL takes that one."""
-    with runtime.cuda.device(device):
-        yield
 
 
 def explain(error: BaseException) -> str:
@@ -212,8 +198,8 @@ def last_error() -> str:
 # Running ------------------------------------------------------------------------------------------------------
 
 
-class DeviceTransport:
-    """Collectives on contiguous tensors of one device, over one NCCL communicator, which the transport owns.
+class NcclWire:
+    """One NCCL communicator for the operations on tensors of one device; the wire owns it.
 
     comm: the NCCL communicator (see `connect`). stream: the CUDA stream that all calls are enqueued on; None: torch's
     current stream at each call.
@@ -232,35 +218,16 @@ class DeviceTransport:
         try:
             self.rank: int = comm.rank_id()
             self.size: int = comm.size()
-            self._byte = runtime.byte(device)
+            #: one byte of device memory
+            self.byte = runtime.byte(device)
         except BaseException:  # the traceback would keep the NCCL communicator, and other ranks may wait for its end
             self.abort()
             raise
 
     @classmethod
-    def open(cls, runtime: Runtime, comm: MPI.Intracomm, device: torch.device) -> DeviceTransport:
+    def open(cls, runtime: Runtime, comm: MPI.Intracomm, device: torch.device, stream: Any = None) -> NcclWire:
         """Connect the ranks of ``comm``. Collective. Raises CollectiveError on every rank or on none."""
-        return together(comm, lambda: cls(runtime, connect(runtime, comm, device), device))
-
-    def split(
-        self, group: MPI.Intracomm, part: MPI.Intracomm | None, color: int | None, key: int, stream: Any = None
-    ) -> DeviceTransport | None:
-        """Return the transport of this rank's part of the group; None if it has no part.
-
-        group: the MPI communicator of this transport's ranks. part: the result of splitting it by the same color and
-        key; None without a color. Collective over the group. Raises CollectiveError on every rank or on none.
-        """
-
-        def make() -> DeviceTransport | None:
-            if hasattr(self._comm, "commSplit") and self.runtime.nccl.get_version() >= NCCL_SPLIT:
-                self.synchronize()  # NCCL asks that nothing be outstanding
-                with _on(self.runtime, self.device):
-                    comm = self._call(self._comm.commSplit, -1 if color is None else color, key)
-            else:
-                comm = None if part is None else connect(self.runtime, part, self.device)
-            return None if comm is None else type(self)(self.runtime, comm, self.device, stream)
-
-        return together(group, make)
+        return together(comm, lambda: cls(runtime, connect(runtime, comm, device), device, stream))
 
     def synchronize(self) -> None:
         """Block until all calls so far are done."""
@@ -330,7 +297,7 @@ class DeviceTransport:
             if self.size > 1:
                 return function(*args)
             # NCCL does not set the device itself where a rank is alone, and an average is a kernel there, too.
-            with _on(self.runtime, self.device):
+            with self.runtime.cuda.device(self.device):
                 return function(*args)
         except (RuntimeError, KeyError) as error:
             raise TransferError(f"NCCL: {explain(error)}") from error
@@ -347,90 +314,21 @@ class DeviceTransport:
             raise
         self._call(self.runtime.nccl.groupEnd)
 
-    # Reductions -----------------------------------------------------------------------------------------------
+    def enqueue(self, call: str, *args: int) -> None:
+        """Enqueue NCCL's ``call``: a method of CuPy's NcclCommunicator, and its arguments before the stream."""
+        self._call(getattr(self._comm, call), *args, self._stream())
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if count := _numbers(tensor):
-            code, redop = NCCL_REDUCTIONS[tensor.dtype, op]
-            data = tensor.data_ptr()
-            self._call(self._comm.allReduce, data, data, count, code, redop, self._stream())
-
-    def reduce(self, tensor: Tensor, root: int, op: str) -> None:
-        if count := _numbers(tensor):
-            code, redop = NCCL_REDUCTIONS[tensor.dtype, op]
-            data = tensor.data_ptr()
-            target = data if self.rank == root else 0  # NCCL writes on the root only
-            self._call(self._comm.reduce, data, target, count, code, redop, root, self._stream())
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        if count := _numbers(output):
-            code, redop = NCCL_REDUCTIONS[input.dtype, op]
-            source, target = input.data_ptr(), output.data_ptr()
-            self._call(self._comm.reduceScatter, source, target, count, code, redop, self._stream())
-
-    # Movement -------------------------------------------------------------------------------------------------
-
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        if nbytes := input.nbytes:
-            source, target = input.data_ptr(), output.data_ptr()
-            self._call(self._comm.allGather, source, target, nbytes, NCCL_BYTE, self._stream())
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        if nbytes := tensor.nbytes:
-            data = tensor.data_ptr()
-            self._call(self._comm.broadcast, data, data, nbytes, NCCL_BYTE, root, self._stream())
-
-    def gather(self, output: Tensor | None, input: Tensor, root: int) -> None:
-        with self.group():
-            self._send(input.data_ptr(), input.nbytes, root)
-            if output is not None:
-                for peer in range(self.size):
-                    self._recv(output.data_ptr() + peer * input.nbytes, input.nbytes, peer)
-
-    def scatter(self, output: Tensor, input: Tensor | None, root: int) -> None:
-        with self.group():
-            if input is not None:
-                for peer in range(self.size):
-                    self._send(input.data_ptr() + peer * output.nbytes, output.nbytes, peer)
-            self._recv(output.data_ptr(), output.nbytes, root)
-
-    def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        nbytes = input.nbytes // self.size
-        with self.group():
-            for peer in range(self.size):
-                self._send(input.data_ptr() + peer * nbytes, nbytes, peer)
-                self._recv(output.data_ptr() + peer * nbytes, nbytes, peer)
-
-    def barrier(self) -> None:
-        """Let later work on the stream start only when every rank's stream has reached this point. The host goes on."""
-        self.all_reduce(self._byte, "max")
-
-    # Point to point -------------------------------------------------------------------------------------------
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._send(tensor.data_ptr(), tensor.nbytes, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self._recv(tensor.data_ptr(), tensor.nbytes, src)
-
-    def sendrecv(self, sent: Tensor, dst: int, received: Tensor, src: int) -> None:
-        self.exchange([("send", sent, dst), ("recv", received, src)])
-
-    def exchange(self, transfers: list[tuple[str, Tensor, int]]) -> None:
-        """Launch all sends and receives, ``(verb, tensor, peer)``, at once. No order of them deadlocks."""
-        with self.group():
-            for verb, tensor, peer in transfers:
-                (self._send if verb == "send" else self._recv)(tensor.data_ptr(), tensor.nbytes, peer)
-
-    def _send(self, address: int, nbytes: int, peer: int) -> None:
+    def send(self, address: int, nbytes: int, peer: int) -> None:
+        """Enqueue a message to rank ``peer``; nothing if it is empty."""
         if nbytes:
-            self._call(self._comm.send, address, nbytes, NCCL_BYTE, peer, self._stream())
+            self.enqueue("send", address, nbytes, NCCL_BYTE, peer)
 
-    def _recv(self, address: int, nbytes: int, peer: int) -> None:
+    def recv(self, address: int, nbytes: int, peer: int) -> None:
+        """Enqueue a message from rank ``peer``; nothing if it is empty."""
         if nbytes:
-            self._call(self._comm.recv, address, nbytes, NCCL_BYTE, peer, self._stream())
+            self.enqueue("recv", address, nbytes, NCCL_BYTE, peer)
 
 
-def _numbers(tensor: Tensor) -> int:
+def numbers_of(tensor: Tensor) -> int:
     """Return how many numbers NCCL counts in a tensor: a complex number is two of them."""
     return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()

@@ -16,22 +16,7 @@ from commengine.stream import Event, GroupedWork, Stream, Work
 if TYPE_CHECKING:
     from commengine.trace import CollectiveEvent
 
-    from .nccl import DeviceTransport
-
-
-class DevicePoint:
-    """A point in a CUDA stream. event: the CUDA event recorded there."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        """Whether the point was reached. Never blocks."""
-        return bool(self.event.query())
-
-    def block(self) -> None:
-        """Block the host until the point is reached."""
-        self.event.synchronize()
+    from .nccl import NcclWire
 
 
 class DeviceWork(Work):
@@ -44,14 +29,14 @@ class DeviceWork(Work):
 
     def __init__(
         self,
-        transport: DeviceTransport,
+        transport: NcclWire,
         event: Any,
         callers: Sequence[Any],
         tensors: tuple[Any, ...] = (),
         records: Sequence[CollectiveEvent] = (),
         before: Sequence[DeviceWork] = (),
     ) -> None:
-        super().__init__(DevicePoint(event), tensors, records)
+        super().__init__(event, records, tensors)
         self._transport = transport
         self.event = event
         self._callers = callers
@@ -63,10 +48,10 @@ class DeviceWork(Work):
         current = cuda.current_stream(device)
         timed = [record.times for record in self._records if record.times is not None]
         for times in timed:
-            times.wait_starts(current)
+            times.mark("wait_start", current)
         current.wait_event(self.event)
         for times in timed:
-            times.wait_ends(current)
+            times.mark("wait_end", current)
         for caller in self._callers:
             if caller != current:
                 caller.wait_event(self.event)
@@ -86,7 +71,7 @@ class DeviceStream(Stream):
     on ``cuda_stream``.
     """
 
-    def __init__(self, name: str, index: int, transport: DeviceTransport, cuda_stream: Any) -> None:
+    def __init__(self, name: str, index: int, transport: NcclWire, cuda_stream: Any) -> None:
         super().__init__(name, index, transport, threaded=False, device_transport=transport)
         self.cuda_stream = cuda_stream
         self._cuda = transport.runtime.cuda
@@ -102,12 +87,7 @@ class DeviceStream(Stream):
         self._forget_done()
         caller = self._cuda.current_stream(self.transport.device)
         self.cuda_stream.wait_stream(caller)
-        times = None if record is None else record.times
-        if times is not None:
-            times.start(self.cuda_stream)
         call()
-        if times is not None:
-            times.end(self.cuda_stream)
         work = DeviceWork(
             self.transport, self.cuda_stream.record_event(), (caller,), tensors, () if record is None else (record,)
         )

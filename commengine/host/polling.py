@@ -14,36 +14,10 @@ if TYPE_CHECKING:
 
 #: how often a polling thread yields its core before it starts to sleep between polls
 YIELDS_BEFORE_SLEEP = 2000
-SLEEP_SECONDS = 50e-6
-
-BlockingCall = Callable[..., Any]
+SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 50e-6, 1e-3
 
 
-class WrappedCalls:
-    """The MPI calls that `HostTransport` makes on a communicator, each wrapped in the same way.
-
-    wrap: returns the wrapped form of the blocking call of that name.
-    Isend, Irecv: start a message; they never block, and subclasses may replace them.
-    """
-
-    def __init__(self, comm: Any, wrap: Callable[[str], BlockingCall]) -> None:
-        self.Isend, self.Irecv = comm.Isend, comm.Irecv
-        self.Allgather = wrap("Allgather")
-        self.Allgatherv = wrap("Allgatherv")
-        self.Allreduce = wrap("Allreduce")
-        self.Alltoall = wrap("Alltoall")
-        self.Alltoallv = wrap("Alltoallv")
-        self.Barrier = wrap("Barrier")
-        self.Bcast = wrap("Bcast")
-        self.Gather = wrap("Gather")
-        self.Gatherv = wrap("Gatherv")
-        self.Reduce = wrap("Reduce")
-        self.Reduce_scatter_block = wrap("Reduce_scatter_block")
-        self.Scatter = wrap("Scatter")
-        self.Send = wrap("Send")
-
-
-class PollingCalls(WrappedCalls):
+class PollingCalls:
     """The blocking calls of ``comm``, each made of its non-blocking form and a poll that yields the core.
 
     A blocking MPI call spins on a core. A stream's worker thread would take that core from the computation.
@@ -52,13 +26,17 @@ class PollingCalls(WrappedCalls):
     """
 
     def __init__(self, comm: MPI.Intracomm, look: Callable[[], None] | None = None) -> None:
-        self._look = look
-        super().__init__(comm, lambda name: self._polled(getattr(comm, f"I{name.lower()}")))
+        self._comm, self._look = comm, look
+        self.Isend, self.Irecv = comm.Isend, comm.Irecv  # they never block
 
-    def _polled(self, start: Callable[..., MPI.Request]) -> BlockingCall:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Make the polled form of a blocking call when it is first used."""
+        start = getattr(self._comm, f"I{name.lower()}")
+
         def call(*args: Any) -> None:
             self.wait(start(*args).Test)
 
+        setattr(self, name, call)
         return call
 
     def waitall(self, requests: list[MPI.Request], statuses: list[MPI.Status]) -> None:
@@ -72,7 +50,9 @@ class PollingCalls(WrappedCalls):
             if done():
                 return
             os.sched_yield()
+        nap = SLEEP_SECONDS
         while not done():
-            time.sleep(SLEEP_SECONDS)
+            time.sleep(nap)
+            nap = min(1.001 * nap, LONGEST_SLEEP_SECONDS)  # a thousandth of the time that it has waited
             if self._look is not None:
                 self._look()

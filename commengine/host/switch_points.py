@@ -1,6 +1,6 @@
 """Switch points: the sizes from which on a collective of host tensors goes through a node's memory, as measured.
 
-``python -m bench.switch_points`` measures them, prints them beside the times, and writes a file that
+``bench.collectives --only switch-points`` measures them, prints them beside the times, and writes a file that
 `SwitchPoints.load` reads: ``Communicator(..., switch_points=SwitchPoints.load("here.json"))``.
 """
 
@@ -18,7 +18,7 @@ import torch
 from commengine.dtypes import HALF_TYPES
 from commengine.errors import CollectiveError
 from commengine.mpi import load_mpi
-from commengine.operations import IN_MEMORY, REDUCING_IN_MEMORY
+from commengine.shared_memory.flags import IN_MEMORY, REDUCING_IN_MEMORY
 
 NEVER = float("inf")
 
@@ -100,15 +100,8 @@ class SwitchPoints:
         """The size in bytes below which nothing goes through memory."""
         return min((value for point in self.rows.values() for value in point), default=NEVER)
 
-    def leasts(self, *, windows: bool) -> dict[str, float]:
-        """The size in bytes below which nothing goes through memory, for each operation in `OPERATIONS`.
-
-        windows: tensors in windows count, too.
-        """
-        return {name: min(self.least_of(name, kind, windows=windows) for kind in KINDS) for name in OPERATIONS}
-
     def least_of(self, operation: str, kind: str, *, windows: bool) -> float:
-        """The same for one operation and kind of dtype."""
+        """The same for one operation and kind of dtype. windows: tensors in windows count, too."""
         rows = (point for key, point in self.rows.items() if key[:2] == (operation, kind))
         return min((min(point if windows else point[1:]) for point in rows), default=NEVER)
 
@@ -127,7 +120,7 @@ class SwitchPoints:
 
     @classmethod
     def load(cls, path: Path | str | None = None) -> SwitchPoints:
-        """Read a file of bench.switch_points; without ``path``, the table of this processor's maker.
+        """Read a file of switch points; without ``path``, the table of this processor's maker.
 
         Raises ValueError if the file cannot be read or has no such table.
         """
@@ -142,7 +135,8 @@ class SwitchPoints:
                     raise ValueError(f"unknown row {tuple(key)}")
         except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ValueError(f"{path} has no switch points (see bench.switch_points --json): {what}") from error
+            where = "see bench.collectives --only switch-points"
+            raise ValueError(f"{path} has no switch points ({where}): {what}") from error
         return cls(table)
 
 

@@ -7,7 +7,6 @@ their own (rootless containers), the ranks use a file in /dev/shm. It is empty u
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -79,14 +78,9 @@ def _open_named(path: str, target: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        Path(path).unlink()
-
-
 #: a look at the machine's memory takes 0.1 ms, one at /dev/shm a microsecond
 NAMELESS = Way(_create_nameless, _open_nameless, lambda path: None, memory_left, 32 << 20)
-NAMED = Way(_create_named, _open_named, _unlink, disk_left, 1 << 20)
+NAMED = Way(_create_named, _open_named, os.unlink, disk_left, 1 << 20)
 
 #: the ways in the order in which a group tries them
 WAYS = (NAMELESS, NAMED)

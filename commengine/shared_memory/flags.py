@@ -12,10 +12,9 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from commengine.agreement import disagreement
-from commengine.errors import TransferError
-from commengine.operations import IN_MEMORY
+from commengine.errors import GroupMember, TransferError
 
-from .segment import SharedSegment, ThisProcess
+from .segment import SharedSegment
 
 #: how often a waiting rank looks at another rank's flag between two calls of MPI
 LOOKS_PER_PROGRESS = 256
@@ -34,8 +33,9 @@ FILLED, REDUCED = range(2)
 #: the place of a tensor that lies in no window
 PRIVATE = -1
 
-#: a place of at least this number is a block of a pool; its offset is in the lower bits
-BLOCK = 1 << 62
+#: the operations that have a way through memory, and those of them that reduce
+IN_MEMORY = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+REDUCING_IN_MEMORY = IN_MEMORY[:2]
 
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
 _OPERATIONS = (*IN_MEMORY, "gather_into")
@@ -46,7 +46,7 @@ class Flags:
     """The flags of one node's ranks, for one sequence of collectives.
 
     segment: memory of LINES_BYTES a rank, which is zero. rank: this rank's number in the node. progress: lets MPI make
-    progress. wait: waits until a function returns True. name, size, ranks: the group's name and size, and the ranks in
+    progress. wait: waits until a function returns True. group, ranks: this rank in the whole group, and the ranks in
     the group of the node's ranks, for errors.
     """
 
@@ -57,21 +57,19 @@ class Flags:
         *,
         progress: Callable[[], object],
         wait: Callable[[Callable[[], bool]], None],
-        name: str,
-        size: int,
+        group: GroupMember,
         ranks: Sequence[int],
     ) -> None:
         self.rank, self.size = rank, len(segment.memory)
         self._progress, self._wait = progress, wait
-        self._name, self._group_size, self._ranks = name, size, ranks
+        self._group, self._ranks = group, ranks
         self._flags = [part.cast("q") for part in segment.memory]
         self._mine = self._flags[rank]
         self._others = [flags for flags in self._flags if flags is not self._mine]
         self._round = 0
         self._words = _ASKED  # where the words of the present call begin
-        self._asked = (PRIVATE, 0, 0)  # this rank's words
         self._checksums: dict[object, int] = {}
-        self._process = ThisProcess()
+        self._process = os.getpid()
         # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
         # seen before what comes after. MPI_Win_sync is one, but needs a window.
         lock = threading.Lock()
@@ -80,66 +78,44 @@ class Flags:
 
     def refuse_child(self) -> None:
         """Raise `TransferError` in a forked child: its parent goes on to use the flags and slots."""
-        if self._process.forked:
+        if self._process != os.getpid():
             raise TransferError("a forked child cannot run collectives: the group's rank is its parent process")
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
-    def begin(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> list[int] | None:
-        """Wait until every rank begins a collective, and compare the calls: `ask`, then `agree`."""
-        self.refuse_child()
-        self.ask(operation, place, nbytes, how)
-        return self.agree()
+    def begin(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> None:
+        """Wait until every rank begins a collective, and compare the calls.
 
-    def ask(self, operation: str, place: int, nbytes: int, how: tuple[object, ...]) -> None:
-        """Tell the other ranks what this rank is about to do. It does not wait.
+        place: where the tensor lies: a number that is the same on all ranks, or PRIVATE. how: dtype, and reduction or
+        root, in a few forms only, because their checksums are kept. Everything that this rank wrote before can be read
+        by a rank whose call has returned.
 
-        place: where the tensor lies: a number that is the same on all ranks, a number from BLOCK on, or PRIVATE. Some
-        ranks may give a block and others PRIVATE. how: dtype, and reduction or root, in a few forms only, because their
-        checksums are kept. Everything that this rank wrote before can be read by a rank that has agreed.
+        A rank cannot be two calls ahead of another rank, because it waits for every rank's last call. So two sets of
+        words suffice, and no rank waits until the others have read its words.
 
-        A rank cannot be two calls ahead of another rank, because it waits in `agree` for every rank's last call. So
-        two sets of words suffice, and no rank waits until the others have read its words.
+        Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over a tensor
+        that belongs to another collective.
         """
+        self.refuse_child()
         checksum = self._checksums.get(how)
         if checksum is None:
             checksum = self._checksums[how] = zlib.crc32(repr(how).encode())
         mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
         self._words = word
         about = nbytes << 8 | _NUMBERS[operation]
-        self._asked = place, about, checksum
         mine[word], mine[word + 1], mine[word + 2] = place, about, checksum
-        self._round += 1
-        self._release()
-        self._acquire()
-        mine[_ROUND] = self._round
-
-    def agree(self) -> list[int] | None:
-        """Wait until every rank has asked, and compare the calls. Returns the places of all ranks if they differ.
-
-        Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over a tensor
-        that belongs to another collective.
-        """
-        word = self._words
-        self._await(_ROUND, self._round)
-        place, about, checksum = self._asked
-        alike = True
+        self.meet()
         for flags in self._others:
-            if flags[word + 1] != about or flags[word + 2] != checksum:
+            if flags[word] != place or flags[word + 1] != about or flags[word + 2] != checksum:
                 break
-            alike = alike and flags[word] == place
         else:
-            if alike:
-                return None
-            places = [flags[word] for flags in self._flags]
-            if _fit(places):
-                return places
+            return
         calls: dict[tuple[int, ...], list[int]] = {}
         for rank, flags in zip(self._ranks, self._flags, strict=True):
             calls.setdefault(tuple(flags[word : word + _WORDS]), []).append(rank)
         asked = [(ranks, _described(*words)) for words, ranks in calls.items()]
         fault = "the ranks gave different operations, tensors, dtypes, reductions or roots"
-        raise disagreement(self._ranks[self.rank], self._name, self._group_size, asked, fault)
+        raise disagreement(self._group, asked, fault)
 
     def meet(self) -> None:
         """Wait until every rank is here. Each rank then sees everything that the others wrote before."""
@@ -193,24 +169,10 @@ class Flags:
         return looked
 
 
-def _fit(places: list[int]) -> bool:
-    """Whether the ranks' tensors may lie at these places in one collective.
-
-    Each rank's blocks have offsets of their own, and a rank whose pool is full has a private tensor.
-    """
-    return all(place == places[0] or (_comes_and_goes(place) and _comes_and_goes(places[0])) for place in places)
-
-
-def _comes_and_goes(place: int) -> bool:
-    return place == PRIVATE or place >= BLOCK
-
-
 def _described(place: int, about: int, _: int) -> str:
     nbytes, operation = divmod(about, 1 << 8)
     where = "of a private tensor"
-    if place >= BLOCK:
-        where = "of a block of the pool"
-    elif place != PRIVATE:
+    if place != PRIVATE:
         segment, offset = divmod(place, 1 << 48)
         where = f"at byte {offset} of shared tensor {segment}"
     return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"

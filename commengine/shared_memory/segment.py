@@ -20,30 +20,6 @@ if TYPE_CHECKING:
 PAGE = 4096
 
 
-class ThisProcess:
-    """The process in which an object was made. A forked child sees the object, and the memory of its parent.
-
-    `number` is up to date in children: asking the system takes 0.2 us.
-    """
-
-    number = os.getpid()
-
-    def __init__(self) -> None:
-        self._made_in = self.number
-
-    @property
-    def forked(self) -> bool:
-        """Whether the process that asks is a child of the one that made this object."""
-        return self._made_in != ThisProcess.number
-
-
-def _in_child() -> None:
-    ThisProcess.number = os.getpid()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 class SharedSegment:
     """``nbytes`` bytes for each rank of a node: this rank's part, and the other ranks' parts. It is zero at first.
 
@@ -90,17 +66,6 @@ class NodeMemory:
 
         Everything is reserved: no rank ends because a page that it writes to is not there.
         """
-        made = self._make(nbytes, nbytes)
-        if made is None:
-            return None
-        os.close(made[2])
-        return SharedSegment(made[0], made[1], nbytes, self._node.rank)
-
-    def unreserved(self, nbytes: int) -> tuple[Tensor, int, int] | None:
-        """Return memory of ``nbytes`` bytes a rank that is reserved later, the bytes of a part, and the file."""
-        return self._make(nbytes, 0)
-
-    def _make(self, nbytes: int, reserved: int) -> tuple[Tensor, int, int] | None:
         stride, rank, ranks = -(-nbytes // PAGE) * PAGE, self._node.rank, self._node.size
         file = self._open()
         if file is None:
@@ -110,16 +75,15 @@ class NodeMemory:
         with contextlib.suppress(OSError, RuntimeError, OverflowError):
             os.truncate(file, stride * ranks)
             start = stride * rank
-            if self.way.reserve(file, start, start + reserved, ranks) == start + reserved:
+            if self.way.reserve(file, start, start + nbytes, ranks) == start + nbytes:
                 with torch.inference_mode(False):
                     # This mapping keeps no descriptor; one of Python's mmap does.
                     whole = torch.from_file(
                         f"/proc/self/fd/{file}", True, stride * ranks, dtype=torch.uint8, device="cpu"
                     )
-        if not self._all(whole is not None) or whole is None:
-            os.close(file)
-            return None
-        return whole, stride, file
+        os.close(file)
+        everybody = self._all(whole is not None)
+        return SharedSegment(whole, stride, nbytes, rank) if everybody and whole is not None else None
 
     def _open(self) -> int | None:
         """Return a new file, which the ranks of the node have open; None, on all ranks, if a rank cannot open it."""
@@ -133,7 +97,8 @@ class NodeMemory:
                 file = self.way.open(*place)
         everybody = self._all(file is not None)
         if self._node.rank == 0 and place is not None:
-            self.way.opened(place[0])
+            with contextlib.suppress(OSError):
+                self.way.opened(place[0])
         if not everybody and file is not None:
             os.close(file)
         return file if everybody else None

@@ -1,14 +1,14 @@
 """Tensors in windows: memory that the ranks of a node share.
 
 A tensor made by `Communicator.empty` lies in a window in which every rank of the node sees every other rank's part.
-The `Pool` of a communicator is one more window, in which each rank has blocks for tensors that come and go.
-`commengine.shared_memory.window_collectives` has the collectives on such tensors.
+A collective on it needs no message and no copy in or out. One rank reduces each element, once, in the order of the
+ranks, so the result has the same bits on every rank and in every run.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 from commengine.agreement import raise_together
 
 from .files import WAYS
-from .flags import BLOCK
 from .nodes import Node, find_node
-from .pool import BLOCK_UNIT, Pool
 from .segment import NodeMemory, SharedSegment
 
 if TYPE_CHECKING:
@@ -28,8 +26,12 @@ if TYPE_CHECKING:
 #: places of tensors that are kept, because finding one takes a microsecond
 MOST_PLACES = 256
 
-#: the bits of a place that are the offset in its window
-OFFSET = (1 << 48) - 1
+#: up to this many bytes of all operands, a row is reduced at once, because a node's shared cache holds them
+CACHED_BYTES = 8 << 20
+
+#: a longer row is reduced in blocks of this many bytes, so that the result is still in the core's own cache when it is
+#: copied to the other ranks
+BLOCK_BYTES = 256 << 10
 
 
 class SharedTensors:
@@ -40,13 +42,12 @@ class SharedTensors:
 
     def __init__(self, comm: MPI.Intracomm, name: str) -> None:
         self._comm, self.name = comm, name
+        self.rank, self.size = comm.rank, comm.size
         self._node: Node | None = None
         #: whether the ranks have looked for `node`
         self.looked = comm.size == 1
         self._memory: NodeMemory | None = None
         self.segments: list[SharedSegment] = []
-        #: the blocks for tensors that come and go; None until `open_pool`, and where it finds no memory for them
-        self.pool: Pool | None = None
         self._bounds: list[int] = []  # where each segment begins and ends, ascending
         self._numbers: list[int] = []  # of the segments, in that order
         self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
@@ -91,21 +92,6 @@ class SharedTensors:
         self._add(segment)
         return segment.tensor(like.numel(), dtype).view(like.shape)
 
-    def open_pool(self, nbytes: int) -> None:
-        """Make `pool`, of at most ``nbytes`` bytes a rank. Collective.
-
-        There is none if the group spans nodes. Memory is taken from the node as blocks need it, not now.
-        """
-        node = self.node
-        nbytes = nbytes // BLOCK_UNIT * BLOCK_UNIT
-        if node is None or self._memory is None or not node.alone or nbytes <= 0:
-            return
-        made = self._memory.unreserved(nbytes)
-        if made is not None:
-            whole, stride, file = made
-            self.pool = Pool(whole, stride, nbytes, node.comm.rank, file, self._memory.way)
-            self._add(self.pool)
-
     def _add(self, segment: SharedSegment) -> None:
         at = bisect.bisect(self._bounds, segment.address)
         self._bounds[at:at] = segment.address, segment.address + segment.nbytes
@@ -140,9 +126,6 @@ class SharedTensors:
 
     def close(self) -> None:
         """Let go of the windows. Memory that a tensor refers to stays as long as the tensor. Collective."""
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
         self._found.clear()
         self._bounds.clear()
         self._numbers.clear()
@@ -155,30 +138,20 @@ class WindowTensor:
     """A tensor in a window, and its counterparts on the other ranks of the node.
 
     segment, index: the window and its number. offset, nbytes: the tensor's place there, in bytes.
-    block: the tensor lies in a block of a pool, so its counterparts may have other offsets.
     """
 
     def __init__(self, segment: SharedSegment, index: int, offset: int, nbytes: int, dtype: torch.dtype) -> None:
-        self.segment, self.index, self.offset, self.nbytes, self.dtype = segment, index, offset, nbytes, dtype
-        self.block = isinstance(segment, Pool)
-        #: the place as a number. It is the same on all ranks for the same place, and from BLOCK on for a block
-        self.number = BLOCK | offset if self.block else index << 48 | offset
+        self.segment, self.offset, self.nbytes, self.dtype = segment, offset, nbytes, dtype
+        #: the place as a number, which is the same on all ranks for the same place
+        self.number = index << 48 | offset
         self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
-    def parts(self, places: Sequence[int] | None = None) -> list[Tensor]:
-        """Return every rank's tensor, flat, in the order of the node's ranks; ``places`` as for `rows`."""
-        return self.rows(0, self.nbytes // self.dtype.itemsize, places)
+    def parts(self) -> list[Tensor]:
+        """Return every rank's tensor, flat, in the order of the node's ranks."""
+        return self.rows(0, self.nbytes // self.dtype.itemsize)
 
-    def rows(self, low: int, high: int, places: Sequence[int] | None = None) -> list[Tensor]:
-        """Return elements ``low`` to ``high`` of every rank's tensor.
-
-        places: every rank's `number`; None if all are this one. The rows are then kept: making them takes microseconds.
-        """
-        if places is not None:
-            firsts = [(place & OFFSET) // self.dtype.itemsize for place in places]
-            with torch.inference_mode(False):
-                typed = self.segment.typed(self.dtype)
-                return [part[first + low : first + high] for part, first in zip(typed, firsts, strict=True)]
+    def rows(self, low: int, high: int) -> list[Tensor]:
+        """Return elements ``low`` to ``high`` of every rank's tensor. They are kept: making them takes microseconds."""
         rows = self._rows.get((low, high))
         if rows is None:
             first = self.offset // self.dtype.itemsize
@@ -186,3 +159,10 @@ class WindowTensor:
                 rows = [part[first + low : first + high] for part in self.segment.typed(self.dtype)]
             self._rows[low, high] = rows
         return rows
+
+
+def blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Cut rows of one length into blocks, and yield the blocks of all rows together."""
+    if sum(row.nbytes for row in rows) <= CACHED_BYTES:
+        return iter([rows])
+    return zip(*(torch.split(row, BLOCK_BYTES // rows[0].itemsize) for row in rows), strict=True)

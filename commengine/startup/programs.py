@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from commengine.errors import LaunchError
 from commengine.job_end import say
+from commengine.mpi import OwnsCommunicators
 
 from .segments import unlink_own
 from .start import SLOW_SECONDS, start_mpi
@@ -31,7 +32,7 @@ GREATEST_COLOR = 2**31 - 1
 NO_COLOR = -1
 
 
-class WorldPart:
+class WorldPart(OwnsCommunicators):
     """The ranks of one color: the ranks of one program of an MPMD job. `split_world` makes it.
 
     color: this part's. comm: an intracommunicator of its ranks, in the order of their ranks in the world. others: an
@@ -62,13 +63,6 @@ class WorldPart:
             self.others.pop(color).Free()
         if self.comm:
             self.comm.Free()
-
-    def __enter__(self) -> WorldPart:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:  # otherwise the other ranks may be elsewhere
-            self.close()
 
     def __repr__(self) -> str:
         return f"WorldPart(color={self.color}, others={sorted(self.others)})"

@@ -52,13 +52,8 @@ def unlink_own(folder: Path = FOLDER) -> list[Path]:
 
     Every rank of the node must have opened them: call it after MPI_Init and a barrier. Not collective.
     """
-    unlinked = []
-    for path, inode in sorted(set(_mapped("self", folder))):
-        with contextlib.suppress(OSError):  # another rank of the node was first
-            if path.name.startswith(UNMISSED) and path.stat().st_ino == inode:
-                path.unlink()
-                unlinked.append(path)
-    return unlinked
+    mapped = sorted(set(_mapped("self", folder)))
+    return [path for path, inode in mapped if path.name.startswith(UNMISSED) and _unlinked(path, inode)]
 
 
 def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -76,13 +71,7 @@ def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ)
         if process.name.isdigit():
             for _, inode in _mapped(process.name, folder):
                 found.pop(inode, None)
-    removed = []
-    for inode, path in found.items():
-        with contextlib.suppress(OSError):
-            if path.stat().st_ino == inode:
-                path.unlink()
-                removed.append(path)
-    return removed
+    return [path for inode, path in found.items() if _unlinked(path, inode)]
 
 
 def say_if_too_small(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> None:
@@ -97,30 +86,25 @@ def say_if_too_small(folder: Path = FOLDER, environ: Mapping[str, str] = os.envi
     needed = INTEL_NEEDS[0] + INTEL_NEEDS[1] * int(ranks) if intel else UCX_FREE + MPICH_EACH * (int(ranks) - 1)
     with contextlib.suppress(OSError):  # no such folder, or another task of the node has said it
         space = os.statvfs(folder)
-        whole, free = (blocks * space.f_frsize / (1 << 20) for blocks in (space.f_blocks, space.f_bavail))
-        if free >= needed:
-            return
-        free = min(whole, free + (INTEL_NEEDS[1] if intel else MPICH_EACH) * _started(folder))
-        if free >= needed or (not intel and MPICH_LEAST * int(ranks) <= free < UCX_FREE):
+        whole = space.f_blocks * space.f_frsize / (1 << 20)
+        if whole >= needed or (not intel and MPICH_LEAST * int(ranks) <= whole < UCX_FREE):
             return
         # The first task would not do: another one may be killed before that one comes here.
         _said.bind(f"\0commengine-shm-{os.getppid()}")
         say(
-            f"{free:.1f} MB of {folder} are free, and {'Intel MPI' if intel else 'MPICH'} needs {needed:.1f} MB there "
+            f"{folder} has {whole:.1f} MB, and {'Intel MPI' if intel else 'MPICH'} needs {needed:.1f} MB there "
             f"for {ranks} ranks of a node: a rank may die as it starts. A container gets more with --shm-size=1g"
             + ("" if intel else "; with UCX_TLS=^posix in the environment MPICH needs less")
         )
 
 
-def _started(folder: Path) -> int:
-    """Count the tasks beside this one that have begun to take memory there: MPI_Init waits for this one."""
-    count, parent = 0, os.getppid()
-    with contextlib.suppress(OSError):
-        for process in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                text = Path("/proc", process, "maps").read_text(errors="replace")
-                count += int(process) != os.getpid() and f" {folder}/" in text
-    return count
+def _unlinked(path: Path, inode: int) -> bool:
+    """Unlink a file, unless another one has its name by now. Returns whether it was there."""
+    with contextlib.suppress(OSError):  # another rank of the node was first
+        if path.stat().st_ino == inode:
+            path.unlink()
+            return True
+    return False
 
 
 def _of_this_user(folder: Path) -> Iterator[tuple[Path, int]]:

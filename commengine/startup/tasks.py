@@ -37,22 +37,16 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ, library
     by_srun = variable.startswith("SLURM") or (
         variable == "PMI_SIZE" and "SLURM_PROCID" in environ and "MPI_LOCALRANKID" not in environ
     )
-    if by_srun and "Open MPI" in name:
-        cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmix`"
-    elif by_srun and ("MPICH" in name or "Intel" in name):
-        cause = f"srun and this MPI do not speak the same PMI: {this}, which needs `srun --mpi=pmi2`"
-    elif by_srun:
+    if by_srun:
         cause = (
-            f"srun and this MPI do not speak the same PMI ({this}): MPICH and Intel's MPI need `srun --mpi=pmi2`, "
-            "Open MPI `srun --mpi=pmix`"
+            f"srun and this MPI do not speak the same PMI: {this}. MPICH and Intel's MPI need `srun --mpi=pmi2`, Open "
+            "MPI `srun --mpi=pmix`; inside sbatch, start the program with srun or mpiexec"
         )
     else:
         beside = Path(sys.executable).parent / "mpiexec"
         cause = f"the mpiexec on PATH belongs to another MPI than mpi4py's: {this}; use its mpiexec"
         if sys.prefix != sys.base_prefix and beside.exists():  # a virtual environment's MPI is a wheel
             cause += f" ({beside})"
-    if by_srun:
-        cause += "; inside sbatch, start the program with srun or mpiexec"
     raise LaunchError(f"{variable}={count}, but MPI's world has {size} rank{'s' * (size > 1)}. Likely cause: {cause}.")
 
 

@@ -79,8 +79,7 @@ class Arrival:
     def _end(self, timeout: float) -> NoReturn:
         comm, ranks = self._comm, tuple(range(self._comm.size))
         world_ranks = tuple(world_ranks_of(comm))
-        watch: Any = None  # nobody looks at this entry but the report
-        group = WatchedGroup(watch, "", self._name, ranks, world_ranks)
+        group = WatchedGroup("", self._name, ranks, world_ranks)
         entry = Entry(group, "life", 1, self._what, None, None, None, (), self._began, self._began)
         here = world_ranks[comm.rank]
         # Whatever calls MPI now may crash, because another rank may be dead.

@@ -6,42 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from commengine.agreement import describe
-
-
-class Watcher(Protocol):
-    """What entries and groups need of the watcher: `commengine.timeout.watcher.Watch`."""
-
-    closed: bool
-    entries: deque[Entry]
-    running: dict[int, Entry]
-
-    @property
-    def threaded(self) -> bool:
-        """Whether a thread looks, or the rank itself while it waits."""
-
-    def look(self) -> None:
-        """Look at what runs, on a rank without a watcher thread."""
-
-    def split(self, group: WatchedGroup, comm: object, name: str) -> WatchedGroup | None:
-        """Watch a part of ``group``, too."""
-
-    def forget(self, group: WatchedGroup) -> None:
-        """Stop watching ``group``."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """The shape, dtype and place of a tensor, without the tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_cpu: bool
+from commengine.agreement import Shown, describe
 
 
 @dataclass(eq=False, slots=True)
@@ -71,13 +39,13 @@ class Entry:
         """The collective runs now: its time counts from here."""
         self.started = time.monotonic()
         self.group.started[self.sequence] = (self.number, self.operation)
-        if not self.group.watch.closed:
-            self.group.watch.running[id(self)] = self
+        if not self.group.over:
+            self.group.running[id(self)] = self
 
     def end(self) -> None:
         """The collective is done, or has failed."""
         self.ended = time.monotonic()
-        self.group.watch.running.pop(id(self), None)
+        self.group.running.pop(id(self), None)
 
     def __str__(self) -> str:
         where = f"group {self.group.name!r}" + (f", {self.sequence}" if self.sequence else "")
@@ -101,22 +69,26 @@ class WatchedGroup:
 
     key: the same on all ranks of the group, and different for every group.
     ranks, world_ranks: each member's rank in the root communicator and in MPI.COMM_WORLD.
+    last, running: of all groups of the watcher: the last collectives, and those that run now, by their ``id``.
     enqueued: by sequence, the number of the last collective enqueued. started: the number and operation of the last one
         started.
     alarms: asked at every look until the communicator is closed; each returns a problem from elsewhere, such as an
         asynchronous error of NCCL, or None.
     splits: how often the group was split.
+    over: the root communicator is closed, and nobody looks any more.
     """
 
-    watch: Watcher
     key: str
     name: str
     ranks: tuple[int, ...]
     world_ranks: tuple[int, ...]
+    last: deque[Entry] = field(default_factory=deque)
+    running: dict[int, Entry] = field(default_factory=dict)
     enqueued: dict[str, int] = field(default_factory=dict)
     started: dict[str, tuple[int, str]] = field(default_factory=dict)
     alarms: list[Callable[[], str | None]] = field(default_factory=list)
     splits: int = 0
+    over: bool = False
 
     def enqueue(
         self, sequence: str, operation: str, tensor: Tensor | None = None, redop: str | None = None,
@@ -129,12 +101,5 @@ class WatchedGroup:
         self.enqueued[sequence] = number
         shown = None if tensor is None else Shown(tensor.shape, tensor.dtype, tensor.is_cpu)
         entry = Entry(self, sequence, number, operation, shown, redop, root, tuple(peers), time.monotonic())
-        self.watch.entries.append(entry)
+        self.last.append(entry)
         return entry
-
-    def part(self, comm: object, name: str) -> WatchedGroup | None:
-        """Return the group of ``comm``, which a split of this group gave this rank; None once nobody watches.
-
-        Every rank of this group must have counted the split in ``splits``.
-        """
-        return self.watch.split(self, comm, name)

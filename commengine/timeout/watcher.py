@@ -75,14 +75,12 @@ class Watch:
         self.timeout = timeout
         self.entries: deque[Entry] = deque(maxlen=REPORTED)
         self.running: dict[int, Entry] = {}
-        #: after the root closes nobody looks any more: communicators split from it then have no timeout
-        self.closed = False
+        self._closed = False
         self._comm = comm
         self._rank: int = comm.rank
         self._world_ranks = world_ranks_of(comm)
         self._groups: dict[str, WatchedGroup] = {}
-        self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is
-        self._heard: dict[int, float] = {}  # when the last message of each rank came
+        self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is, and when it came
         self._unasked: set[int] = set()  # the ranks that are still to be asked, after their last message is received
         self._reachable: list[int] = []  # the ranks that are told that this one has run out of time
         self._asked_for: Entry | None = None  # the collective that the other ranks were asked about
@@ -93,31 +91,31 @@ class Watch:
         self._last = False  # every rank closes this watcher, and asks no more unless the end of the job is decided
         self._before = min(ASK_SECONDS, timeout / 4)
         self._ending = threading.Event()
-        self._threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        #: whether a thread looks. Without it the rank itself looks while it waits
+        self.threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
         self._crash: CrashReport | None = None
-        if self._threaded:
-            self._crash = CrashReport(self._report_crash)
+        if self.threaded:
+            why = "the crash was in a message to it"
+            self._crash = CrashReport(lambda problem: self._report_without_mpi(problem, why))
             self._thread = threading.Thread(target=self._serve, name="commengine watch", daemon=True)
             self._thread.start()
             atexit.register(self._stop)  # a thread that is inside MPI while MPI is finalised crashes
-
-    @property
-    def threaded(self) -> bool:
-        """Whether a thread looks. Without it the rank itself looks while it waits."""
-        return self._threaded
 
     def group(self, comm: MPI.Comm, name: str, parent: str = "") -> WatchedGroup:
         """Watch the communicator ``comm``, whose ranks all belong to the root communicator."""
         ranks = tuple(ranks_in(comm, self._comm))
         world_ranks = tuple(self._world_ranks[rank] for rank in ranks)
-        found = WatchedGroup(self, f"{parent}/{name}@{ranks[0]}", name, ranks, world_ranks)
-        self._groups[found.key] = found
+        key = f"{parent}@{ranks[0]}"
+        found = self._groups[key] = WatchedGroup(key, name, ranks, world_ranks, self.entries, self.running)
         return found
 
     def split(self, group: WatchedGroup, comm: Any, name: str) -> WatchedGroup | None:
-        """Watch ``comm``, a part of ``group``; None once the root is closed."""
-        return None if self.closed else self.group(comm, name, f"{group.key}/{group.splits}")
+        """Watch ``comm``, a part of ``group``; None once the root is closed.
+
+        Every rank of ``group`` must have counted the split in its ``splits``.
+        """
+        return None if group.over else self.group(comm, name, f"{group.key}/{group.splits}")
 
     def forget(self, group: WatchedGroup) -> None:
         """Stop watching ``group``, whose communicator is closed."""
@@ -134,8 +132,11 @@ class Watch:
             sleep_until_all(self._comm, SLEEP_SECONDS, self.look)
         self._stop()
         if alive:
+            self._last, self._asked_for = True, None
             self._leave()
-        self.closed = True
+        self._closed = True
+        for group in self._groups.values():  # what was split and is still open has no timeout any more
+            group.over = True
         self.running.clear()
         atexit.unregister(self._stop)
         if self._crash is not None:
@@ -150,26 +151,21 @@ class Watch:
         synchronous: a rank whose sends are all received enters the barrier, and reads until all ranks have entered. So
         nobody may ask any more, or answer, unless a rank does not come to the barrier in time: the job then ends.
         """
-        self._last, self._asked_for = True, None
         barrier = None
-        while barrier is None or self._decided or not barrier.Test():
+        # A rank that has asked while it closes will end the job.
+        while barrier is None or self._asked_for is not None or not barrier.Test():
             self._listen()
             if time.monotonic() - self._looked > TICK_SECONDS:
                 try:
                     self._look()
                 except CollectiveTimeout as timeout:
-                    if not self._threaded:
+                    if not self.threaded:
                         raise
                     self._end(timeout)
             self._forget_received()
             if barrier is None and not self._sent:
                 barrier = self._comm.Ibarrier()
             time.sleep(SLEEP_SECONDS)
-
-    @property
-    def _decided(self) -> bool:
-        """Whether this rank has asked while it closes, and will end the job."""
-        return self._last and self._asked_for is not None
 
     # Looking --------------------------------------------------------------------------------------------------
 
@@ -199,7 +195,7 @@ class Watch:
 
     def look(self) -> None:
         """Look if it is time to, on a rank that waits and has no watcher thread. Raises CollectiveTimeout."""
-        if not self._threaded and not self.closed and time.monotonic() - self._looked > TICK_SECONDS:
+        if not self.threaded and not self._closed and time.monotonic() - self._looked > TICK_SECONDS:
             try:
                 self._look()
             except CollectiveTimeout:
@@ -227,9 +223,7 @@ class Watch:
                 self._asked_for, self._asked_at = oldest, now
                 self._unasked = set(range(self._comm.size))
                 # A rank that asked this one just now has told enough; a message to it may be on its way.
-                self._told = {
-                    rank: said for rank, said in self._told.items() if now - self._heard[rank] < FRESH_SECONDS
-                }
+                self._told = {rank: said for rank, said in self._told.items() if now - said["heard"] < FRESH_SECONDS}
             self._unasked -= self._tell(_LAST if self._last else _ASKED, self._unasked)
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
             self._reachable = list(self._told)
@@ -254,8 +248,7 @@ class Watch:
             buffer = bytearray(status.Get_count(mpi.BYTE))
             self._comm.Recv([buffer, mpi.BYTE], status.Get_source(), status.Get_tag())
             message = json.loads(buffer)
-            self._told[status.Get_source()] = message
-            self._heard[status.Get_source()] = self._looked
+            self._told[status.Get_source()] = message | {"heard": self._looked}
             asked |= message["kind"] == _LAST or (message["kind"] == _ASKED and not self._last)
             if message["kind"] == _OVER:
                 over = int(message["world_rank"])
@@ -305,9 +298,6 @@ class Watch:
         if entry is not None:
             problem, missing = out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, self._told)
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
-
-    def _report_crash(self, problem: str) -> str:
-        return self._report_without_mpi(problem, "the crash was in a message to it")
 
     def _report_without_mpi(self, problem: str, why: str) -> str:
         """Return the report without a call of MPI: a thread that crashed or hangs may hold MPI's lock.

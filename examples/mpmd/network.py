@@ -123,10 +123,13 @@ def main() -> None:
     """One rank of the network."""
     parser = argparse.ArgumentParser(description="A network beside the C solver.")
     parser.add_argument("--steps", type=int, default=10, help="steps of the optimizer for each frame")
+    parser.add_argument(
+        "--color", type=int, help="this program's part, where the launcher numbers no programs (srun): 1"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/examples/mpmd.png"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with launch.split_world() as part:
+    with launch.split_world(options.color) as part:
         solver, plan = part.other, np.empty(4, np.int32)
         solver.Bcast(plan, root=0)
         with Communicator(part.comm, device="cpu") as comm:

@@ -15,7 +15,7 @@ static const double DT = 0.1, DIFFUSION = 1.0;
 
 /* The ranks of this program, and an intercommunicator to the only other one: the C side of launch.split_world. */
 static void split_world(MPI_Comm *mine, MPI_Comm *other) {
-  int rank, size, *set_by_launcher, set, color = -1, leader = -1;
+  int rank, size, *set_by_launcher, set, color = 0, leader = -1; /* 0: srun sets no MPI_APPNUM */
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_APPNUM, &set_by_launcher, &set);
@@ -24,7 +24,7 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
   MPI_Allgather(&color, 1, MPI_INT, colors, 1, MPI_INT, MPI_COMM_WORLD);
   for (int r = size - 1; r >= 0; r--)
     if (colors[r] != color) leader = r; /* the lowest rank of the other program */
-  if (color < 0 || leader < 0) {
+  if (leader < 0) {
     if (rank == 0) fprintf(stderr, "solver: start it beside network.py: mpiexec -n 2 ./solver : -n 2 python ...\n");
     MPI_Abort(MPI_COMM_WORLD, 2);
   }

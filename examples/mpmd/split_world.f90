@@ -12,14 +12,14 @@ contains
     call MPI_Comm_rank(MPI_COMM_WORLD, rank)
     call MPI_Comm_size(MPI_COMM_WORLD, ranks)
     call MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_APPNUM, set_by_launcher, set)
-    color = -1
+    color = 0 ! srun sets no MPI_APPNUM
     if (set) color = int(set_by_launcher)
     allocate(colors(0:ranks - 1))
     call MPI_Allgather(color, 1, MPI_INTEGER, colors, 1, MPI_INTEGER, MPI_COMM_WORLD)
     do leader = 0, ranks - 1 ! ends at the lowest rank of the other program
       if (colors(leader) /= color) exit
     end do
-    if (color < 0 .or. leader == ranks) then
+    if (leader == ranks) then
       if (rank == 0) print *, "there is no other program: mpiexec -n 2 ./solver : -n 2 python ..."
       call MPI_Abort(MPI_COMM_WORLD, 2)
     end if

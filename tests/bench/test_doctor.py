@@ -108,4 +108,4 @@ def test_devices_that_are_up_are_told(tmp_path):
 )
 def test_wrong_options_are_named(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        doctor.settings(words)
+        doctor.parser().parse_args(words)

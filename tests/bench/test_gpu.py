@@ -6,28 +6,44 @@ import pytest
 
 
 def test_a_row_is_in_the_files_when_it_is_added(tmp_path, capsys):
+    from bench import gpu
     from bench.gpu_study.rows import RowFile
 
     table, numbers = tmp_path / "a.md", tmp_path / "a.json"
-    rows = RowFile(["# Title"], ["| a |", "|---|"], {"date": "now"}, output=str(table), json_file=str(numbers))
-    assert table.read_text() == "# Title\n\n| a |\n|---|\n"
+    given = gpu.parse(["machine", "--tiny", "--output", str(table), "--json", str(numbers)])
+    rows = RowFile(given, "Title", ["| a |", "|---|"], ["A line."], seed=3)
+    text = table.read_text()
+    assert text.startswith("# Title\n\n- command: ") and text.endswith("\n\nA line.\n\n| a |\n|---|\n")
     for number in range(3):
-        rows.add(f"| {number} |", {"a": number})
+        rows.add([number], {"a": number})
         assert table.read_text().splitlines()[-1] == f"| {number} |"
-        assert json.loads(numbers.read_text()) == {"date": "now", "rows": [{"a": n} for n in range(number + 1)]}
+        assert json.loads(numbers.read_text()) == given.environment | {
+            "seed": 3, "rows": [{"a": n} for n in range(number + 1)],
+        }  # fmt: skip
     assert capsys.readouterr().out == table.read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"a.md", "a.json"}  # nothing half written is left
 
 
 def test_flops_of_a_step_are_those_of_its_products():
     """Three times the forward products: a backward has two for each."""
-    from bench.gpu_study.flops import flops
+    from commengine.cost import model_flops
     from tplayers import GPTConfig
 
     layers, h, s, b, v = 3, 64, 48, 2, 1024
     layer = 2 * b * s * (3 * h * h + h * h + 2 * 4 * h * h) + 2 * 2 * b * s * s * h
     forward = layers * layer + 2 * b * s * h * v
-    assert flops(GPTConfig(layers, h, 4, v, s), b, s) == pytest.approx(3 * forward)
+    assert model_flops(GPTConfig(layers, h, 4, v, s).cost_shape(s), b) == pytest.approx(3 * forward)
+
+
+def test_the_machine_is_told_without_secrets(capfd, monkeypatch):
+    from bench import gpu
+
+    monkeypatch.setenv("SOME_TOKEN", "sesame")
+    monkeypatch.setenv("SOME_NAME", "open")
+    assert gpu.main(["machine", "--tiny"]) == 0
+    told = capfd.readouterr().out
+    assert "SOME_TOKEN=..." in told and "sesame" not in told and "SOME_NAME=open" in told
+    assert "\nnumpy " in told and "/dev/shm" in told and "== libraries" in told
 
 
 @pytest.mark.mpi
@@ -129,12 +145,10 @@ def test_calls_of_a_step_fit_in_memory_and_are_never_too_few():
         (["speed"], "invalid choice: 'speed'"),
         (["overlap", "--rounds", "0"], "--rounds 0: must be at least 1"),
         (["flops", "--tiny", "--output", "/no/where.md"], "--output /no/where.md: there is no folder /no"),
-        (["flops", "--tiny", "--models", "9B"], "--models 9B: there is no such name; valid: 355M, 1.2B"),
+        (["flops", "--tiny", "--models", "9B"], "argument --models: invalid choice: '9B'"),
         (["overhead", "--tiny", "--sizes", "2"], "--sizes 2: must be at least 4"),
-        (["overhead", "--tiny", "--ways", "slow"], "--ways slow: there is no such name; valid: plain, traced"),
-        (["profile", "--tiny", "--timeline", "/no/x.json"], "--timeline /no/x.json: there is no folder /no"),
         (["losses", "--runs", "/no/where"], "--runs /no/where: there is no such folder"),
-        (["losses", "--runs", ".", "--without", "cpus"], "--without cpus: there is no such name; valid: bf16, comp"),
+        (["losses", "--runs", ".", "--without", "cpus"], "argument --without: invalid choice: 'cpus'"),
     ],
 )
 def test_bad_options_are_named(argv, message):

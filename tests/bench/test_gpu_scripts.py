@@ -1,6 +1,8 @@
 """bench/gpu.sh and bench/gpu-carry.sh: dry runs, and stages that fail, time out or are misspelt."""
 
 import os
+import re
+import shutil
 import signal
 import sys
 import tarfile
@@ -9,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_study import carried, environment
 from tests.support import mpirun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = mpirun.ROOT
 STAGES = {
-    "live": "environment machine hello raw_nccl binding gpu_tests gpu_serial staged_tests raw_nccl_2 gpu_tests_2 "
+    "live": "machine hello raw_nccl binding gpu_tests gpu_serial staged_tests raw_nccl_2 gpu_tests_2 "
     "gpu_tests_serial compile_tests",
     "right": "cuda tp2_staged dp2_staged zero1_staged overlap_staged bf16 raw_nccl_2 tp2_nccl dp2_nccl cpu resumed "
     "losses",
@@ -92,7 +93,7 @@ def test_carried_packages_are_installed_and_the_corpus_is_trained_on(repository,
     done, summary = run(repository, "--dry-run", "--carry", str(carry), "--only", "cpu", "right", PYTHONPATH="/none")
     assert done.returncode == 0, summary
     assert "ok        right carried" in summary and "ok        right cpu" in summary
-    assert "installed: commengine_carry_check-1.0" in summary and "site/nccl/libnccl.so.2" in summary
+    assert "installed: commengine_carry_check-1.0-py3" in summary and "site/nccl/libnccl.so.2" in summary
     edit(repository, '--data-path $work/corpus/tiny"', '--data-path $work/corpus/small"')
     done, summary = run(repository, "--dry-run", "--carry", str(carry), "--only", "cpu", "right")
     assert done.returncode == 1 and "FAILED    right cpu" in summary
@@ -144,7 +145,7 @@ def test_a_rehearsal_says_which_steps_fail_and_keeps_those_done(tmp_path):
         "--only-binary=:all:",
         *(
             pytest.param(old, marks=pytest.mark.long)
-            for old in ("--python-version ", "--train-bpe 300", "--input README.md", "--piece-mib ")
+            for old in ("--python-version ", "--train-bpe 300", "--input README.md", "split -b ")
         ),
     ],
 )
@@ -179,7 +180,6 @@ def test_a_stage_that_does_not_exist_fails(repository):
 @pytest.mark.parametrize(
     ("job", "stage", "old", "new"),
     [
-        ("live", "environment", "gpu_study.environment", "gpu_study.environments"),
         ("live", "machine", "bench.gpu machine", "bench.gpu machines"),
         ("live", "hello", "mpi4py.bench helloworld", "mpi4py.bench hello"),
         ("live", "raw_nccl", "tests/jobs/raw_nccl.py", "tests/jobs/raw_ncl.py"),
@@ -216,6 +216,7 @@ def alive(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.long
 def test_a_stage_over_its_limit_ends_with_all_its_ranks_and_the_next_one_runs(repository):
     """Each rank ignores the interrupt, and has a child in a session of its own."""
     program, pids = repository / "sleeper.py", repository / "pids"
@@ -245,6 +246,7 @@ def test_a_stage_over_its_limit_ends_with_all_its_ranks_and_the_next_one_runs(re
     assert "results/hello.log" in archived(repository, "live")
 
 
+@pytest.mark.long
 def test_a_hang_names_its_place(repository):
     """Eight seconds before its limit, and the program's own sitecustomize still runs."""
     program, other = repository / "waiting.py", repository / "other"
@@ -271,13 +273,15 @@ def test_nccl_that_starts_only_without_its_own_memory_is_found_and_said(reposito
     assert "ok        live raw_nccl_2" in summary
 
 
+@pytest.mark.long
 def test_two_ranks_on_one_gpu_have_hosts_of_their_own(repository):
     """Where that does not work it is a trial, and no failure of the job."""
     program = repository / "hosts.py"
     program.write_text(
         "import os, sys\nfrom mpi4py import MPI\n"
         "hosts = MPI.COMM_WORLD.allgather(os.environ.get('NCCL_HOSTID'))\n"
-        "print('the hosts are', *hosts)\nsys.exit(len(set(hosts)) < 2 or None in hosts or 'no' in sys.argv)\n"
+        "if MPI.COMM_WORLD.rank == 0:\n    print('the hosts are', *hosts)\n"
+        "sys.exit(len(set(hosts)) < 2 or None in hosts or 'no' in sys.argv)\n"
     )
     edit(repository, 'raw="tests/jobs/raw_nccl.py ${dry:+--on-host --elements 100}"', f'raw="{program}"')
     done, summary = run(repository, "--dry-run", "--only", "raw_nccl_2", "live")
@@ -288,15 +292,6 @@ def test_two_ranks_on_one_gpu_have_hosts_of_their_own(repository):
     assert "left out  live gpu_tests_2: two ranks on one GPU" in summary
 
 
-def test_the_environment_is_told_without_secrets(capsys, monkeypatch):
-    monkeypatch.setenv("SOME_TOKEN", "sesame")
-    monkeypatch.setenv("SOME_NAME", "open")
-    environment.main()
-    told = capsys.readouterr().out
-    assert "SOME_TOKEN=..." in told and "sesame" not in told and "SOME_NAME=open" in told
-    assert "\nnumpy " in told and "RLIMIT_MEMLOCK (" in told and "/dev/shm usage" in told and "== libraries" in told
-
-
 def test_a_job_without_time_says_which_stages_did_not_run(repository):
     done, summary = run(repository, "--dry-run", "--only", "hello,raw_nccl", "live", JOB_SECONDS="16")
     assert done.returncode == 1
@@ -304,6 +299,7 @@ def test_a_job_without_time_says_which_stages_did_not_run(repository):
     assert (repository.parent / "out" / "gpu-live.tar.gz").exists()
 
 
+@pytest.mark.long
 def test_the_stages_of_one_rank_have_their_tests(tmp_path):
     """Without a GPU, where torch is made to say that there is one: the tests run, and fail because of torch's build."""
     program = tmp_path / "pretending.py"
@@ -323,37 +319,55 @@ def test_the_stages_of_one_rank_have_their_tests(tmp_path):
 # What travels -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "piece", "count"), [(10, 4, 3), (8, 4, 2), (3, 4, 1), (0, 4, 1)])
-def test_pieces_join_to_the_file(tmp_path, size, piece, count):
-    file = tmp_path / "a.whl"
-    file.write_bytes(bytes(range(size)))
-    carried.split(file, tmp_path / "more", 1)  # an earlier split leaves nothing
-    assert len(carried.split(file, tmp_path / "more", piece)) == count
-    assert carried.join(tmp_path / "more", tmp_path / "joined").read_bytes() == file.read_bytes()
+@pytest.fixture(scope="module")
+def carry(tmp_path_factory):
+    """What a dry run of gpu-carry.sh gathers, without the data set."""
+    folder = tmp_path_factory.mktemp("carry")
+    script = (ROOT / "bench" / "gpu-carry.sh").read_text()
+    made, _, _ = script.replace('"$(dirname "$0")/.."', str(ROOT)).partition('mkdir -p "$folder/corpus"')
+    (folder / "carry.sh").write_text(made)
+    words = ["sh", str(folder / "carry.sh"), "--dry-run", "--python-version", "3.12", str(folder / "all")]
+    done = mpirun.command(words, timeout=120, env={"PYTHON": sys.executable})
+    assert done.returncode == 0, done.stderr
+    return folder / "all"
 
 
-def test_missing_and_damaged_pieces_are_noticed(tmp_path):
-    file = tmp_path / "a.whl"
-    file.write_bytes(b"0123456789")
-    first, second, _ = carried.split(file, tmp_path / "pieces", 4)
-    second.write_bytes(b"wrong")
-    with pytest.raises(carried.CarryError, match="SHA-256"):
-        carried.join(tmp_path / "pieces", tmp_path)
-    second.unlink()
-    first.unlink()
-    with pytest.raises(carried.CarryError, match=r"these pieces are missing: 1, 2$"):
-        carried.join(tmp_path / "pieces", tmp_path)
+def install(carry, site):
+    words = [str(ROOT / "bench" / "gpu-install.sh"), str(carry), str(site)]
+    return mpirun.command(words, timeout=120, env={"PYTHON": sys.executable})
 
 
-def test_libraries_of_a_wheel_are_installed_too(tmp_path):
-    """Pip --target leaves them out, and MPI's library is one."""
-    carried.stand_in("some-mpi", tmp_path / "carry" / "wheels")
-    carried.install(tmp_path / "carry", tmp_path / "site")
-    assert (tmp_path / "site" / "lib" / "libsome_mpi.so.1").read_text() == "no library"
-    assert (tmp_path / "site" / "bin" / "some-mpi").exists()
-    assert (tmp_path / "site" / "some_mpi-1.0.dist-info").is_dir()
+def test_libraries_of_a_wheel_are_installed_too(carry, tmp_path):
+    """Pip --target leaves them out, and MPI's library is one. NCCL's library comes out of its pieces."""
+    site = tmp_path / "site"
+    done = install(carry, site)
+    assert done.returncode == 0, done.stderr
+    assert (site / "lib" / "libcommengine_carry_check.so.1").read_text() == "no library\n"
+    assert (site / "bin" / "commengine-carry-check").exists()
+    assert (site / "commengine_carry_check-1.0.dist-info").is_dir()
+    assert len(list((carry / "nccl").iterdir())) > 3
+    assert (site / "nccl" / "libnccl.so.2").read_text() == "no library\n"
+    assert f"NCCL: {site}/nccl/libnccl.so.2" in done.stdout
 
 
-def test_a_folder_without_wheels_is_an_error(tmp_path, capsys):
-    assert carried.main(["install", str(tmp_path), str(tmp_path / "site")]) == 1
-    assert "holds no wheels" in capsys.readouterr().err
+@pytest.mark.parametrize("damage", [Path.unlink, lambda piece: piece.write_bytes(b"wrong")], ids=["missing", "wrong"])
+@pytest.mark.parametrize("number", ["00", "01"])
+def test_missing_and_damaged_pieces_are_noticed(carry, tmp_path, damage, number):
+    copied = shutil.copytree(carry, tmp_path / "carry")
+    (piece,) = (copied / "nccl").glob(f"*.{number}")
+    damage(piece)
+    done = install(copied, tmp_path / "site")
+    assert done.returncode == 1 and "missing" in done.stderr
+    assert not (tmp_path / "site" / "nccl" / "libnccl.so.2").exists()
+
+
+def test_a_folder_without_wheels_is_an_error(tmp_path):
+    done = install(tmp_path, tmp_path / "site")
+    assert done.returncode == 1 and "holds no wheels" in done.stderr
+
+
+def test_the_tests_that_a_dry_run_selects_exist():
+    """A keyword that selects nothing fails the job, and the whole dry run is a long test."""
+    script = (mpirun.ROOT / "bench" / "gpu.sh").read_text()
+    (also, some), *more = re.findall(r"also=(\S+) some='(\w+)'", script)
+    assert not more and re.search(rf"^def test_\w*{some}", (mpirun.ROOT / also).read_text(), re.MULTILINE)

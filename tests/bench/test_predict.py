@@ -54,15 +54,13 @@ def test_the_papers_13_figures(tmp_path, capsys):
 def test_calibration_uses_the_single_gpu_and_nothing_else():
     step = paper.run(DGX_2H, "1.2b")
     assert step.flops_per_device == pytest.approx(39e12)
-    assert (
-        1 < model_cost.slowdown(DGX_2H, kernels.Parts()) < 2
-    )  # memory-bound kernels below a plain copy, not absurdly so
+    assert 1 < model_cost.slowdown(DGX_2H) < 2  # memory-bound kernels below a plain copy, not absurdly so
     faster = replace(DGX_2H, calibration=replace(DGX_2H.calibration, flops=1e15))
     with pytest.raises(ValueError, match="1000 TFLOP/s cannot be met"):
-        model_cost.slowdown(faster, kernels.Parts())
+        model_cost.slowdown(faster)
     unknown = replace(DGX_2H, calibration=replace(DGX_2H.calibration, model="9b"))
     with pytest.raises(ValueError, match=r"calibration\.model='9b': one of 355m"):
-        model_cost.slowdown(unknown, kernels.Parts())
+        model_cost.slowdown(unknown)
 
 
 def test_table_2_time_an_epoch():
@@ -72,14 +70,15 @@ def test_table_2_time_an_epoch():
         assert step.total == pytest.approx(days * 86400 / paper.EPOCH_ITERATIONS, rel=bound)
 
 
-def test_ablation_shows_each_part(capsys):
+def test_ablation_shows_each_part_and_each_constant(capsys):
     assert call("--paper", "--ablation") == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.count("|") == 18]
     by_name = {row.split("|")[1].strip(): row for row in rows}
     everything = by_name["everything"].split("|")
-    assert len(by_name) == 1 + 1 + 1 + 1 + 8 + 2  # header, rule, published, everything, parts, two variants
+    assert len(by_name) == 2 + 1 + 1 + 1 + 8 + 2 + 1 + 11  # headers, rule, published, everything, parts, variants, ...
+    assert by_name["as in the file"].split("|")[2:] == everything[2:]
     for name, row in by_name.items():
-        if name not in ("model", "---", "published", "everything"):
+        if name not in ("model", "constant", "---", "published", "everything", "as in the file"):
             assert row.split("|")[2:] != everything[2:], name
     # Free collectives cannot make anything slower.
     free = [float(cell) for cell in by_name["tensor-parallel collectives are free"].split("|")[3:16]]
@@ -91,7 +90,7 @@ def test_ablation_shows_each_part(capsys):
 
 def test_gemm_waves_and_tiles():
     """An 81st tile on 80 SMs takes another wave, a row beyond a tile's edge another tile; 8192^3 nears the ceiling."""
-    device = replace(DGX_2H.device, tiles=((128, 128),))
+    device = DGX_2H.device.model_copy(update={"tiles": ((128, 128),)})
     one, two = (kernels.gemm_seconds(device, 128 * rows, 128 * columns, 4096) for rows, columns in ((8, 10), (9, 9)))
     assert two == pytest.approx(2 * one)
     assert kernels.gemm_seconds(device, 128 * 7 + 1, 128 * 9 + 1, 4096) == one
@@ -139,7 +138,7 @@ def test_options_move_the_step_the_right_way():
 
 @pytest.mark.parametrize(("gpus", "batch", "gigabytes"), [(4, 8, 34.0), (8, 24, 2.35), (6, 12, 2.25)])
 def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
-    machine = replace(DGX_2H, device=replace(DGX_2H.device, memory_bytes=gigabytes * 1e9))
+    machine = replace(DGX_2H, device=DGX_2H.device.model_copy(update={"memory_bytes": gigabytes * 1e9}))
     found = plan.plan(SMALL, machine, gpus, batch)
     best, count = (math.inf, None), 0
     every = itertools.product(range(1, gpus + 1), range(1, gpus + 1), range(1, batch + 1), range(1, batch + 1))
@@ -328,7 +327,7 @@ def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
     assert sum(found["memory_bytes"].values()) == pytest.approx(preset.rank_bytes(preset.tensor))
     assert call("--preset", name, "--gpus", 64, "--num-layers", 3, "--json", tmp_path / "step.json") == 0
     assert json.loads((tmp_path / "step.json").read_text())["model"]["layers"] == 3
-    plan_argv = ("--plan", "--preset", name, "--cluster", cluster_name, "--gpus", 8, "--top", 1)
+    plan_argv = ("--plan", "--preset", name, "--cluster", cluster_name, "--gpus", 8)
     assert call(*plan_argv, "--json", tmp_path / "plan.json") == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["global_batch_size"] == batch and {row["tensor"] for row in found["candidates"]} == {1, 2, 4, 8}
@@ -410,13 +409,17 @@ def edited(tmp_path, edit):
     [
         (lambda d: d["device"].pop("units"), "device.units is missing"),
         (lambda d: d["device"].update(unit=1), "unknown: device.unit"),
-        (lambda d: d["device"].update(peak_tflops="fast"), "device.peak_tflops='fast': a number, above 0"),
-        (lambda d: d["device"].update(gemm_efficiency=90), "device.gemm_efficiency=90: a number, above 0, at most 1"),
-        (lambda d: d["device"].update(kernels="triton"), "one of unfused, fused"),
-        (lambda d: d["device"].update(tiles=[128, 128]), "device.tiles is a list of"),
-        (lambda d: d["node"].update(nics=0), "node.nics=0: a whole number, at least 1"),
-        (lambda d: d.update(overlap="sometimes"), "overlap='sometimes': true or false"),
-        (lambda d: d.update(inside=120), "inside is not a mapping"),
+        (lambda d: d["device"].update(peak_tflops="fast"), "device.peak_tflops='fast': should be a valid number"),
+        (
+            lambda d: d["device"].update(gemm_efficiency=90),
+            "gemm_efficiency=90: should be less than or equal to 1",
+        ),
+        (lambda d: d["device"].update(peak_tflops=float("inf")), "device.peak_tflops=inf: should be a finite number"),
+        (lambda d: d["device"].update(kernels="triton"), "device.kernels='triton': should be 'unfused' or 'fused'"),
+        (lambda d: d["device"].update(tiles=[128, 128]), r"device.tiles\[0\]=128: should be a valid array"),
+        (lambda d: d["node"].update(nics=0), "node.nics=0: should be greater than or equal to 1"),
+        (lambda d: d.update(overlap="sometimes"), "overlap='sometimes': should be a valid boolean"),
+        (lambda d: d.update(inside=120), "inside=120: should be an object"),
         (lambda d: d["inside"].update(fitted="nowhere.json"), "nowhere.json: there is no such file"),
     ],
 )
@@ -466,13 +469,9 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--paper", "--plan"], "not both"),
         (["--paper", "--model", "8.3b"], "--paper takes no --model"),
         (["--paper", "--no-sequence-parallel"], "--paper takes no --sequence-parallel"),
-        (["--model", "1.2b", "--top", "3"], "--top goes with --plan"),
+        (["--model", "1.2b", "--reserve-gb", "3"], "--reserve-gb goes with --plan"),
         (["--plan", "--model", "1.2b", "--gpus", "-8", "--global-batch-size", "8"], "--gpus -8: must be at least 1"),
         (["--model", "1.2b", "--gpus", "0"], "--gpus 0: must be at least 1"),
-        (
-            ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--top", "0"],
-            "--top 0: must be at least 1",
-        ),
         (
             ["--plan", "--model", "1.2b", "--gpus", "8", "--global-batch-size", "8", "--reserve-gb", "-5"],
             "--reserve-gb -5.0: must be at least 0",
@@ -514,3 +513,14 @@ def test_report_is_written_with_its_surroundings(tmp_path):
     text = Path(tmp_path / "predict.md").read_text()
     for part in ("- command: `python -m bench.predict", "- date: ", "- versions: python", "hardware does not matter"):
         assert part in text
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("dgx-2h", False), ("dgx-a100", True)])
+def test_torch_s_checkpoint_stops_before_a_layer_s_last_product(name, left_out):
+    shape, machine = TransformerShape(4, 512, 8, 256, 4096), cluster.load(name)
+    layout = Layout(micro_batch=2, recompute="full", hidden_dropout=False, attention_dropout=False)
+    masked = model_cost.StepModel(shape, replace(layout, hidden_dropout=True), machine).layer()
+    assert masked[2].total(1.5) == pytest.approx(masked[0].total(1.5))  # its mask comes after the last product
+    forward, _, again = model_cost.StepModel(shape, layout, machine).layer()
+    last = kernels.gemm_seconds(machine.device, 512, 512, 2048) if left_out else 0.0
+    assert again.total(1.5) == pytest.approx(forward.total(1.5) - last)

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,13 @@ def counted(monkeypatch, moved):
         monkeypatch.setattr(Communicator, name, method)
 
 
+def record(world, folder, *options):
+    """Record one step, without a warm-up."""
+    from bench import step
+
+    step.main(world, ["--save", str(folder), "--steps", "1", "--warmup", "0", *TINY, *options])
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.every_size
 @pytest.mark.parametrize(
@@ -50,7 +58,6 @@ def counted(monkeypatch, moved):
     ],
 )
 def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, monkeypatch):
-    from bench import replay
     from bench.step_study import replaying
     from commengine import Communicator
 
@@ -58,7 +65,7 @@ def test_replay_moves_exactly_the_recorded_bytes(options, mpi_world, folder, mon
         stepped, replayed = Counter(), Counter()
         with monkeypatch.context() as patch:
             counted(patch, stepped)
-            replay.record(world, folder, [*TINY, *options], warmup=0)
+            record(world, folder, *options)
         what = recording.parse(recording.read(folder))
         assert what.size == world.size
         tensor = [Group("tensor", (first, first + 1)) for first in range(0, world.size, 2)]
@@ -132,11 +139,22 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
     assert what.scaled(3) == what
 
 
+@pytest.mark.parametrize("other", [{"bytes": 47}, {"stream": "all/stream1"}, {"root": 1}])
+def test_a_replay_that_differs_from_its_recording_is_an_error(other, tmp_path):
+    from bench.step_study import replaying
+
+    done = event("all_reduce", 0, redop="sum", shape=(6, 2))
+    calls = recording.parse(recording.read(write(tmp_path, lambda rank: [done]))).calls[0]
+    replaying.check(calls, [SimpleNamespace(**done)])
+    with pytest.raises(UsageError, match=r"the replay is not what was recorded: .* became "):
+        replaying.check(calls, [SimpleNamespace(**done | other)])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: shutil.rmtree(f), "not a recording: there is no rank-0.jsonl"),
-        (lambda f: (f / "rank-1.jsonl").unlink(), "there is no trace of rank 1, though of 2 ranks"),
+        (lambda f: (f / "rank-1.jsonl").unlink(), "there are traces of 2 ranks, and none of rank 1"),
         (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank"),
         (lambda f: (f / "rank-1.jsonl").write_text('{"format": 3}\n'), "format 3; this version reads 1 and 2"),
         (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there are traces of 2 ranks only"),
@@ -145,16 +163,16 @@ def test_scaled_keeps_what_the_first_ranks_did(tmp_path):
         (lambda f: write(f, lambda r: [event("send", r, root=1)] * (r == 0)), "ranks 0 and 1 .* 1 and 0 calls"),
         (
             lambda f: write(f, lambda r: [event("sendrecv", r)]),
-            "event 0: .* does not say with which ranks a sendrecv was",
+            "event 0: a sendrecv has two peers and two buffers; record a trace of format 1 again",
         ),
         (lambda f: write(f, lambda r: [event("sendrecv", r, peers=[0, 0])]), "event 0: a sendrecv has two peers"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, buffers=[[48, r == 1]])]), "ranks 0 and 1 .* disagree"),
         (lambda f: write(f, lambda r: [event("exchange", r)]), "event 0: exchange cannot be replayed"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, group="b")]), "group 'b' is not among all"),
         (lambda f: write(f, lambda r: [event("all_reduce", r, dtype="f4")]), "dtype 'f4' is none of torch's"),
-        (lambda f: write(f, lambda r: [event("all_reduce", r, shape=[1.5])]), "rank 0, event 0: .*float"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, shape=[1.5])]), r"rank 0, event 0: shape\[0\]=1.5: "),
         (lambda f: write(f, lambda r: [event("all_reduce", r, stream="x")]), "rank 0, event 0: invalid literal"),
-        (lambda f: write(f, lambda r: [{"operation": "all_reduce"}]), "event 0: not an event: redop is missing"),
+        (lambda f: write(f, lambda r: [{"operation": "all_reduce"}]), "rank 0, event 0: group None is not"),
     ],
 )
 def test_recordings_that_do_not_fit_are_named(damage, message, tmp_path):
@@ -239,8 +257,7 @@ def test_a_step_recorded_as_a_chakra_trace_is_replayed(mpi_world, folder, monkey
         found = {}
         for name in ("commengine", "chakra"):
             numbers = folder / f"{name}.json"
-            record = ["--record", "--save-format", name, "--warmup", "0", *TINY, "--overlap-grad-reduce"]
-            replay.main(world, [str(folder / name), *record])
+            record(world, folder / name, "--save-format", name, "--overlap-grad-reduce")
             replay.main(world, [str(folder / name), "--rounds", "1", "--warmup", "0", "--json", str(numbers)])
             world.barrier()
             read = json.loads(numbers.read_text())
@@ -252,7 +269,7 @@ def test_a_step_recorded_as_a_chakra_trace_is_replayed(mpi_world, folder, monkey
         files = {file.name for file in (folder / "chakra").iterdir()}
         assert files == {"comm_groups.json", *(f"step.{rank}.et" for rank in range(world.size))}
         with pytest.raises(UsageError, match=r"holds a recording of .* ranks; give another folder, or --overwrite"):
-            replay.main(world, [str(folder / "chakra"), "--record", *TINY])
+            record(world, folder / "chakra")
 
 
 @pytest.mark.slow
@@ -273,26 +290,19 @@ def test_bad_options_are_the_same_error_on_every_rank(mpi_world, folder, monkeyp
     with Communicator(mpi_world) as world:
         for argv, message in [
             ([str(folder)], "not a recording"),
-            (
-                [str(folder), "--num-layers", "2"],
-                "--num-layers 2: unknown; a training command's options go with --record",
-            ),
+            ([str(folder), "--num-layers", "2"], "unrecognized arguments: --num-layers 2"),
             ([], "the following arguments are required: TRACE"),
             ([str(folder), "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
             ([str(folder), "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
             ([str(folder), "--rounds", "0"], "--rounds 0: must be at least 1"),
-            ([str(folder), "--save-format", "commengine"], "--save-format goes with --record"),
-            ([str(folder), "--record", "--save-format", "kineto"], "argument --save-format: invalid choice: 'kineto'"),
             ([str(folder), "--groups", str(folder / "groups.json")], "not a recording"),
-            ([str(folder), "--record", "--num-layers", "0"], "--num-layers 0: must be at least 1"),
-            ([str(folder), "--record", "--vocab-size", "9"], "--data-path"),
         ]:
             monkeypatch.setattr("sys.argv", ["replay", *argv])
             with pytest.raises(UsageError, match=message):
                 replay.main(world)
 
 
-#: the median step of bench.step --save at commit 21090a0 (format 2), and of bench.replay --record at its ancestor that
+#: the median step of bench.step --save at commit 21090a0 (format 2), and of its ancestor's bench.replay --record that
 #: wrote format 1: a GPT of one layer, hidden 8, sequence 8, one sample, tensor-parallel over two ranks
 OLD = {number: Path(__file__).with_name("recordings") / f"format-{number}" for number in (1, 2)}
 
@@ -332,23 +342,19 @@ def test_recordings_of_older_versions_are_replayed(number, mpi_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_recording_is_replaced_only_when_asked(mpi_world, folder):
-    from bench import replay
     from commengine import Communicator
 
     with Communicator(mpi_world) as world:
         if world.rank == 0:
             write(folder, lambda rank: [event("all_reduce", rank, redop="sum")], ranks=7)
         world.barrier()
-        argv = [str(folder), "--record", "--warmup", "0", *TINY]
-        with pytest.raises(UsageError, match=r"^TRACE .*: holds a recording of 7 ranks; give another .* --overwrite"):
-            replay.main(world, argv)
+        with pytest.raises(UsageError, match=r"^--save .*: holds a recording of 7 ranks; give another .* --overwrite"):
+            record(world, folder)
         assert len(list(folder.iterdir())) == 7
         world.barrier()
-        replay.main(world, [*argv, "--overwrite"])
+        record(world, folder, "--overwrite")
         world.barrier()
         assert recording.parse(recording.read(folder)).size == world.size == len(list(folder.iterdir()))
-        with pytest.raises(UsageError, match=r"^--overwrite goes with --record"):
-            replay.main(world, [str(folder), "--overwrite"])
 
 
 def test_a_trace_without_times_has_no_time_in_the_step():

@@ -17,7 +17,7 @@ def world(mpi_world):
         world.close()
 
 
-@pytest.fixture(scope="module", params=["direct", "stream"])
+@pytest.fixture(scope="module", params=["direct", pytest.param("stream", marks=pytest.mark.sizes(1, 2))])
 def run(request, world):
     """``run("all_reduce", ...)``: the operation on ``world``, at once or on a stream, done on return."""
     lane = world.new_stream() if request.param == "stream" else None
@@ -56,7 +56,7 @@ def job(tmp_path):
             + f"\n{program}\n"
         )
         began = time.monotonic()
-        done = mpirun.run(n, str(path), env=env, timeout=40)
+        done = mpirun.run(n, str(path), env=env, timeout=40, fresh=True)
         return done, time.monotonic() - began
 
     return job

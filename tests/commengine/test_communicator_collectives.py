@@ -12,7 +12,7 @@ import torch
 
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import COMPLEX_TYPES, DTYPES, FLOATING_TYPES, HALF_TYPES
-from commengine.host.transport import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
+from commengine.host.wire import LONG_BYTES, PIECE_BYTES, SMALL_BYTES
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 

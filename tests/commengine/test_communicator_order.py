@@ -99,5 +99,5 @@ def test_a_part_keeps_the_order(trees):
 
 
 def test_unknown_order(mpi_world):
-    with pytest.raises(CollectiveError, match="order='random' is neither None nor one of rank, tree"):
+    with pytest.raises(CollectiveError, match="order='random' is not one of None, rank, tree"):
         Communicator(mpi_world, order="random")

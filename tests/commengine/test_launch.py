@@ -92,6 +92,7 @@ def test_chained_exceptions_are_shown_whole(job):
     assert "ZeroDivisionError" in done.stderr and "ValueError: worse" in done.stderr
 
 
+@pytest.mark.long
 def test_sys_exit_with_a_number(job):
     done, seconds = job("if world.rank == 1: sys.exit(7)\nworld.barrier()")
     assert_ended(done, seconds, 7)
@@ -115,20 +116,24 @@ def test_good_ends(job, how):
 
 
 @pytest.mark.parametrize("code", [256, pytest.param(2**31, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_code_that_a_process_cannot_end_with_is_still_an_error(job, code):
     done, seconds = job(f"if world.rank == 1:\n    sys.exit({code})\nworld.barrier()")
     assert_ended(done, seconds, 1)
 
 
+@pytest.mark.long
 def test_standard_error_that_is_closed_does_not_keep_the_others_waiting(job):
     done, seconds = job("if world.rank == 1:\n    os.close(2)\n    raise ValueError\nworld.barrier()")
     assert_ended(done, seconds, 1)
 
 
+@pytest.mark.long
 def test_main_may_close_the_world_itself(job):
     assert_ended(*job("with world:\n    world.barrier()"), 0)
 
 
+@pytest.mark.long
 def test_returned_code_of_all_ranks(job):
     done, seconds = job("return 5")
     assert_ended(done, seconds, 5)
@@ -141,6 +146,7 @@ def test_returned_code_of_one_rank_that_the_others_wait_for(job):
     assert "[rank 1] ended with exit code 5, but not every rank did" in done.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_on_one_rank(job):
     done, seconds = job(
         """
@@ -159,6 +165,7 @@ def test_killed_rank(job):
     assert done.returncode != 0 and seconds < GONE_S
 
 
+@pytest.mark.long
 def test_mismatch_that_nobody_catches(job):
     done, seconds = job(
         """
@@ -207,6 +214,7 @@ def test_abort_on_error_in_a_program_that_is_not_ours(job):
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
 
 
+@pytest.mark.long
 def test_abort_on_error_ends_the_job_from_a_callback_of_ctypes(job):
     """An exception of a callback goes no further than ctypes, which prints it and returns to the C function."""
     done, seconds = job(
@@ -235,6 +243,7 @@ def test_usage_error_is_said_once(job):
     assert done.stderr == "error: --tensor-model-parallel-size 3 does not divide 2\n"
 
 
+@pytest.mark.long
 def test_usage_error_of_one_rank_alone_is_said_and_ends_the_job(job):
     done, seconds = job("if world.rank == 1: raise UsageError('only here')\nworld.barrier()")
     assert_ended(done, seconds, 2)
@@ -265,11 +274,13 @@ assert 'cupy' not in sys.modules
 """
 
 
+@pytest.mark.long
 def test_import_changes_nothing_and_says_nothing():
     done = mpirun.command([sys.executable, "-W", "error", "-c", IMPORT], timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.long
 def test_program_that_turned_off_mpi4pys_start(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
@@ -285,7 +296,7 @@ def test_program_that_turned_off_mpi4pys_start(tmp_path):
         "        print('told\\n', end='', flush=True)\n"
         "launch.run(main)\n"
     )
-    done = mpirun.run(2, str(path))
+    done = mpirun.run(2, str(path), fresh=True)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.split() == ["told", "told"]
 
@@ -337,7 +348,7 @@ except RuntimeError as error:
 
 def test_program_that_owns_mpi_and_lends_a_communicator(tmp_path):
     (tmp_path / "solver.py").write_text(SOLVER)
-    done = mpirun.run(2, str(tmp_path / "solver.py"))
+    done = mpirun.run(2, str(tmp_path / "solver.py"), fresh=True)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.count("MPI is not running") == 2
 
@@ -353,11 +364,12 @@ def test_program_that_ends_without_close(tmp_path, busy):
         f"for _ in range({20 * busy}):\n    comm.all_reduce(torch.ones(100_000), stream=stream)\n"
     )
     began = time.monotonic()
-    done = mpirun.run(2, str(tmp_path / "careless.py"), timeout=40)
+    done = mpirun.run(2, str(tmp_path / "careless.py"), timeout=40, fresh=True)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert time.monotonic() - began < GONE_S
 
 
+@pytest.mark.long
 def test_program_that_ends_while_pytorch_works_in_a_stream(tmp_path):
     """Python ends threads that come back from PyTorch then, which aborted the process."""
     (tmp_path / "careless.py").write_text(
@@ -365,7 +377,7 @@ def test_program_that_ends_while_pytorch_works_in_a_stream(tmp_path):
         "comm = Communicator(MPI.COMM_WORLD)\nstream = comm.new_stream()\ntensor = torch.ones(3_000_000)\n"
         "for _ in range(100):\n    stream.enqueue(lambda: tensor.mul_(1.0))\n"
     )
-    done = mpirun.run(1, str(tmp_path / "careless.py"), timeout=40)
+    done = mpirun.run(1, str(tmp_path / "careless.py"), timeout=40, fresh=True)
     assert (done.returncode, done.stderr) == (0, ""), done
 
 

@@ -76,9 +76,9 @@ def test_kept_tensors_hold_no_communicator_and_no_open_file(mpi_world, exhausted
 
 
 def test_ranks_of_a_part_in_the_order_of_the_part(mpi_world):
-    from commengine.mpi import in_one_world, ranks_in
+    from commengine.mpi import ranks_in, world_ranks_of
 
     back = mpi_world.Split(0, -mpi_world.rank)
     assert ranks_in(back, mpi_world) == list(reversed(range(mpi_world.size)))
-    assert in_one_world(back)
+    assert world_ranks_of(back) == ranks_in(back, mpi_world)
     back.Free()

@@ -7,11 +7,9 @@ import pytest
 from commengine import UsageError
 from commengine.rank_zero import (
     broadcast_json,
-    broadcast_text,
     gather_json,
     on_every_rank,
     on_rank_zero,
-    wait_for_json,
 )
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
@@ -19,10 +17,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 VALUE = {"text": "é\u2028\ud7ff", "numbers": [0, -1.5, 2**60], "none": None, "empty": {}}
 
 
-@pytest.mark.parametrize("send", [broadcast_json, wait_for_json])
 @pytest.mark.parametrize("value", [VALUE, None, "x" * 100_000], ids=["mapping", "none", "long"])
-def test_every_rank_gets_the_value_of_rank_0(world, send, value):
-    assert send(world, value if world.rank == 0 else object()) == value
+def test_every_rank_gets_the_value_of_rank_0(world, value):
+    assert broadcast_json(world, value if world.rank == 0 else object()) == value
 
 
 def test_a_rank_that_waits_for_rank_0_keeps_no_core(world):
@@ -34,7 +31,7 @@ def test_a_rank_that_waits_for_rank_0_keeps_no_core(world):
         time.sleep(0.2)
     else:
         world.mpi.send(None, 0)
-    assert wait_for_json(world, world.rank) == 0
+    assert broadcast_json(world, world.rank) == 0
     used, waited = time.thread_time() - used, time.monotonic() - began
     if world.rank:
         assert used < waited / 2, (used, waited)
@@ -63,8 +60,8 @@ def test_rank_0_gets_the_values_of_all_ranks(world):
 
 def test_a_text_of_any_rank(world):
     for root in range(world.size):
-        assert broadcast_text(world, f"of {world.rank}, é", root) == f"of {root}, é"
-        assert broadcast_text(world, "" if world.rank == root else "other", root) == ""
+        assert broadcast_json(world, f"of {world.rank}, é", root) == f"of {root}, é"
+        assert broadcast_json(world, "" if world.rank == root else "other", root) == ""
 
 
 @pytest.mark.parametrize("error", [UsageError("first\nsecond"), ValueError("first\nsecond"), OSError("first second")])

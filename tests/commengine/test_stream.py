@@ -13,6 +13,7 @@ import torch
 
 from commengine import CollectiveError, Communicator, Event, trace
 from tests.support import mpirun
+from tests.support.device.routed import replace
 
 mpi = pytest.mark.mpi(min_size=1)
 
@@ -207,8 +208,7 @@ def test_work_raises_what_failed_and_the_stream_stops_there(stream, monkeypatch)
     def fails(*args):
         raise Broken("cable cut")
 
-    monkeypatch.setattr(stream.transport, "all_reduce", fails)
-    monkeypatch.setattr(stream.transport, "broadcast", lambda *args: ran.append(args))
+    replace(monkeypatch, stream.transport, all_reduce=fails, broadcast=lambda *args: ran.append(args))
     early = comm.barrier(stream=stream)
     work = comm.all_reduce(torch.ones(2), stream=stream)
     late = comm.broadcast(torch.ones(2), stream=stream)
@@ -241,7 +241,7 @@ def test_failure_nobody_waits_for_is_told_by_close(stream, monkeypatch):
     def fails(*args):
         raise Broken
 
-    monkeypatch.setattr(stream.transport, "all_reduce", fails)
+    replace(monkeypatch, stream.transport, all_reduce=fails)
     for _ in range(3):
         comm.all_reduce(torch.ones(2), stream=stream)
     with pytest.raises(CollectiveError, match="close: a collective failed on a stream, and nobody waited"):

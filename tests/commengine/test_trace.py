@@ -11,6 +11,7 @@ import torch
 
 import commengine.calls.dispatch
 from commengine import CollectiveError, CollectiveEvent, Communicator, Trace, trace
+from tests.support.device.routed import replace
 
 mpi = pytest.mark.mpi(min_size=1)
 
@@ -18,7 +19,7 @@ mpi = pytest.mark.mpi(min_size=1)
 @pytest.fixture
 def slow(stream, monkeypatch):
     """A stream whose barrier takes 50 ms and needs nobody else."""
-    monkeypatch.setattr(stream.transport, "barrier", lambda: time.sleep(0.05))
+    replace(monkeypatch, stream.transport, barrier=lambda: time.sleep(0.05))
     return stream
 
 
@@ -227,7 +228,8 @@ def test_hidden_seconds(slow):
     assert all(event.seconds >= 0.05 for event in log.events)
     assert waited.wait_start < waited.start and waited.hidden_seconds < 0.001
     assert hidden.wait_start >= hidden.end and hidden.hidden_seconds == hidden.seconds
-    assert together.hidden_seconds < 0.05  # the barrier takes longer
+    began_late = max(0.0, together.wait_start - together.start)  # another program may run between the two calls
+    assert together.hidden_seconds < began_late + 0.001
 
 
 def until_done(work):
@@ -372,10 +374,10 @@ def test_chrome_file_of_a_real_trace(stream, tmp_path):
 
 @mpi
 def test_no_event_is_made_when_nobody_traces(stream, monkeypatch):
-    def begin(*args):
+    def made(*args, **options):
         raise AssertionError("made an event")
 
-    monkeypatch.setattr(commengine.calls.dispatch, "begin", begin)
+    monkeypatch.setattr(commengine.calls.dispatch, "CollectiveEvent", made)
     comm = stream.comm
     for lane in (None, stream):
         assert len(list(everything(comm, lane))) == 12

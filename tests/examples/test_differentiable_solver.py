@@ -12,6 +12,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "differentiable_sol
 ERRORS = [31.6, 17.5, 13.5]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=1)  # on 2 ranks; make test-long runs it on 1 and 4, too
 def test_it_finds_the_conductivity(mpi_world, capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")

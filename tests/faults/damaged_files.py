@@ -45,12 +45,12 @@ READERS: list[tuple[str, list[str], str, bool]] = [
     ("trainers.preprocess_data", [*MAKE, "text.txt", "--vocab-file", "vocab.txt"], "vocab.txt", False),
     ("trainers.preprocess_data", [*MAKE, "rows.jsonl", "--train-bpe", "280"], "rows.jsonl", False),
     ("trainers.prepare_corpus", ["--input", "rows.jsonl", "--output", "made.jsonl"], "rows.jsonl", False),
-    ("bench.fit", ["results.json", "--output", "model.json"], "results.json", False),
-    ("bench.report", ["results", "--output", "page.html"], "results/a.json", False),
-    ("bench.report", ["results", "--output", "page.html"], "results/b.md", False),
+    ("bench.study --only fit", ["results.json", "--output", "model.json"], "results.json", False),
+    ("bench.study --only report", ["results", "--output", "page.html"], "results/a.json", False),
+    ("bench.study --only report", ["results", "--output", "page.html"], "results/b.md", False),
     ("bench.predict", ["--preset", "gpt-1.2b", "--gpus", "8", "--cluster", "machine.yaml"], "machine.yaml", False),
     ("bench.predict", ["--preset", "gpt-1.2b", "--gpus", "8", "--cluster", "fitted.yaml"], "model.json", False),
-    ("bench.switch_points", ["--json", "points.json"], "points.json", False),
+    ("bench.collectives --only switch-points", ["--json", "points.json"], "points.json", False),
     ("recording", ["recording"], "recording/rank-1.jsonl", False),
     ("bench.gpu", ["losses", "--runs", "."], "run/metrics.jsonl", False),
 ]  # fmt: skip
@@ -110,7 +110,7 @@ def _template(shared: Path) -> Path:
     assert here("trainers.preprocess_data", [
         "--input", "text.txt", "--split-on-blank-lines", "--train-bpe", "280", "--output-prefix", "data", "--overwrite",
     ], making) == ACCEPTED  # fmt: skip
-    assert here("bench.fit", ["results.json", "--output", "model.json"], making) == ACCEPTED
+    assert here("bench.study --only fit", ["results.json", "--output", "model.json"], making) == ACCEPTED
     machine = (mpirun.ROOT / "bench" / "clusters" / "dgx-2h.yaml").read_text()
     (making / "machine.yaml").write_text(machine)
     (making / "fitted.yaml").write_text(machine.replace("\ninside:\n", "\ninside:\n  fitted: model.json\n"))

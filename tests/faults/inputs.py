@@ -12,6 +12,7 @@ LIMIT_S = 120.0
 JOBS = 7
 
 GPT, BERT, STEP = "trainers.pretrain_gpt", "trainers.pretrain_bert", "bench.step"
+FIT, REPORT = "bench.study --only fit", "bench.study --only report"
 DATA, CORPUS = "trainers.preprocess_data", "trainers.prepare_corpus"
 BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9)) + "split: *a8\n"
 
@@ -27,13 +28,13 @@ NONSENSE: list[tuple[str, list[str] | str]] = [
     (DATA, ["--train-bpe", str(2**63)]), (DATA, ["--train-bpe", str(10**12)]), (DATA, ["--train-bpe", "0"]),
     (DATA, ["--train-wordpiece", str(2**64)]), (DATA, ["--workers", str(2**40)]), (DATA, ["--lang", "klingon"]),
     (DATA, ["--vocab-file", "text.txt", "--train-bpe", "300"]),
-    ("bench.step_contest", ["--vocab-size", "0"]), ("bench.step_contest", ["--num-attention-heads", "7"]),
-    ("bench.step_contest", ["--hidden-size", str(10**9)]), ("bench.step_contest", ["--lr", "nan"]),
+    ("bench.contest step", ["--vocab-size", "0"]), ("bench.contest step", ["--num-attention-heads", "7"]),
+    ("bench.contest step", ["--hidden-size", str(10**9)]), ("bench.contest step", ["--lr", "nan"]),
     *((GPT, ["--split", split]) for split in ("1e99999999,1", "a", "0,0,0", "1,-1", "nan,1", "1,1,1,1", "1,,1")),
     (GPT, BOMB), (GPT, "split: [" + "a, " * 60_000 + "a]\n"),
     ("bench.collectives", ["--step-factor", "1.0000001"]), ("bench.collectives", ["--step-factor", "1"]),
     ("bench.collectives", ["--confidence", "2"]), ("bench.collectives", ["--confidence", "0"]),
-    ("bench.collectives", ["--max-bytes", "1000T"]), ("bench.collectives", ["--root", "5"]),
+    ("bench.collectives", ["--max-bytes", "1000T"]), ("bench.collectives", ["--confidence", "2"]),
     (GPT, "lr: 0.1\nlr: 0.2\n"), (GPT, "config: other.yaml\n"), (GPT, "lr: [0.1]\n"), (GPT, "- lr\n"), (GPT, "lr\n"),
     (GPT, "lr: !!python/object/apply:os.system ['true']\n"), (GPT, "lr: &x 1\nmin-lr: *x\n"),
     (GPT, ["--device", "cpu:5"]), (GPT, ["--device", "tpu"]), (GPT, ["--device", "cuda:-1"]),
@@ -42,7 +43,7 @@ NONSENSE: list[tuple[str, list[str] | str]] = [
     *((DATA, ["--overwrite", "--input", name]) for name in ("pipe", "/dev/zero", "loop", "binary", "missing", "empty")),
     *((GPT, ["--tokenizer-model", name]) for name in ("pipe", "/dev/zero", "huge", "binary", "empty", ".", "text.txt")),
     *((BERT, ["--vocab-file", name]) for name in ("pipe", "/dev/zero", "binary", "empty", "tokenizer.json")),
-    *((name, ["--output", "pipe"]) for name in ("bench.fit", "bench.report", "bench.predict", "bench.collectives")),
+    *((name, ["--output", "pipe"]) for name in (FIT, REPORT, "bench.predict", "bench.collectives")),
     ("bench.predict", ["--cluster", "pipe"]), ("bench.predict", ["--cluster", "/dev/zero"]),
     *((GPT, [f"--{name}", "1000000000000"]) for name in (
         "hidden-size", "num-layers", "seq-length", "vocab-size", "micro-batch-size", "ffn-hidden-size", "sample-tokens",
@@ -63,12 +64,14 @@ NONSENSE: list[tuple[str, list[str] | str]] = [
     *(("trainers.supervise", ["--hosts", hosts]) for hosts in ("", "a:2", "a:0", "a b")),
     ("trainers.supervise", ["--probe", "'{host}"]), ("trainers.supervise", ["--repeats", "0"]),
     ("trainers.supervise", ["--back-off", "nan"]), ("trainers.supervise", ["--start-minutes", "0"]),
-    ("bench.fit", ["--segments", "0"]), ("bench.fit", ["--plot", "a.exe"]), ("bench.fit", ["--output", "missing/x"]),
-    ("bench.all_reduce", ["--rounds", "0"]), ("bench.all_reduce", ["--min-bytes", "9" * 400]),
+    (FIT, ["--statistic", "mode"]), (FIT, ["--plot", "a.exe"]), (FIT, ["--output", "missing/x"]),
+    ("bench.collectives", ["--over", "nccl"]), ("bench.collectives", ["--min-bytes", "9" * 400]),
     ("bench.predict", ["--gpus", "0"]), ("bench.predict", ["--hidden-size", str(10**12)]),
-    ("bench.predict", ["--hidden-dropout", "nan"]), ("bench.norm_placement", ["--depths", "2", "2"]),
-    ("bench.switch_points", ["--margin", "0"]), ("bench.switch_points", ["--json", "binary"]),
-    ("bench.overlap", ["--rate", "inf"]), ("bench.overhead", ["--rounds", "1"]), ("bench.corpus", ["--ranks", "0"]),
+    ("bench.predict", ["--hidden-dropout", "nan"]), ("bench.contest norm_placement", ["--depths", "2", "2"]),
+    ("bench.collectives --only switch-points", ["--margin", "0"]),
+    ("bench.collectives --only switch-points", ["--json", "binary"]),
+    ("bench.contest mechanisms", ["--rate", "inf"]), ("bench.collectives --only overhead", ["--rounds", "1"]),
+    ("bench.contest corpus", ["--ranks", "0"]),
     ("bench.gpu", ["--without", "none"]), (STEP, ["--steps", "0"]), (STEP, ["--model", "t5"]),
 ]  # fmt: skip
 SHORT = [*range(0, len(NONSENSE), 12), *range(len(NONSENSE) + 1, CASES, 150)]

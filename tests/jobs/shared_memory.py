@@ -27,7 +27,7 @@ def main(world: Communicator) -> None:
             torch.testing.assert_close(mine, every.view(2, *p.shape).mean(0))
         for group in (grid.tensor, grid.data):
             windows = [group.empty((ELEMENTS,)) for _ in range(2)]
-            for number, kept in enumerate((*windows, group.operand("all_reduce", (ELEMENTS,)), torch.empty(ELEMENTS))):
+            for number, kept in enumerate((*windows, torch.empty(ELEMENTS))):
                 group.all_reduce(kept.fill_(number + group.rank))
                 assert kept.eq(2 * number + 1).all()
         replicas.close()

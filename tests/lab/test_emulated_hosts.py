@@ -1,4 +1,4 @@
-"""Emulated hosts: bench.fit finds the delay and the rate of their wire, and nothing of them is left behind."""
+"""Emulated hosts: --only fit finds the delay and the rate of their wire, and nothing of them is left behind."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import fit
+from bench.study import fitting
 from commengine.cost import FittedModel
 from tests.support import mpirun
 from tests.support.lab.hosts import emulated_hosts, why_not
@@ -28,12 +28,12 @@ def gone(pids, seconds=10):
 
 
 def recovered(results, delay_us, rate_mbit):
-    """Whether bench.fit finds in a file, of the least time of each size, the wire's delay and rate within 15%.
+    """Whether --only fit finds in a file, of the least time of each size, the wire's delay and rate within 15%.
 
     The engine's messages over UCX and TCP add some 60 us and 2% of headers.
     """
     model = results.with_name("model.json")
-    assert fit.main([str(results), "--statistic", "min", "--output", str(model)]) == 0
+    assert fitting.main([str(results), "--statistic", "min", "--output", str(model)]) == 0
     segments = FittedModel.load(model).collectives["p2p"]
     found = segments[0].alpha, 1 / segments[-1].beta
     return found == pytest.approx((delay_us * 1e-6, rate_mbit * 1e6 / 8), rel=0.15), found
@@ -86,6 +86,7 @@ def test_fit_recovers_delay_and_rate_from_bench_collectives(tmp_path):
     assert right, found
 
 
+@pytest.mark.long
 def test_two_levels(tmp_path):
     """Reductions of two ranks on each of two hosts are right, and send what they must from a host, not more.
 
@@ -111,6 +112,7 @@ def test_two_levels(tmp_path):
     assert share("reduce_scatter", "fp32", "two levels") < 0.6 * share("reduce_scatter", "fp32", "mpi")
 
 
+@pytest.mark.long
 def test_everything_ends_when_a_job_hangs():
     with emulated_hosts(2, 100, 1000) as hosts:
         program = (

@@ -1,6 +1,9 @@
 """The files of examples/slurm run as they are, but for a tiny model in place of main.yaml's."""
 
 import json
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +92,29 @@ def test_a_failed_run_is_a_failed_job(cluster, folder, submit):
     assert (after.state, after.status) == ("FAILED", 2)
     text = (folder / f"one-node-{after.number}.out").read_text()
     assert text.count("error: ") == 1 + text.count("srun: error: ") and "no-such-option" in text
+
+
+@pytest.mark.parametrize("start", ["srun", "mpiexec inside the job"])
+def test_two_programs_on_two_nodes(cluster, folder, submit, start):
+    """Each node has a rank of the solver and one of the network; by mpiexec each program has a node of its own."""
+    wrapper = shutil.which("mpicc", path=str(Path(mpirun.mpiexec()).parent))
+    if wrapper is None or shutil.which("cc") is None:
+        pytest.skip("no C compiler, or this MPI has no mpicc")
+    (folder / "examples").symlink_to(EXAMPLES.parent)
+    solver = EXAMPLES.parent / "mpmd" / "solver.c"
+    subprocess.run([wrapper, "-O2", "-o", str(folder / "solver"), str(solver), "-lm"], check=True)
+    sizes = ["21", "16", "24", "3"]
+    if start == "srun":
+        after = cluster.wait(submit("two-programs.sbatch", SOLVER=" ".join(["./solver", *sizes])), ended, timeout=100)
+        text = (folder / f"two-programs-{after.number}.out").read_text()
+        assert after.state == "COMPLETED" and after.fields["NumNodes"] == "2", text
+    else:
+        network = ("python", "-m", "mpi4py", "examples/mpmd/network.py")
+        words = ("mpiexec", "-n", "2", "./solver", *sizes, ":", "-n", "2", *network)
+        done = cluster.run("salloc", "-N2", "-n4", *words, timeout=100, cwd=folder)
+        text = done.stdout
+        assert done.returncode == 0, done
+    assert text.count("root mean square error of the network") == 3 and not list(folder.glob("*.conf"))
 
 
 def test_every_example_is_bash_that_names_its_limits():

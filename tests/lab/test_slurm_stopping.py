@@ -61,7 +61,7 @@ def test_a_signal_through_srun_stops_the_run(cluster, tmp_path, name, kill):
 # Two signals without a pause may become one, because a signal that is pending is not queued again.
 @pytest.mark.parametrize("kill", ["kill -TERM $job", "kill -INT $job; sleep 0.4; kill -INT $job"])
 def test_srun_kills_the_ranks_if_it_gets_the_signal_itself(cluster, tmp_path, kill):
-    """So docs/clusters.md says; a job must use scancel."""
+    """So docs/long-runs.md says; a job must use scancel."""
     done = signalled(cluster, tmp_path, kill)
     assert "status 0" not in done.stdout and "status 75" not in done.stdout, done
     assert "stopped by" not in done.stderr and "CANCELLED" in done.stderr, done

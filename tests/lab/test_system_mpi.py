@@ -53,7 +53,7 @@ def why_not() -> str | None:
 
 
 def test_debian_12s_packages_are_new_enough():
-    """Where pip must replace Debian's numpy, the recipe in docs/clusters.md does not hold."""
+    """Where pip must replace Debian's numpy, the recipe in docs/mpis.md does not hold."""
     needed = {one.name: one.specifier for one in map(Requirement, metadata.requires("commengine") or [])}
     assert "3.1.4" in needed["mpi4py"] and "1.24.2" in needed["numpy"]
 

@@ -10,9 +10,10 @@ from trainers.files import checksums
 def rewrite_state(checkpoint: Path, state: Any, *, listed: bool = True) -> None:
     """Give a checkpoint another ``state.json``. listed: with checksums that fit it; False: without a list of them."""
     path = checkpoint / "checksums"
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    names = [piece.name for piece in checksums.read(path)]
+    written = json.dumps(state).encode()
+    (checkpoint / "state.json").write_bytes(written)
+    pieces = [piece for piece in checksums.read(path) if piece.name != "state.json"]
     path.unlink()
     if listed:
-        pieces = [piece for name in sorted(set(names)) for piece in checksums.of_file(checkpoint / name)]
-        path.write_text(checksums.text(pieces))
+        pieces.append(checksums.Piece("state.json", 0, len(written), checksums.digest(written)))
+        path.write_text(checksums.text(sorted(pieces)))

@@ -12,7 +12,7 @@ INDEPENDENT = (
 #: files whose jobs keep four ranks busy; two such jobs at once on two cores take longer than one after the other
 BUSY = (
     "tests/bench/test_collectives.py",
-    "tests/commengine/shared_memory/test_two_level.py",
+    "tests/commengine/shared_memory/test_sequence.py",
     "tests/trainers/checkpoints/test_checkpoint.py",
     "tests/trainers/checkpoints/test_run_folder.py",
     "tests/trainers/test_pretrain_bert.py",

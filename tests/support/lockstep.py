@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 GRACE_S = 5.0  # a failed rank waits this long for the others before it ends the job
 COLLECTION_S = 60.0  # the first rank to have collected its tests waits this long for the others
+WATCH_S = 0.2  # how often a rank looks at its time limit
 STACKS_S = 1.0  # after a time limit, a rank waits this long before it ends the job, so that all print their stacks
 FORWARD_S = 0.5  # an aborting rank waits this long for its output to be forwarded, because MPICH's launcher drops it
 EXIT_S = 30  # a rank that has not left MPI this long after its last test is killed
@@ -43,6 +44,8 @@ class Lockstep:
         self._report = io.StringIO()  # the report of a rank other than 0
         self._report_is_news = self._rank > 0  # whether rank 0's report does not contain it
         self._limit: float | None = None  # seconds for each phase of the current test
+        self._due: tuple[float, pytest.Item, str] | None = None  # when the current phase must have ended, and which
+        threading.Thread(target=self._watch, name="time limits", daemon=True).start()
         if self._rank > 0:
             config.pluginmanager.unregister(name="terminalreporter")
             config.pluginmanager.register(pytest.TerminalReporter(config, self._report), "terminalreporter")
@@ -87,9 +90,7 @@ class Lockstep:
         return (yield from self._phase(item, "teardown"))
 
     def _phase(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
-        timer = threading.Timer(self._limit or threading.TIMEOUT_MAX, self._out_of_time, (item, phase))
-        timer.daemon = True
-        timer.start()
+        self._due = (time.monotonic() + self._limit, item, phase) if self._limit else None
         try:
             try:
                 result = yield
@@ -107,7 +108,7 @@ class Lockstep:
                 pytest.fail(others, pytrace=False)
             return result
         finally:
-            timer.cancel()
+            self._due = None
 
     def _agree(self, item: pytest.Item, phase: str, outcome: int, text: str) -> str:
         """Exchange the outcome of a phase. Return the other ranks' words, or "" if all passed or all skipped."""
@@ -137,11 +138,11 @@ class Lockstep:
             if deadline is not None and time.monotonic() > deadline:
                 return None
             time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
+            pause = min(2 * pause, 1e-3)
         return received.tolist()
 
     # Time limits: pytest-timeout chooses them. It would report only on rank 0's output, and it stops its timer at the
-    # first failure, although the teardown may hang. The timers here do neither.
+    # first failure, although the teardown may hang. This watch does neither. One thread does for all phases.
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool:
@@ -154,6 +155,11 @@ class Lockstep:
 
     def pytest_runtest_logfinish(self) -> None:
         self._limit = None
+
+    def _watch(self) -> None:
+        while (due := self._due) is None or time.monotonic() < due[0]:
+            time.sleep(WATCH_S)
+        self._out_of_time(*due[1:])
 
     def _out_of_time(self, item: pytest.Item, phase: str) -> None:
         self._say(f"{item.nodeid}: more than {self._limit} s in {phase}; this rank is here:")

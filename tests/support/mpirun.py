@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.forking import client as forking
+
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "jobs"  # programs that tests start under mpiexec
 
@@ -70,6 +72,7 @@ def run(
     timeout: float = 60,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mpiexec -n N python ARGS`` and return its exit status, stdout and stderr.
 
@@ -77,16 +80,25 @@ def run(
     ``run(2, "script.py")``. The first may also be this Python itself.
     timeout: in seconds. After it the job is killed, and ``subprocess.TimeoutExpired`` is raised with the output so far.
     env: added to this process's environment. cwd: by default the root of the repository.
+    fresh: start each rank as a user does, for tests of starting and ending; otherwise as in `start`.
     """
     words = list(args[1:] if args and args[0] in ("python", sys.executable) else args)
-    return command([mpiexec(), "-n", str(n), sys.executable, *words], timeout=timeout, env=env, cwd=cwd)
+    return command([mpiexec(), "-n", str(n), sys.executable, *words], timeout, env, cwd, fresh=fresh)
 
 
 def command(
-    argv: list[str], timeout: float, env: Mapping[str, str] | None = None, cwd: str | Path | None = None
+    argv: list[str],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    *,
+    fresh: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` in the environment of a new job. After a timeout it also ends the command's own processes."""
-    process = start(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """``subprocess.run`` in the environment of a new job. After a timeout it also ends the command's own processes.
+
+    fresh: as for `start`.
+    """
+    process = start(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, fresh=fresh)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -110,9 +122,18 @@ def start(
     cwd: str | Path | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
+    *,
+    fresh: bool = True,
 ) -> "subprocess.Popen[str]":
-    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends. Raises as `require_slow`."""
+    """Start ``argv`` at the head of a process group of its own, which ``stop`` ends. Raises as `require_slow`.
+
+    fresh: False if processes of this Python may be forks of one that has imported torch (tests/support/forking): they
+    do the same, but have one seed of hashes and are no children of mpiexec. It is not for tests of starting or ending.
+    """
     require_slow()
+    if not fresh:
+        python = forking.python(environment())
+        argv = [other for word in argv for other in (python if word == sys.executable else [word])]
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

@@ -2,7 +2,7 @@
 
 import torch
 
-from tplayers import BERT, GPT, BERTConfig, GPTConfig, Randomness, initialize
+from tplayers import BERT, GPT, BERTConfig, GPTConfig, Randomness, TransformerBlock, initialize
 
 VOCAB, S, B, H, HEADS, LAYERS = 13, 8, 3, 16, 4, 3
 SAMPLES = (40, 41, 2)
@@ -50,3 +50,10 @@ def arguments(kind, step=0, device=None):
 def total(losses):
     """The sum of a model's losses: of its one tensor, or of both."""
     return losses.sum() if isinstance(losses, torch.Tensor) else losses[0].sum() + losses[1].sum()
+
+
+def block(comm, hidden, heads, ffn, *, encoder=False, dtype=None, **fields):
+    """One layer of a GPT or, if ``encoder``, of a BERT, without dropout. fields: of its configuration."""
+    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": ffn, **fields}
+    shape = BERTConfig if encoder else GPTConfig
+    return TransformerBlock(shape(1, hidden, heads, VOCAB, S, **fields), comm, dtype=dtype)

@@ -7,7 +7,7 @@ import pytest
 
 
 class Tally:
-    """The plugin. It writes one line per finished test, "OUTCOME SECONDS ID", and a last line "end 0 STATUS".
+    """The plugin. It writes a line "begun 0 ID" and a line "OUTCOME SECONDS ID" for each test, and last "end 0 STATUS".
 
     SECONDS is the time of setup, call and teardown together. STATUS is pytest's exit status. With pytest-xdist the
     plugin runs in the process that hands out the tests, so the reports of several tests may be mixed.
@@ -17,6 +17,9 @@ class Tally:
         self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._outcomes: defaultdict[str, set[str]] = defaultdict(set)  # by test id
         self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write("begun", 0.0, nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._outcomes[report.nodeid].add(report.outcome)

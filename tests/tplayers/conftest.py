@@ -135,15 +135,9 @@ def ranks_of() -> Any:
 
     def ranks_of(size: int) -> list[SimpleNamespace]:
         def block(part: int, rank: int) -> SimpleNamespace:
-            return SimpleNamespace(rank=rank % part, size=part, shares_operand=no_pool)
+            return SimpleNamespace(rank=rank % part, size=part)
 
-        def no_pool(operation: str, nbytes: int, dtype: torch.dtype) -> bool:
-            return False
-
-        return [
-            SimpleNamespace(rank=rank, size=size, block=partial(block, rank=rank), shares_operand=no_pool)
-            for rank in range(size)
-        ]
+        return [SimpleNamespace(rank=rank, size=size, block=partial(block, rank=rank)) for rank in range(size)]
 
     return ranks_of
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tplayers import MLP, SwiGLU, TransformerBlock, placements
+from tests.support.small_models import block
+from tplayers import MLP, SwiGLU, placements
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -87,7 +88,8 @@ def test_mlp_numerically(group, random):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_block(group, random, close, causal):
-    layer = TransformerBlock(H, HEADS, FFN, group.comm, causal=causal, dtype=torch.float64)
+    form = {} if causal else {"gelu": "tanh"}
+    layer = block(group.comm, H, HEADS, FFN, encoder=not causal, dtype=torch.float64, **form)
     wholes = group.fill(layer)
     compare(
         group, close, layer, wholes, lambda w, x: plain_block(w, x, causal), random(S, B, H), random(S, B, H, seed=1)
@@ -98,10 +100,8 @@ def test_block(group, random, close, causal):
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_block_of_an_encoder(group, random, close, placement, recompute):
     """With padding, and GELU by erf; whatever is recomputed."""
-    layer = TransformerBlock(
-        H, HEADS, FFN, group.comm, causal=False, gelu="erf", norm_placement=placement, recompute=recompute,
-        dtype=torch.float64,
-    )  # fmt: skip
+    options = {"norm_placement": placement, "recompute": recompute, "dtype": torch.float64}
+    layer = block(group.comm, H, HEADS, FFN, encoder=True, **options)
     real = torch.tensor([[True] * S, [True] * 3 + [False] * (S - 3)])
     compare(
         group, close, layer, group.fill(layer), lambda w, x: plain_block(w, x, False, placement, "erf", real),
@@ -110,13 +110,13 @@ def test_block_of_an_encoder(group, random, close, placement, recompute):
 
 
 def test_block_numerically(group, random):
-    layer = TransformerBlock(H, HEADS, FFN, group.comm, dtype=torch.float64)
+    layer = block(group.comm, H, HEADS, FFN, dtype=torch.float64)
     group.numerically_right(layer, group.fill(layer), random(3, 1, H))
 
 
 def test_replicated_gradients_are_bit_identical_on_all_ranks(group, random):
     """Else replicated parameters would drift apart, and nothing brings them together again."""
-    layer = TransformerBlock(H, HEADS, FFN, group.comm, dtype=torch.float64)
+    layer = block(group.comm, H, HEADS, FFN, dtype=torch.float64)
     group.fill(layer)
     x = random(S, B, H).float().double().requires_grad_()
     layer(x).square().sum().backward()

@@ -3,7 +3,8 @@
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tplayers import Randomness, TransformerBlock, initialize
+from tests.support.small_models import block
+from tplayers import Randomness, initialize
 from tplayers.host_copy import to_device
 
 META = torch.device("meta")
@@ -46,7 +47,7 @@ class Constructions(TorchFunctionMode):
 def test_a_training_pass_copies_nothing_from_the_host(ranks_of):
     """On the meta device, which has no values, everything that reads one raises an error."""
     (alone,) = ranks_of(1)
-    layer = TransformerBlock(16, 4, 64, alone, hidden_dropout=0.1, attention_dropout=0.1).to(META)
+    layer = block(alone, 16, 4, 64, hidden_dropout=0.1, attention_dropout=0.1).to(META)
     randomness = Randomness(1, 2, (3, 4), device=META)
     x = torch.empty(8, 2, 16, device=META, requires_grad=True)
     with Constructions() as constructions:
@@ -59,9 +60,9 @@ def test_a_training_pass_copies_nothing_from_the_host(ranks_of):
 def test_a_module_that_was_made_without_memory_draws_the_same_masks(ranks_of):
     (alone,) = ranks_of(1)
     x, randomness = torch.randn(8, 2, 16), Randomness(1, 2, (3, 4))
-    expected = TransformerBlock(16, 4, 64, alone, hidden_dropout=0.1, attention_dropout=0.1)
+    expected = block(alone, 16, 4, 64, hidden_dropout=0.1, attention_dropout=0.1)
     with META:
-        found = TransformerBlock(16, 4, 64, alone, hidden_dropout=0.1, attention_dropout=0.1)
+        found = block(alone, 16, 4, 64, hidden_dropout=0.1, attention_dropout=0.1)
     for layer in (expected, found.to_empty(device="cpu")):
         initialize(layer, 5)
     assert torch.equal(found(x, randomness), expected(x, randomness))

@@ -5,8 +5,15 @@ import torch
 import torch.nn.functional as F
 
 import commengine
-from tplayers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, placements, sum_partial_gradients
-from tplayers.products import PACKED_ROWS, pack
+from tplayers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    gather_from_tensor_parallel_region,
+    placements,
+    scatter_to_tensor_parallel_region,
+    sum_partial_gradients,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -52,32 +59,6 @@ def test_column(group, random, close, blocks, bias, shape):
     close(group.gradients(layer), grads)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 8, 33])
-def test_products_with_packed_weights(group, rows):
-    """In float32 on the host, without a backward; with one the weight itself is used, also from a few rows on."""
-    whole = group.size * 24
-    for layer, split in (
-        (ColumnParallelLinear(IN, whole, group.comm), False), (RowParallelLinear(whole, IN, group.comm), True),
-    ):  # fmt: skip
-        weights = {}
-        with torch.no_grad():
-            for number, (name, placement) in enumerate(placements(layer).items()):
-                weights[name] = torch.randn(placement.shape, generator=torch.Generator().manual_seed(number))
-                layer.get_parameter(name).copy_(placement.part(weights[name]))
-        x = torch.randn((1, rows, whole if split else IN), generator=torch.Generator().manual_seed(7))
-        truth = F.linear(x.double(), weights["weight"].double(), weights["bias"].double()).float()
-        truth, x = (truth, group.mine(x)) if split else (group.mine(truth), x)
-        layer.packed = pack(layer.weight.detach())
-        with torch.no_grad():
-            found = layer(x)
-        torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-4)
-        assert found.is_contiguous()
-        layer.packed = pack(torch.zeros_like(layer.weight))
-        with torch.no_grad():
-            assert (torch.equal(layer(x), layer.bias.expand_as(found))) == (rows >= PACKED_ROWS)
-        torch.testing.assert_close(layer(x), truth, rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_replicated(group, random, close, sequence_parallel):
     """Every rank holds the weight; of a sequence shard the gradients are parts of their sum. Nothing is sent."""
@@ -102,13 +83,13 @@ def test_replicated(group, random, close, sequence_parallel):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_column_with_gathered_output(group, random, close, bias, shape):
-    layer = column(group, bias=bias, gather_output=True)
+    layer = column(group, bias=bias)
     wholes = group.fill(layer)
     x = random(*shape).requires_grad_()
     gradient = random(*shape[:-1], OUT, seed=1)
     y, x_grad, grads = expected(wholes, x, gradient)
 
-    whole = layer(x)
+    whole = gather_from_tensor_parallel_region(layer(x), group.comm)
     close(group.same(whole), y)
     whole.backward(gradient)
     close(group.same(x.grad), x_grad)
@@ -119,14 +100,14 @@ def test_column_with_gathered_output(group, random, close, bias, shape):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_row(group, random, close, parallel, bias, shape):
-    layer = row(group, bias=bias, input_is_parallel=parallel)
+    layer = row(group, bias=bias)
     wholes = group.fill(layer)
     whole = random(*shape).requires_grad_()
     gradient = random(*shape[:-1], OUT, seed=1)
     y, x_grad, grads = expected(wholes, whole, gradient)
 
     x = (group.mine(whole.detach()) if parallel else whole.detach().clone()).requires_grad_()
-    out = layer(x)
+    out = layer(x if parallel else scatter_to_tensor_parallel_region(x, group.comm))
     close(group.same(out), y)
     out.backward(gradient)
     close(group.joined(x.grad) if parallel else group.same(x.grad), x_grad)
@@ -151,27 +132,21 @@ def test_column_numerically(group, random, blocks):
     group.numerically_right(layer, group.fill(layer), random(2, 4), "out")
 
 
-def test_column_with_gathered_output_numerically(group, random):
-    layer = ColumnParallelLinear(4, 4, group.comm, gather_output=True, dtype=torch.float64)
-    group.numerically_right(layer, group.fill(layer), random(2, 4))
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-def test_row_numerically(group, random, parallel):
-    layer = RowParallelLinear(8, 3, group.comm, input_is_parallel=parallel, dtype=torch.float64)
-    group.numerically_right(layer, group.fill(layer), random(2, 8), "in" if parallel else "")
+def test_row_numerically(group, random):
+    layer = RowParallelLinear(8, 3, group.comm, dtype=torch.float64)
+    group.numerically_right(layer, group.fill(layer), random(2, 8), "in")
 
 
 def test_layouts_that_are_not_contiguous(group, random, close):
     """An input that is a transposed view, as attention makes them, and an output gradient that is one."""
-    layer = row(group, input_is_parallel=False)
+    layer = row(group)
     wholes = group.fill(layer)
     base = random(2, 3, IN).requires_grad_()
     gradient = random(3, OUT, 2, seed=1).permute(2, 0, 1)
     y, x_grad, grads = expected(wholes, base, gradient)
 
     x = base.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
-    out = layer(x)
+    out = layer(scatter_to_tensor_parallel_region(x, group.comm))
     close(out, y)
     out.backward(gradient)
     close(x.grad, x_grad)
@@ -230,8 +205,3 @@ def test_differentiating_twice_raises(group, random):
         (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             gradient.square().sum().backward()
-
-
-def test_gathering_blocks_is_refused(group):
-    with pytest.raises(ValueError, match="interleave"):
-        ColumnParallelLinear(4, 12, group.comm, gather_output=True, blocks=3)

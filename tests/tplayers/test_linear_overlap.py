@@ -119,9 +119,7 @@ def test_model_is_bit_equal_however_slow_the_stream_is(group, options, kind):
         inputs, named = arguments(kind)
         loss = total(model(*inputs, **named))
         if overlap is not None:
-            run = stream.transport.__class__
-            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
-                setattr(stream.transport, operation, _delayed(getattr(run, operation), stream.transport, delays))
+            _delay(stream.transport, delays)
         with commengine.trace(group.comm) as log:
             loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
@@ -136,13 +134,18 @@ def test_model_is_bit_equal_however_slow_the_stream_is(group, options, kind):
         assert on_stream == ["all_reduce"] * columns
 
 
-def _delayed(operation, transport, delays):
-    """The transport's ``operation``, late, and with its output poisoned until then where that is not its input."""
+def _delay(routes, delays):
+    prepared = routes.prepared
+    routes.prepared = lambda operation, args: _delayed(prepared(operation, args), delays)
+
+
+def _delayed(operation, delays):
+    """What runs ``operation``, late, and with its output poisoned until then where that is not its input."""
 
     def run(*tensors):
         if isinstance(tensors[1], torch.Tensor):
             tensors[0].fill_(torch.nan)
         time.sleep(delays.random() / 100)
-        operation(transport, *tensors)
+        operation(*tensors)
 
     return run

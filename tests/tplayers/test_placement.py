@@ -22,7 +22,7 @@ from tplayers import (
     initialize,
     placements,
 )
-from tplayers.parameter_memory import parameter_memory, unfilled_parameters
+from tplayers.placement import unfilled_parameters
 
 
 @st.composite
@@ -261,7 +261,13 @@ def is_filled(shape=(3, 4)):
     """Whether a new parameter is written to: memory that was freed with other values is given again."""
     for _ in range(8):
         torch.ones(shape)
-    return bool(parameter_memory(shape, torch.float32).isnan().all())
+    return bool(new_parameter(shape, torch.float32).isnan().all())
+
+
+def new_parameter(shape, dtype):
+    module = nn.Module()
+    add_parameter(module, "weight", Placement(shape), dtype)
+    return module.weight
 
 
 def test_a_parameter_is_filled_outside_of_the_block_alone(monkeypatch):
@@ -273,8 +279,8 @@ def test_a_parameter_is_filled_outside_of_the_block_alone(monkeypatch):
         other.start()
         other.join()
         assert found == [True]  # the block is of one thread
-        assert parameter_memory((2, 5), torch.bfloat16).shape == (2, 5)
-        assert parameter_memory((2, 5), torch.bfloat16).dtype == torch.bfloat16
+        assert new_parameter((2, 5), torch.bfloat16).shape == (2, 5)
+        assert new_parameter((2, 5), torch.bfloat16).dtype == torch.bfloat16
     assert is_filled()
     with pytest.raises(KeyError), unfilled_parameters():
         raise KeyError
@@ -282,7 +288,7 @@ def test_a_parameter_is_filled_outside_of_the_block_alone(monkeypatch):
 
 
 def test_a_layer_that_is_made_in_the_block_has_its_placement(monkeypatch):
-    monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("a parameter was filled"))
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda *_: pytest.fail("a parameter was filled"))
     with unfilled_parameters():
         module = nn.Module()
         add_parameter(module, "weight", Placement((4, 2)))

@@ -11,16 +11,15 @@ import torch
 
 import tplayers
 from commengine import cost
-from tests.support.small_models import LLAMA
+from tests.support.small_models import LLAMA, block
 from tplayers import (
     GPT,
     MLP,
     ColumnParallelLinear,
     GPTConfig,
-    ParallelLayerNorm,
+    LayerNorm,
     RowParallelLinear,
     SelfAttention,
-    TransformerBlock,
     VocabParallelEmbedding,
     require_divisible,
     rng,
@@ -97,7 +96,7 @@ def test_forgetting_to_initialize_is_loud(ranks_of):
     model = GPT(CONFIG, *ranks_of(1))
     assert all(parameter.isnan().all() for parameter in model.parameters())
     assert model.eval()(torch.zeros(1, 2, dtype=torch.int64)).isnan().all()
-    norm = ParallelLayerNorm(8, *ranks_of(1))
+    norm = LayerNorm(8)
     assert norm.weight.isnan().all()
     tplayers.initialize(norm, 1)
     assert (norm.weight == 1).all()
@@ -109,8 +108,8 @@ def test_drawing_leaves_torchs_generator_alone(ranks_of):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_parameters_without_placement_are_left_alone(ranks_of):
-    model = torch.nn.ModuleDict({"ours": ParallelLayerNorm(8, *ranks_of(1)), "theirs": torch.nn.Linear(2, 2)})
+def test_parameters_without_placement_are_left_alone():
+    model = torch.nn.ModuleDict({"ours": LayerNorm(8), "theirs": torch.nn.Linear(2, 2)})
     before = model["theirs"].weight.detach().clone()
     tplayers.initialize(model, 1)
     assert torch.equal(model["theirs"].weight, before)
@@ -137,10 +136,9 @@ LAYERS = {
     "column of blocks": (lambda c: ColumnParallelLinear(4, 18, c, blocks=3), "out_features=6", [1, 2, 3, 6]),
     "row": (lambda c: RowParallelLinear(6, 4, c), "in_features=6", [1, 2, 3, 6]),
     "embedding": (lambda c: VocabParallelEmbedding(10, 4, c), "num_embeddings=10", [1, 2, 5, 10]),
-    "norm": (lambda c: ParallelLayerNorm(6, c), "hidden_size=6", [1, 2, 3, 6]),
     "attention": (lambda c: SelfAttention(12, 6, c), "num_attention_heads=6", [1, 2, 3, 6]),
     "mlp": (lambda c: MLP(8, 10, c), "out_features=10", [1, 2, 5, 10]),
-    "block": (lambda c: TransformerBlock(12, 6, 16, c), "num_attention_heads=6", [1, 2, 3, 6]),
+    "block": (lambda c: block(c, 12, 6, 16), "num_attention_heads=6", [1, 2, 3, 6]),
 }
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import commengine
-from tests.support.small_models import DECODERS, HEADS, KINDS, LAYERS, B, H, S, arguments, made, total
-from tplayers import TransformerBlock, initialize
+from tests.support.small_models import DECODERS, HEADS, KINDS, LAYERS, B, H, S, arguments, block, made, total
+from tplayers import initialize
 
 pytestmark = pytest.mark.mpi
 
@@ -52,7 +52,7 @@ def test_full_recompute_communicates_a_layers_forward_again(group):
 @pytest.mark.mpi(min_size=2)
 def test_replay_ends_with_the_last_tensor_that_is_needed(group):
     """Without dropout nothing saves what the layer's last all-reduce gives, so it is not run again."""
-    layer = TransformerBlock(H, HEADS, 4 * H, group.comm, recompute="full")
+    layer = block(group.comm, H, HEADS, 4 * H, recompute="full")
     initialize(layer, 3)
     y = layer(torch.ones(S, B, H, requires_grad=True))
     with commengine.trace(group.comm) as log:
@@ -87,5 +87,5 @@ def test_evaluation_keeps_nothing_and_recomputes_nothing(group, recompute):
 
 
 def test_unknown_recompute_is_refused(group):
-    with pytest.raises(ValueError, match="recompute='some' must be None or one of full, selective"):
+    with pytest.raises(ValueError, match="recompute='some' must be one of full, selective, None"):
         made("gpt", group.comm, recompute="some")

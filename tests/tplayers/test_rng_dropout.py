@@ -237,6 +237,7 @@ def test_no_correlation_between_neighbours_rows_and_far_positions(p):
             assert abs((mask[:-lag] @ mask[lag:]).item()) < 5 * math.sqrt(BITS - lag), (key, lag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize(
     "keys",
@@ -274,6 +275,7 @@ def test_bytes_of_the_mask_are_uniform(key):
     assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("columns", [64, 1000, 1024])
 def test_rows_and_columns_vary_as_binomials_do(p, columns):

@@ -88,14 +88,15 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
 def trainer() -> Iterator[Callable[..., Any]]:
     """``trainer(world, **settings)``: a Trainer of a tiny GPT on mock data; closed when the test ends."""
     from trainers.data.corpus import open_corpus
-    from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+    from trainers.tasks.gpt import GPTTrainConfig
+    from trainers.tasks.training import transformer_trainer
 
     made: list[Any] = []
 
     def trainer(world: Any, **settings: Any) -> Any:
         config = GPTTrainConfig(**(MINIATURE | settings))
         config.validate(world.size)
-        made.append(gpt_trainer(config, world, open_corpus(config)))
+        made.append(transformer_trainer(config, world, open_corpus(config)))
         return made[-1]
 
     yield trainer

@@ -51,7 +51,7 @@ def test_a_failed_backward_leaves_nothing_to_a_step_without_a_backward(world, th
         assert_gradients(net, expected)
 
 
-def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_gets_both_gradients(world):
+def test_a_backward_inside_another_one_is_an_error_and_the_next_one_is_right(world):
     whole, x = drawn(world)
     net, expected = pair(), pair()
 
@@ -60,38 +60,13 @@ def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_gets_both_grad
         return checkpoint(lambda t: b(a(t)), a(x), use_reentrant=reentrant).square().mean()
 
     loss(expected, whole, False).backward()
-    with DataParallel(net, world):
+    with DataParallel(net, world, overlap=True, bucket_size=1):
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            loss(net, x, True).backward()
         for _ in range(2):
             net.zero_grad()
-            loss(net, x, True).backward()
+            loss(net, x, False).backward()
             assert_gradients(net, expected)
-    net.zero_grad()
-    with DataParallel(net, world, overlap=True, bucket_size=1):
-        again = loss(net, x, True)
-        with pytest.raises(RuntimeError, match=r"0\.(weight|bias): a second gradient in one backward.*overlap=False"):
-            again.backward()
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_a_parameter_that_a_reentrant_checkpoint_leaves_out_is_noticed_at_the_outer_end(world, allowed):
-    """No parameter is outside of the checkpoints, so that no hook runs in the outer backward."""
-    whole, x = drawn(world)
-    net, expected = pair(), pair()
-    expected[0](whole).square().mean().backward()
-
-    def loss():
-        outer = checkpoint(lambda t: checkpoint(net[0], t, use_reentrant=True), x, use_reentrant=True)
-        return outer.square().mean()
-
-    with DataParallel(net, world, allow_unused=allowed):
-        x = x.clone().requires_grad_()
-        if allowed:
-            loss().backward()
-            assert net[1].weight.grad is None
-            assert_gradients(net[0], expected[0])
-        else:
-            with pytest.raises(RuntimeError, match=r"no gradient in the backward for: 1\.weight, 1\.bias"):
-                loss().backward()
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import mpirun
+from tests.support.weights.hugging_face import to_hugging_face
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
-from trainers.weights.hugging_face import to_hugging_face
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ REFUSED = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer.train_bpe(LINES, 290)
-    tokenizer.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_bytes(tokenizer.to_bytes())
     with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
         for number in range(60):
             writer.add_document(np.array([*tokenizer.encode(LINES[number % 3]), tokenizer.eod]))

@@ -514,7 +514,7 @@ launch.run(pretrain_gpt.main)
         pytest.param("raise", 1, marks=pytest.mark.long),
         ("raise", 2),
         pytest.param("SIGKILL", 2, marks=pytest.mark.long),
-        ("SIGSTOP", 2),
+        pytest.param("SIGSTOP", 2, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, tensor):

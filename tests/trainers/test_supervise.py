@@ -52,7 +52,7 @@ def test_its_own_status(tmp_path, capfd, status, own):
     assert out.splitlines() == ["started ['-n', '2']"] * (2 if status == 1 else 1)
     if status == 1:
         assert "the run crashed (status 1) before its first step; the newest checkpoint is of step 0" in err
-        assert "for the second time in a row: the run does not start" in err
+        assert "2 times in a row: a restart does not help" in err
 
 
 def launcher(folder, code):
@@ -71,7 +71,7 @@ def test_a_start_that_begins_no_step_counts_as_a_crash(tmp_path, capfd):
     assert supervise.main([*options, *words(program, tmp_path)]) == 1
     out, err = capfd.readouterr()
     assert out.splitlines() == ["started"] * 2
-    assert "the run took too long to begin a step (--start-minutes) before its first step, for the second time" in err
+    assert "the run took too long to begin a step (--start-minutes) before its first step, 2 times in a row" in err
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from tplayers import BERT, GPT, placements
 from trainers.checkpoints import run_state
 from trainers.data.sentence_samples import open_masked_corpus
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.bert import BERTTrainConfig, bert_trainer
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.training import transformer_trainer
 from trainers.trained import load_trained
 
 OLD = Path(__file__).parent / "checkpoints" / "written_by_21090a0"
@@ -34,7 +35,7 @@ def shared(tmp_path_factory, mpi_world) -> Path:
 def tokenizer(shared, mpi_world) -> Path:
     path = shared / "tokenizer.json"
     if mpi_world.rank == 0:
-        Tokenizer.train_bpe(WORDS, 260).save(path)
+        path.write_bytes(Tokenizer.train_bpe(WORDS, 260).to_bytes())
     mpi_world.Barrier()
     return path
 
@@ -62,7 +63,7 @@ def saved(world, trainer, shared, tokenizer):
         one = trainer(world, **({"save": str(folder), **SIZES} | settings))
         for _ in range(steps):
             one.step()
-        run_state.save(one)
+        run_state.CheckpointSaver(one).start(background=False)
         return folder
 
     return save
@@ -84,6 +85,7 @@ def sizes(world):
     return [1, world.size] if world.size > 1 else [1]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.every_size
 def test_the_weights_are_those_of_the_file_at_every_size(world, saved, grids, tokenizer):
@@ -120,8 +122,8 @@ def test_a_bert_an_older_version_and_an_iteration(world, saved, grids, shared):
         make_vocab_size_divisible_by=384, eval_iters=0, micro_batch_size=2, save=str(shared / "bert"),
         norm_placement="post", bert_no_binary_head=True,
     )  # fmt: skip
-    one = bert_trainer(config, world, open_masked_corpus(config, config.wordpieces(), config.rules()))
-    run_state.save(one)
+    one = transformer_trainer(config, world, open_masked_corpus(config, config.wordpieces(), config.rules()))
+    run_state.CheckpointSaver(one).start(background=False)
     one.close()
     bert = load_trained(shared / "bert", grids(sizes(world)[-1]))
     assert isinstance(bert.model, BERT) and bert.kind == "bert" and bert.model.config.norm_placement == "post"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tplayers.host_copy import to_device
+from tplayers.host_copy import integers
 
 
 class Seen(NamedTuple):
@@ -60,9 +60,7 @@ class KeyValueCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make the given rows, in this order, the rows of the cache. A row may stand there several times, or not."""
-        self._stored = self._stored.index_select(
-            2, to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._stored.device)
-        )
+        self._stored = self._stored.index_select(2, integers(rows, self._stored.device))
         self.lengths = [self.lengths[row] for row in rows]
 
     def begin(self, s: int) -> Tensor | slice:
@@ -81,7 +79,7 @@ class KeyValueCache:
             seen = stored[..., :longest, :] if first else None
             self._announce(stored[..., first:longest, :], None, seen, mask)
             return slice(first, longest)
-        starts = to_device(torch.tensor(self.lengths, dtype=torch.int64, device="cpu"), device)
+        starts = integers(self.lengths, device)
         positions = starts[:, None] + torch.arange(s, dtype=torch.int64, device=device)
         slots = torch.arange(len(self.lengths), dtype=torch.int64, device=device)[:, None], positions
         mask = (torch.arange(longest, dtype=torch.int64, device=device) <= positions[..., None]).unsqueeze(1)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+
+from tplayers.placement import require_one_of
 
 #: How the positions of a longer context than that of the training are brought back into its range: "linear" divides all
 #: frequencies by a factor (Chen et al. 2023); "llama3" divides the low ones alone, as Llama 3.1 does.
 ScalingKind: TypeAlias = Literal["linear", "llama3"]
 
-SCALING_KINDS = ("linear", "llama3")
+SCALING_KINDS = get_args(ScalingKind)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,7 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in SCALING_KINDS:
-            raise ValueError(f"rope_scaling kind={self.kind!r} must be one of {', '.join(SCALING_KINDS)}")
+        require_one_of(SCALING_KINDS, rope_scaling=self.kind)
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"rope_scaling factor={self.factor} must be at least 1, and finite")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:

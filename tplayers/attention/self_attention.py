@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator, Stream
-from tplayers.canonical.shards import CanonicalShards
+from commengine import Communicator
 from tplayers.checks import require_within
-from tplayers.linear import (
-    DEFAULT_INIT,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    canonical_columns,
-    column_parallel_linears,
-)
-from tplayers.placement import Normal
+from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear, columns_together
+from tplayers.placement import Normal, require_one_of
 from tplayers.recompute import recomputed
 from tplayers.regions import gather_from_sequence_parallel_region
-from tplayers.rng import Randomness, dropout, dropout_mask, dropped, head_offsets, seeded
+from tplayers.rng import Randomness, dropout, dropped, head_offsets, seeded
 
 from .head_split import split_heads
 from .key_value_cache import LayerCache
@@ -33,7 +26,7 @@ from .rotary import Rotation
 #: DP size. "fused": by the kernel that computes attention, anew on each rank.
 DropoutMask: TypeAlias = Literal["position", "fused"]
 
-DROPOUT_MASKS = ("position", "fused")
+DROPOUT_MASKS = get_args(DropoutMask)
 
 
 class SelfAttention(nn.Module):
@@ -55,7 +48,7 @@ class SelfAttention(nn.Module):
     bias, qkv_bias: of the projection, and of queries, keys and values.
     output_init: initial values of the projection that ends the residual branch.
     site: the name of this layer's dropout mask.
-    sequence_parallel, overlap_stream: as in the two linear layers (`ColumnParallelLinear`, `RowParallelLinear`).
+    options: sequence_parallel, overlap_stream, init and dtype, as in `ColumnParallelLinear`.
     recompute_core: keep queries, keys and values, and compute scores, softmax and dropout again in the backward. This
         is the selective recomputation of Korthikanti et al. 2022, section 5. It communicates nothing and changes no
         number.
@@ -78,11 +71,7 @@ class SelfAttention(nn.Module):
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
     `scaled_dot_product_attention`.
-
-    canonical: the shards in which the layer computes, or None (`tplayers.use_canonical_shards`): groups of heads.
     """
-
-    canonical: CanonicalShards | None = None
 
     def __init__(
         self,
@@ -98,22 +87,18 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = True,
         attention_dropout: float = 0.0,
         dropout_mask: DropoutMask = "position",
-        sequence_parallel: bool = False,
         recompute_core: bool = False,
-        overlap_stream: Stream | None = None,
-        init: Normal = DEFAULT_INIT,
         output_init: Normal = DEFAULT_INIT,
         site: str = "attention",
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        if dropout_mask not in DROPOUT_MASKS:
-            raise ValueError(f"dropout_mask={dropout_mask!r} must be one of {', '.join(DROPOUT_MASKS)}")
+        require_one_of(DROPOUT_MASKS, dropout_mask=dropout_mask)
         if head_size is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
         head_size = hidden_size // num_heads if head_size is None else head_size
         groups = num_heads if query_groups is None else query_groups
-        heads = split_heads(comm.size, num_heads, groups, head_size, pad=pad_heads)
+        heads = self.split = split_heads(comm.size, num_heads, groups, head_size, pad=pad_heads)
         self.num_heads = heads.local_heads
         self.heads = heads.heads(comm.rank)
         #: query heads that are no padding among keys and values of others
@@ -125,34 +110,28 @@ class SelfAttention(nn.Module):
         #: ranks that share a head of keys and values, or None
         self.sharing = comm.block(heads.sharing) if heads.sharing > 1 else None
         self.comm = comm
-        self.sequence_parallel = sequence_parallel
-        self.overlap_stream = overlap_stream
         self.causal = causal
         self.attention_dropout = attention_dropout
         self.dropout_mask = dropout_mask
         self.site = site
         self.recompute_core = recompute_core
-        split: dict[str, Any] = {
-            "sequence_parallel": sequence_parallel, "overlap_stream": overlap_stream, "init": init, "dtype": dtype
-        }  # fmt: skip
         self.grouped = groups != num_heads
-        self.canonical_sizes = {"num_attention_heads": num_heads, "num_query_groups": groups}
         of_queries, of_groups = heads.query_features(head_size), heads.group_features(head_size)
         if self.grouped:
             self.query = ColumnParallelLinear(
-                hidden_size, num_heads * head_size, comm, qkv_bias, padding=of_queries, **split
+                hidden_size, num_heads * head_size, comm, qkv_bias, padding=of_queries, **options
             )
             self.key_value = ColumnParallelLinear(
-                hidden_size, 2 * groups * head_size, comm, qkv_bias, blocks=2, padding=of_groups, **split
+                hidden_size, 2 * groups * head_size, comm, qkv_bias, blocks=2, padding=of_groups, **options
             )
         else:
             self.qkv = ColumnParallelLinear(
-                hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, padding=of_groups, **split
+                hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, padding=of_groups, **options
             )
+        options["init"] = output_init
         self.projection = RowParallelLinear(
-            num_heads * head_size, hidden_size, comm, bias, padding=of_queries, sequence_parallel=sequence_parallel,
-            init=output_init, dtype=dtype,
-        )  # fmt: skip
+            num_heads * head_size, hidden_size, comm, bias, padding=of_queries, **options
+        )
         self._offsets = head_offsets(self.heads, self.projection.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
@@ -172,8 +151,6 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if cache is not None and (not self.causal or self.training or padding is not None):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
-        if self.canonical is not None and cache is None:
-            return self._in_groups(x, self.canonical, randomness, padding, rotation)
         q, k, v = self._projected(x)
         if rotation is not None:
             # The values as a view would keep the memory of the keys before their rotation, too.
@@ -186,42 +163,12 @@ class SelfAttention(nn.Module):
                 q, seen.keys, seen.values, seen.mask, is_causal=seen.causal, enable_gqa=self.grouped
             )
         else:
-            bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
+            bias = None if padding is None else padding_bias(padding, b, s, q.dtype, causal=self.causal)
             context = self._context(q, k, v, self._drawn(randomness), bias)
         if self.real_heads < self.num_heads:  # else the padding of the projection would get a gradient
             context = F.pad(context[:, : self.real_heads], (0, 0, 0, 0, 0, self.num_heads - self.real_heads))
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
         return result
-
-    def _in_groups(
-        self,
-        x: Tensor,
-        shards: CanonicalShards,
-        randomness: Randomness | None,
-        padding: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
-        """`forward` in canonical shards: each is a group of heads, with tensors of its own."""
-        if self.grouped:
-            q, kv = canonical_columns(x, [self.query, self.key_value], shards)
-            k, v = kv.chunk(2)
-        else:
-            q, k, v = self.qkv.shards(x).chunk(3)
-        own, s, b, _ = q.shape
-        drawn = self._drawn(randomness)
-        if isinstance(drawn, Tensor) and not self.recompute_core:
-            drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
-        keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
-        bias = None if padding is None else _bias(real_tokens(padding, b, s), q.dtype, causal=self.causal)
-        parts = []
-        for *group, of_group in zip(q.unbind(), k.unbind(), v.unbind(), keys, strict=True):
-            heads = [part.view(s, b, -1, self.head_size) for part in group]
-            if rotation is not None:
-                heads[:2] = rotation(heads[0]), rotation(heads[1])
-            of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
-            mine = self._context(of_q, of_k, of_v, of_group, bias)
-            parts.append(mine.permute(2, 0, 1, 3).reshape(s, b, -1))
-        return self.projection.of_shards(torch.stack(parts))
 
     def _context(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None) -> Tensor:
         """`_core`, computed again in the backward if that is asked for."""
@@ -235,10 +182,7 @@ class SelfAttention(nn.Module):
             qkv = self.qkv(x)
             q, k, v = qkv.view(*qkv.shape[:2], 3, self.num_heads, self.head_size).unbind(2)
             return q, k, v
-        q, kv = column_parallel_linears(
-            x, [(layer.weight, layer.bias, layer.packed) for layer in (self.query, self.key_value)], self.comm,
-            sequence_parallel=self.sequence_parallel, overlap_stream=self.overlap_stream,
-        )  # fmt: skip
+        q, kv = columns_together(x, [self.query, self.key_value])
         if self.sharing is not None:
             s, b, _ = kv.shape
             kv = gather_from_sequence_parallel_region(kv.view(s, b, 2, -1), self.sharing, dim=-1).flatten(2)
@@ -259,7 +203,7 @@ class SelfAttention(nn.Module):
         return source.rank_seed(self.site, self.rank)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None = None) -> Tensor:
-        """The values weighted by attention. drawn: see `_drawn`, or the bool mask of dropout. bias: see `_bias`."""
+        """The values weighted by attention. drawn: of `_drawn`, or dropout's bool mask. bias: of `padding_bias`."""
         causal = self.causal and bias is None  # else the bias says what comes later, too
         if drawn is None:
             return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=self.grouped)
@@ -302,14 +246,15 @@ def real_tokens(padding: Tensor, b: int, s: int) -> Tensor:
     return torch.arange(s, dtype=torch.int64, device=padding.device) < padding.unsqueeze(1)
 
 
-def _bias(real: Tensor, dtype: torch.dtype, *, causal: bool) -> Tensor:
-    """What is added to the scores: [b, 1, 1, s], or [b, 1, s, s] if ``causal``.
+def padding_bias(padding: Tensor, b: int, s: int, dtype: torch.dtype, *, causal: bool) -> Tensor:
+    """What is added to the scores: [b, 1, 1, s], or [b, 1, s, s] if ``causal``. padding: as in `real_tokens`.
 
     It is 0, and where no token may look a number so low that the weight is exactly 0: half of the lowest, so that no
     score makes the sum infinite. A token that may look at nothing, because all of the sample, or all before it, is
     padding, looks at everything, or at itself. In a row of low numbers alone the fused kernels lose the normalisation,
     and their gradients would be wrong.
     """
+    real = real_tokens(padding, b, s)
     if causal:
         places = torch.arange(real.shape[1], dtype=torch.int64, device=real.device)
         seen = real[:, None, :] & (places <= places[:, None])

@@ -13,6 +13,6 @@ C *canonical shards*, and each rank of a group of P has C / P of them, side by s
 - Functions of single elements see whole vectors only, because the last elements of a tensor take other instructions
   (`pointwise`).
 
-`tplayers.use_canonical_shards` makes the layers of a model compute in this way: it sets their attribute ``canonical``,
-which each of them looks at once, at the beginning of its forward.
+`tplayers.use_canonical_shards` makes the layers of a model compute in this way: it gives each the class of `layers`
+that computes so. The layers themselves know nothing of it.
 """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commengine.dtypes import wide
-from tplayers.autocast import widened
-from tplayers.derivatives import one_derivative
+from tplayers.functions import one_derivative, widened
+from tplayers.norm import WideLayerNorm
 
 from .pointwise import pointwise
 from .shards import CanonicalShards
@@ -20,36 +21,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, shards: Cano
 
     split: x is this rank's rows of the sequence. The parameters' gradients are then summed over the tensor group.
     """
-    return _LayerNorm.apply(widened(x), weight, bias, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
+    sums = partial(shards.sum_of_rows, split=split)
+    return WideLayerNorm.apply(widened(x).contiguous(), weight, bias, eps, sums)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shards: CanonicalShards, *, split: bool) -> Tensor:
     """X / sqrt(mean(x^2) + eps) * weight over the last dimension of x [s, b, h]; as `layer_norm`."""
     return _RootMeanSquare.apply(widened(x), weight, eps, shards, split)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, shards: CanonicalShards, split: bool
-    ) -> Tensor:
-        x = x.contiguous()
-        y, mean, scale = torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.shards, ctx.split = shards, split
-        return y
-
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        of_x, grad, of_weight = wide(x), wide(grads[0].contiguous()), wide(weight)
-        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, of_x, list(weight.shape), mean, scale, of_weight, None, [True, False, False]
-        )
-        terms = (of_x - mean).mul_(scale).mul_(grad)
-        grad_weight, grad_bias = ctx.shards.sum_of_rows(terms, grad, split=ctx.split).chunk(2)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
 
 
 class _RootMeanSquare(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplayers.derivatives import one_derivative
+from tplayers.functions import one_derivative
 
 #: elements of two vectors of the widest kind, 512 bits of 8-bit numbers: more than torch computes at once
 VECTOR = 128

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Stream
-from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
-from tplayers.autocast import lowered
-from tplayers.derivatives import one_derivative
-from tplayers.regions import new_whole
+from commengine.compiled_ops import all_reduce_
+from tplayers.functions import lowered, one_derivative
+from tplayers.linear import Products, column_parallel_products
+from tplayers.regions import gathered_rows, reduced_rows
 
 from .shards import CanonicalShards, tree_sum
 
@@ -90,19 +90,20 @@ def columns(
     gather of x and one reduce-scatter. stream: of the tensor group. On it they run while the weights' gradients are
     computed.
     """
-    x, *flat = lowered(x, *(tensor for layer in layers for tensor in layer[:2]))
-    found: tuple[Tensor, ...] = _Columns.apply(x, shards, split, stream, [one.blocks for one in layers], *flat)  # type: ignore[no-untyped-call]
-    return found
+    tensors = (tensor for layer in layers for tensor in layer[:2])
+    products = _ShardProducts(shards.own, [one.blocks for one in layers])
+    return column_parallel_products(
+        x.contiguous(), shards.comm, split and shards.comm.size > 1, stream, products, *tensors
+    )
 
 
 def rows(x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards, *, split: bool) -> Tensor:
     """The tree: the sum over all shards j of x_j A_j^T, and then the bias.
 
-    x: [own, s, b, in / C], x_j of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed
-    (`tplayers.products.columns_first`), because its shards are then contiguous. Its gradient lies so in any
-    case. Returns [s, b, out], equal on all ranks; with ``split`` this rank's rows of the sequence. One all-reduce
-    forward, or with ``split`` one reduce-scatter forward and one all-gather backward. The gradient of the bias is whole
-    on every rank.
+    x: [own, s, b, in / C], x_j of each of this rank's shards. weight: [out, own * in / C]. It should lie transposed in
+    its memory, because its shards are then contiguous. Its gradient lies so in any case. Returns [s, b, out], equal on
+    all ranks; with ``split`` this rank's rows of the sequence. One all-reduce forward, or with ``split`` one
+    reduce-scatter forward and one all-gather backward. The gradient of the bias is whole on every rank.
     """
     x, weight = lowered(x, weight)
     return _Rows.apply(x, shards, split, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
@@ -116,24 +117,20 @@ def replicated(x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards,
     return _Replicated.apply(*lowered(x, weight, bias), shards, split)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Columns(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shards: CanonicalShards, split: bool, stream: Stream | None, blocks: list[int],
-        *layers: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        weights, biases = layers[::2], layers[1::2]
-        x = x.contiguous()
-        ctx.save_for_backward(x, *weights)
-        ctx.shards, ctx.split, ctx.stream = shards, split and shards.comm.size > 1, stream
-        whole = x
-        if ctx.split:
-            whole = new_whole(x, shards.comm)
-            all_gather_into_(whole, x, shards.comm)
-        flat, found = whole.reshape(-1, whole.shape[-1]), []
-        for weight, bias, number in zip(weights, biases, blocks, strict=True):
-            assert weight is not None
-            pieces = number * shards.own
+class _ShardProducts(Products):
+    """Products that are computed one for each of ``own`` shards. blocks: of each layer."""
+
+    def __init__(self, own: int, blocks: Sequence[int]) -> None:
+        self.own, self.blocks = own, blocks
+
+    def rows(self, grad: Tensor) -> Tensor:
+        """[blocks * own, n, out / (blocks * own)]."""
+        return grad.contiguous().view(grad.shape[0], -1, grad.shape[-1])
+
+    def outputs(self, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Tensor, ...]:
+        flat, found = x.reshape(-1, x.shape[-1]), []
+        for weight, bias, number in zip(weights, biases, self.blocks, strict=True):
+            pieces = number * self.own
             size = weight.shape[0] // pieces
             y = flat.new_empty(pieces, flat.shape[0], size)
             of_biases = [None] * pieces if bias is None else torch.split(bias, size)
@@ -142,51 +139,25 @@ class _Columns(torch.autograd.Function):
                     torch.mm(flat, rows_.t(), out=out)
                 else:
                     torch.addmm(of_bias, flat, rows_.t(), out=out)
-            found.append(y.view(pieces, *whole.shape[:-1], size))
+            found.append(y.view(pieces, *x.shape[:-1], size))
         return tuple(found)
 
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        comm, own, stream = ctx.shards.comm, ctx.shards.own, ctx.stream
-        need_layers = ctx.needs_input_grad[5:]
-        pieces = [grad.contiguous().view(grad.shape[0], -1, grad.shape[-1]) for grad in grads]
-        whole, gathering, reducing, grad_x = x, None, None, None
-        if ctx.split:
-            whole = new_whole(x, comm)
-            gathering = all_gather_into_(whole, x, comm, stream)
+    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        # One product for each shard, of all its blocks and layers side by side.
+        of_shards = _joined([part for mine in grads for part in torch.split(mine, self.own)], dim=2)
+        shares = [weight.view(-1, mine.shape[-1], weight.shape[1]) for mine, weight in zip(grads, weights, strict=True)]
+        weight_shards = _joined([part for share in shares for part in torch.split(share, self.own)], dim=1)
+        return tree_sum(_products(of_shards, weight_shards))
 
-        if ctx.needs_input_grad[0]:
-            # One product for each shard, of all its blocks and layers side by side.
-            of_shards = _joined([part for mine in pieces for part in torch.split(mine, own)], dim=2)
-            shares = [
-                weight.view(-1, mine.shape[-1], weight.shape[1]) for mine, weight in zip(pieces, weights, strict=True)
-            ]
-            weight_shards = _joined([part for share in shares for part in torch.split(share, own)], dim=1)
-            grad_x = tree_sum(_products(of_shards, weight_shards)).view(*grads[0].shape[1:-1], -1)
-            if ctx.split:
-                partial, grad_x = grad_x, torch.empty_like(x)
-                reducing = reduce_scatter_into_(grad_x, partial, comm, stream)
-            elif comm.size > 1:
-                reducing = all_reduce_(grad_x, comm, stream=stream)
-        if gathering is not None:
-            gathering.wait()
-        flat, found = whole.reshape(-1, whole.shape[-1]), []
-        for mine, weight, need_weight, need_bias in zip(
-            pieces, weights, need_layers[::2], need_layers[1::2], strict=True
-        ):
-            found_weight = None
-            if need_weight:
-                found_weight = torch.empty_like(weight)
-                for grad, out in zip(mine.unbind(), torch.split(found_weight, mine.shape[-1]), strict=True):
-                    torch.mm(grad.t(), flat, out=out)
-            # Not one sum of all: the order of its additions would depend on the number of pieces.
-            found_bias = torch.cat([grad.sum(dim=0) for grad in mine.unbind()]) if need_bias else None
-            found += [found_weight, found_bias]
-        if reducing is not None:
-            reducing.wait()
-        return grad_x, None, None, None, None, *found
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        found = x.new_empty(*grad.shape[::2], x.shape[1])
+        for piece, out in zip(grad.unbind(), found.unbind(), strict=True):
+            torch.mm(piece.t(), x, out=out)
+        return found.flatten(0, 1)
+
+    def of_bias(self, grad: Tensor) -> Tensor:
+        # Not one sum of all: the order of its additions would depend on the number of pieces.
+        return torch.cat([piece.sum(dim=0) for piece in grad.unbind()])
 
 
 class _Rows(torch.autograd.Function):
@@ -200,11 +171,7 @@ class _Rows(torch.autograd.Function):
         ctx.split = split and comm.size > 1
         own, *shape, _ = x.shape
         y = tree_sum(_products(x.view(own, -1, x.shape[-1]), _of_shards(weight, own))).view(*shape, -1)
-        if ctx.split:
-            partial, y = y, y.new_empty(y.shape[0] // comm.size, *y.shape[1:])
-            reduce_scatter_into_(y, partial, comm)
-        elif comm.size > 1:
-            all_reduce_(y, comm)
+        y, _ = reduced_rows(y, comm, ctx.split)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -214,8 +181,7 @@ class _Rows(torch.autograd.Function):
         comm, grad = ctx.comm, grads[0].contiguous()
         need_x, _, _, need_weight, need_bias = ctx.needs_input_grad
         if ctx.split:
-            mine, grad = grad, new_whole(grad, comm)
-            all_gather_into_(grad, mine, comm)
+            grad, _ = gathered_rows(grad, comm)
         flat = grad.view(-1, grad.shape[-1])
         parts = x.view(x.shape[0], -1, x.shape[-1])
         grad_x = grad_weight = None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from commengine import Communicator
 from commengine.compiled_ops import all_reduce_
-from tplayers.placement import without_partial_gradients
-from tplayers.products import columns_first
 
 
 @dataclass(frozen=True)
@@ -92,33 +90,6 @@ def tree_sum(parts: Iterable[Tensor]) -> Tensor:
         waiting.append((level, total))
     ((_, total),) = waiting
     return total
-
-
-def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> None:
-    """Let the layers of ``model`` compute in ``count`` canonical shards (`tplayers.canonical`). Not collective.
-
-    Losses, gradients and outputs then have the same bits at every tensor-parallel size that divides ``count``, with and
-    without sequence parallelism and recomputation, if every backward is of one sample. No parameter's gradient is
-    partial any more: the layers sum them themselves. Weights that are split by columns then lie transposed in memory
-    (`tplayers.products.columns_first`), so that a shard of their columns is contiguous.
-
-    comm: the tensor group of all layers, with ``order="tree"``. Raises ValueError, naming the layer, the sizes and what
-    would work, where ``count`` does not divide a size or where a layer has parameters and cannot compute so.
-    """
-    shards = CanonicalShards(count, comm)
-    for name, module in model.named_modules():
-        sizes: Mapping[str, int] = getattr(module, "canonical_sizes", {})
-        if (wrong := {of: size for of, size in sizes.items() if size % count}) != {}:
-            said = ", ".join(f"{of}={size}" for of, size in wrong.items())
-            raise ValueError(f"{name or 'the model'}: {count} canonical shards do not divide {said}")
-        if hasattr(type(module), "canonical"):
-            module.canonical = shards
-            for weight in getattr(module, "split_by_columns", ()):
-                parameter = module.get_parameter(weight)
-                parameter.data = columns_first(parameter.data)
-        elif any(True for _ in module.parameters(recurse=False)):
-            raise ValueError(f"{name or 'the model'}: {type(module).__name__} cannot compute in canonical shards")
-    without_partial_gradients(model)
 
 
 def stacked(x: Tensor, own: int) -> Tensor:

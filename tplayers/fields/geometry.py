@@ -22,67 +22,53 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 #: where a part of an axis begins and ends, in global positions
 Span = tuple[int, int]
 
 
-class Rule(Protocol):
-    """How a layer reads one axis of its input."""
-
-    def outputs(self, points: int) -> int:
-        """Return the number of outputs of ``points`` inputs; less than one if there are too few."""
-
-    def centre(self) -> tuple[int, int, int]:
-        """Return (a, b, c): output o is centred at the place (a * o + b) / c of the input; a and c are positive."""
-
-    def reads(self, start: int, stop: int) -> Span:
-        """Return the span of inputs that the outputs [start, stop) read; at least one output."""
-
-
 @dataclass(frozen=True)
-class Sliding:
-    """Convolution and pooling. before, after: the padding on both sides."""
-
+class _Kernel:
     kernel: int
     stride: int = 1
     dilation: int = 1
-    before: int = 0
-    after: int = 0
 
     @property
     def reach(self) -> int:
-        """The distance from the first to the last input of an output."""
+        """The distance from the first to the last input of an output, or if transposed output of an input."""
         return self.dilation * (self.kernel - 1)
 
+
+@dataclass(frozen=True)
+class Sliding(_Kernel):
+    """Convolution and pooling. before, after: the padding on both sides."""
+
+    before: int = 0
+    after: int = 0
+
     def outputs(self, points: int) -> int:
+        """Return the number of outputs of ``points`` inputs; less than one if there are too few."""
         return (points + self.before + self.after - self.reach - 1) // self.stride + 1
 
     def centre(self) -> tuple[int, int, int]:
+        """Return (a, b, c): output o is centred at the place (a * o + b) / c of the input; a and c are positive."""
         return 2 * self.stride, self.reach - 2 * self.before, 2
 
     def reads(self, start: int, stop: int) -> Span:
+        """Return the span of inputs that the outputs [start, stop) read; at least one output."""
         return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.reach + 1
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(_Kernel):
     """Transposed convolution: the adjoint of `Sliding`, with ``output_padding`` more outputs at the end.
 
     `crop` says which of the outputs of the inputs that were read are the wanted ones, and how many no input reaches.
     """
 
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
     padding: int = 0
     output_padding: int = 0
-
-    @property
-    def reach(self) -> int:
-        """The distance from the first to the last output of an input."""
-        return self.dilation * (self.kernel - 1)
 
     def outputs(self, points: int) -> int:
         return (points - 1) * self.stride - 2 * self.padding + self.reach + self.output_padding + 1
@@ -125,6 +111,10 @@ class Scaled:
         low = (2 * start + 1 - self.scale) // (2 * self.scale)
         high = (2 * stop - 1 - self.scale) // (2 * self.scale) + 2
         return low, high
+
+
+#: how a layer reads one axis of its input
+Rule: TypeAlias = Sliding | Transposed | Scaled
 
 
 def output_bounds(rule: Rule, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.derivatives import one_derivative
-from tplayers.movement.plan import PADDINGS, halo_plan
+from tplayers.functions import one_derivative
+from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import sum_together
 
@@ -109,6 +109,19 @@ class FieldLayer(nn.Module):
             return f"{layer} has parameters of {own}, and the field is {x.dtype}: convert one of them, as x.to({own})"
         return None
 
+    def reads(
+        self, rules: Sequence[Rule], modes: Sequence[str], output: Decomposition | None, *, fill: float = 0.0
+    ) -> None:
+        """Set the layer's ``output``, and its ``local``, which brings what this rank reads for it: see `LocalInput`."""
+        self.local = LocalInput(self, rules, modes, output, fill)
+        self.output = self.local.output
+
+    def summed_parameters(self) -> tuple[Any, Any]:
+        """Weight and bias, with gradients that are summed over the grid (`replicated`); None for one that is not."""
+        present = [one for one in (self._parameters[name] for name in ("weight", "bias")) if one is not None]
+        weight, bias, *_ = (*replicated(self.grid.comm, *present), None, None)
+        return weight, bias
+
     def extra_repr(self) -> str:
         return f"{list(self.input.shape)} -> {list(self.output.shape)} on {list(self.grid.shape)} ranks"
 
@@ -116,10 +129,10 @@ class FieldLayer(nn.Module):
 class LocalInput:
     """What one rank reads for its outputs: its block with its halo, cut to size and padded at the physical borders.
 
+    layer: its grid and input, and its name for errors.
     rules: one for each axis. modes: the padding of each axis, one of PADDINGS, or "clipped": inputs outside the
     field are left out. Circular wraps around, whether the grid is periodic or not. fill: the value of "zeros".
     output: the decomposition of the outputs; None: each output belongs to the rank of its centre (`geometry`).
-    layer: its name, for errors.
 
     ``span`` are the global positions that this rank reads along each axis, padding included.
     ``plan`` is the transfer that brings them here.
@@ -129,38 +142,33 @@ class LocalInput:
 
     def __init__(
         self,
-        grid: CartesianGrid,
-        decomposition: Decomposition,
+        layer: FieldLayer,
         rules: Sequence[Rule],
         modes: Sequence[str],
-        *,
-        fill: float = 0.0,
-        output: Decomposition | None = None,
-        layer: str,
+        output: Decomposition | None,
+        fill: float,
     ) -> None:
-        self._modes, self._coords = tuple(modes), grid.coords
-        for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
-            _check_axis(layer, axis, rule, mode, points)
+        grid, decomposition, name = layer.grid, layer.input, type(layer).__name__
         expected = tuple(rule.outputs(n) for rule, n in zip(rules, decomposition.shape, strict=True))
         if output is None:
             bounds = [output_bounds(rule, sizes) for rule, sizes in zip(rules, decomposition.blocks, strict=True)]
             output = Decomposition(tuple(tuple(b - a for a, b in itertools.pairwise(ends)) for ends in bounds))
         elif output.shape != expected or output.grid_shape != grid.shape:
             raise ValueError(
-                f"{layer}: output={output.blocks} must cut {list(expected)} points over {list(grid.shape)} ranks"
+                f"{name}: output={output.blocks} must cut {list(expected)} points over {list(grid.shape)} ranks"
             )
         if min(min(sizes) for sizes in output.blocks) < 1:
             raise ValueError(
-                f"{layer}: some ranks would have no output: {list(decomposition.shape)} points in the blocks "
-                f"{decomposition.blocks} give {list(expected)} points in the blocks {output.blocks}; "
-                "use more padding, fewer ranks or a larger field"
+                f"{name}: some ranks would have no output: {list(decomposition.shape)} points in the blocks "
+                f"{decomposition.blocks} give {[max(n, 0) for n in expected]} points in the blocks {output.blocks}; "
+                "use another padding, a smaller kernel, fewer ranks or a larger field"
             )
         self.output = output
         spans = [list(read_spans(rule, output.bounds(axis))) for axis, rule in enumerate(rules)]
         native = []
         for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
-            alone = isinstance(rule, Sliding) and mode == "zeros" and len(spans[axis]) == 1
-            native.append(rule.before if alone and rule.before == rule.after else 0)  # type: ignore[attr-defined]
+            alone = mode == "zeros" and len(spans[axis]) == 1
+            native.append(rule.before if alone and isinstance(rule, Sliding) and rule.before == rule.after else 0)
             if native[axis]:
                 spans[axis] = [(0, points)]
             elif mode == "clipped":
@@ -178,12 +186,6 @@ class LocalInput:
         blocks = [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
         #: whether every rank reads its own block and nothing else
         self.is_block = spans == blocks
-        #: whether every rank reads some of its own block
-        self.meets_block = all(
-            max(low, start) < min(high, stop)
-            for ends, places in zip(spans, blocks, strict=True)
-            for (low, high), (start, stop) in zip(ends, places, strict=True)
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the part of the field that this rank's outputs read. Differentiable. Collective over the grid."""
@@ -202,30 +204,6 @@ def narrowed(y: Tensor, spans: Sequence[Span]) -> Tensor:
         if y.shape[dim] != number:
             y = y.narrow(dim, first, number)
     return y
-
-
-def _check_axis(layer: str, axis: int, rule: Rule, mode: str, points: int) -> None:
-    if mode not in (*PADDINGS, "clipped"):
-        raise ValueError(f"{layer}: padding_mode={mode!r} is not one of {', '.join(PADDINGS)}")
-    if rule.outputs(points) < 1:
-        raise ValueError(f"{layer}: axis {axis} has {points} points, too few for one output: {_why(rule)}")
-    if isinstance(rule, Sliding):
-        most = {"reflect": points - 1, "circular": points}.get(mode)
-        if most is not None and max(rule.before, rule.after) > most:
-            raise ValueError(
-                f"{layer}: axis {axis} has {points} points: padding {max(rule.before, rule.after)} is too much for "
-                f"padding_mode={mode!r}, which can pad {most}"
-            )
-
-
-def _why(rule: Rule) -> str:
-    """Why a rule has no output, and what would help."""
-    if isinstance(rule, Sliding):
-        return (
-            f"the padding adds {rule.before} + {rule.after}, and an output reads {rule.reach + 1}; use more padding, a "
-            "smaller kernel or a larger field"
-        )
-    return "the padding takes all outputs away; use less padding or a larger field"
 
 
 def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:

@@ -16,14 +16,48 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Communicator, Decomposition
 from commengine.dtypes import wide
-from tplayers.autocast import in_forward_dtypes, widened
+from tplayers.functions import in_forward_dtypes, widened
 from tplayers.movement.operators import all_reduce
 from tplayers.placement import Constant, Placement, add_parameter
 
 from .layer import FieldLayer, replicated
 
 
-class FieldBatchNorm(FieldLayer):
+class _FieldNorm(FieldLayer):
+    """A normalisation with a weight, initially 1, and a bias, initially 0, of one shape; or without both."""
+
+    def __init__(
+        self,
+        grid: CartesianGrid,
+        input: Decomposition,
+        channels: int,
+        eps: float,
+        affine: bool,
+        dtype: torch.dtype | None,
+        *,
+        of_points: bool = False,
+    ) -> None:
+        """of_points: weight and bias have a value for each channel and point, otherwise for each channel."""
+        super().__init__(grid, input, channels)
+        self.eps, shape = eps, (channels, *(input.shape if of_points else ()))
+        for name, value in (("weight", 1.0), ("bias", 0.0)):
+            add_parameter(self, name, Placement(shape, Constant(value)) if affine else None, dtype)
+
+    def _normalised(self, x: Tensor, groups: int, part: Any) -> Tensor:
+        """``x`` with mean 0 and variance 1 in each sample and group of channels, times the weight, plus the bias.
+
+        part: the place in weight and bias of what this rank's points take, or their shape beside the points.
+        """
+        self.check(x)
+        x = widened(x)
+        points = self.input.points() * x.shape[1] // groups
+        values = x.reshape(x.shape[0], groups, -1)
+        y = _Normalise.apply(values, self.grid.comm, self.eps, points).view(x.shape)  # type: ignore[no-untyped-call]
+        weight, bias = self.summed_parameters()
+        return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype)
+
+
+class FieldBatchNorm(_FieldNorm):
     """torch.nn.BatchNorm1d, 2d or 3d of a field that is split over ``grid``: the statistics are of the whole field.
 
     num_features, eps, momentum (None: the mean of all batches), affine, track_running_stats: as torch's. The state dict
@@ -51,19 +85,17 @@ class FieldBatchNorm(FieldLayer):
         track_running_stats: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(grid, input, num_features)
-        self.eps, self.momentum, self.track_running_stats = eps, momentum, track_running_stats
-        add_affine(self, (num_features,), affine, dtype)
-        tracked = track_running_stats
-        self.register_buffer("running_mean", torch.zeros(num_features, dtype=dtype) if tracked else None)
-        self.register_buffer("running_var", torch.ones(num_features, dtype=dtype) if tracked else None)
-        self.register_buffer("num_batches_tracked", torch.tensor(0) if tracked else None)
+        super().__init__(grid, input, num_features, eps, affine, dtype)
+        self.momentum, self.track_running_stats = momentum, track_running_stats
+        self.register_buffer("running_mean", torch.zeros(num_features, dtype=dtype) if track_running_stats else None)
+        self.register_buffer("running_var", torch.ones(num_features, dtype=dtype) if track_running_stats else None)
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if track_running_stats else None)
         self._share = self.input.points() / math.prod(self._local_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         if not self.training and self.running_mean is not None:
-            weight, bias = affine_of(self)
+            weight, bias = self.summed_parameters()
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
         points = round(x.shape[0] * math.prod(x.shape[2:]) * self._share)
         if points < 2:
@@ -83,7 +115,7 @@ class FieldBatchNorm(FieldLayer):
         self.running_var.lerp_(var.to(self.running_var.dtype), factor)
 
 
-class FieldGroupNorm(FieldLayer):
+class FieldGroupNorm(_FieldNorm):
     """torch.nn.GroupNorm of a field that is split over ``grid``.
 
     num_groups, num_channels, eps, affine: as torch's. grid, input: as of `FieldConv`.
@@ -103,25 +135,16 @@ class FieldGroupNorm(FieldLayer):
         affine: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(grid, input, num_channels)
+        super().__init__(grid, input, num_channels, eps, affine, dtype)
         if num_groups < 1 or num_channels % num_groups:
             raise ValueError(f"num_groups={num_groups} must divide num_channels={num_channels}")
-        self.num_groups, self.eps = num_groups, eps
-        add_affine(self, (num_channels,), affine, dtype)
-        self._points = self.input.points() * num_channels // num_groups
+        self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
-        self.check(x)
-        x = widened(x)
-        y = normalise(x, self.num_groups, self.grid.comm, self.eps, self._points)
-        weight, bias = affine_of(self)
-        if weight is None or bias is None:
-            return y
-        shape = (-1, *(1,) * self.axes)
-        return torch.addcmul(bias.view(shape), y, weight.view(shape)).to(x.dtype)
+        return self._normalised(x, self.num_groups, (slice(None), *(None,) * self.axes))
 
 
-class FieldLayerNorm(FieldLayer):
+class FieldLayerNorm(_FieldNorm):
     """torch.nn.LayerNorm([channels, *space]) of a field that is split over ``grid``: each sample has one mean.
 
     channels, eps, elementwise_affine: as torch's. Weight and bias have a value for each channel and point of the whole
@@ -141,46 +164,10 @@ class FieldLayerNorm(FieldLayer):
         elementwise_affine: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(grid, input, channels)
-        self.eps = eps
-        add_affine(self, (channels, *input.shape), elementwise_affine, dtype)
-        self._block = (slice(None), *input.slices(grid.coords))
-        self._points = input.points() * channels
+        super().__init__(grid, input, channels, eps, elementwise_affine, dtype, of_points=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.check(x)
-        x = widened(x)
-        y = normalise(x, 1, self.grid.comm, self.eps, self._points)
-        weight, bias = affine_of(self)
-        if weight is None or bias is None:
-            return y
-        return torch.addcmul(bias[self._block], y, weight[self._block]).to(x.dtype)
-
-
-def add_affine(layer: FieldLayer, shape: tuple[int, ...], affine: bool, dtype: torch.dtype | None) -> None:
-    """Give ``layer`` a weight, initially 1, and a bias, initially 0; or None for both."""
-    for name, value in (("weight", 1.0), ("bias", 0.0)):
-        if affine:
-            add_parameter(layer, name, Placement(shape, Constant(value)), dtype)
-        else:
-            layer.register_parameter(name, None)
-
-
-def affine_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight and bias of ``layer`` with gradients that are summed over its grid, or None twice."""
-    if layer.weight is None:
-        return None, None
-    weight, bias = replicated(layer.grid.comm, layer.weight, layer.bias)
-    return weight, bias
-
-
-def normalise(x: Tensor, groups: int, comm: Communicator, eps: float, points: int) -> Tensor:
-    """Return ``x`` [batch, channels, ...] with mean 0 and variance 1 in each sample and group of channels.
-
-    points: of a group in the whole field. Halves are computed in float32. Collective over ``comm``.
-    """
-    y: Tensor = _Normalise.apply(x.reshape(x.shape[0], groups, -1), comm, eps, points)  # type: ignore[no-untyped-call]
-    return y.view(x.shape)
+        return self._normalised(x, 1, (slice(None), *self.input.slices(self.grid.coords)))
 
 
 def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -> tuple[Tensor, Tensor]:

@@ -12,20 +12,14 @@ from torch import Tensor
 from commengine import CartesianGrid, Decomposition
 
 from .geometry import Sliding
-from .layer import FieldLayer, LocalInput, natural
+from .layer import FieldLayer, natural
 
 _MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-class FieldMaxPool(FieldLayer):
-    """torch.nn.MaxPool1d, 2d or 3d of a field that is split over ``grid``.
-
-    kernel_size, stride (None: the kernel), padding, dilation: as torch's. grid, input, output, errors: as of
-    `FieldConv`.
-
-    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
-    """
+class _FieldPool(FieldLayer):
+    """Pooling over ``kernel_size`` points. fill: what stands in the padding."""
 
     def __init__(
         self,
@@ -37,21 +31,33 @@ class FieldMaxPool(FieldLayer):
         padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         output: Decomposition | None = None,
+        fill: float = -math.inf,
     ) -> None:
         super().__init__(grid, input)
-        self.dilation = natural(dilation, self.axes, "dilation", 1)
-        rules = pooling_rules(self.axes, kernel_size, stride, padding, self.dilation)
-        self.kernel, self.stride = tuple(r.kernel for r in rules), tuple(r.stride for r in rules)
-        modes = ["zeros"] * self.axes
-        self.local = LocalInput(grid, input, rules, modes, fill=-math.inf, output=output, layer="FieldMaxPool")
-        self.output = self.local.output
+        self.kernel = natural(kernel_size, self.axes, "kernel_size", 1)
+        self.stride = self.kernel if stride is None else natural(stride, self.axes, "stride", 1)
+        self.dilation, pads = natural(dilation, self.axes, "dilation", 1), natural(padding, self.axes, "padding", 0)
+        self._rules = list(map(Sliding, self.kernel, self.stride, self.dilation, pads, pads))
+        if any(2 * rule.before > rule.reach + 1 for rule in self._rules):  # as torch
+            raise ValueError(f"padding={padding} must be at most half of kernel_size={kernel_size}")
+        self.reads(self._rules, ["zeros"] * self.axes, output, fill=fill)
+
+
+class FieldMaxPool(_FieldPool):
+    """torch.nn.MaxPool1d, 2d or 3d of a field that is split over ``grid``.
+
+    kernel_size, stride (None: the kernel), padding, dilation: as torch's. grid, input, output, errors: as of
+    `FieldConv`.
+
+    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         return _MAX_POOL[self.axes](self.local(x), self.kernel, self.stride, self.local.native, self.dilation)
 
 
-class FieldAvgPool(FieldLayer):
+class FieldAvgPool(_FieldPool):
     """torch.nn.AvgPool1d, 2d or 3d of a field that is split over ``grid``.
 
     kernel_size, stride (None: the kernel), padding, count_include_pad: as torch's. grid, input, output, errors: as of
@@ -73,37 +79,17 @@ class FieldAvgPool(FieldLayer):
         count_include_pad: bool = True,
         output: Decomposition | None = None,
     ) -> None:
-        super().__init__(grid, input)
-        rules = pooling_rules(self.axes, kernel_size, stride, padding, (1,) * self.axes)
-        self.kernel, self.stride = tuple(r.kernel for r in rules), tuple(r.stride for r in rules)
-        self.local = LocalInput(grid, input, rules, ["zeros"] * self.axes, output=output, layer="FieldAvgPool")
-        self.output = self.local.output
+        super().__init__(kernel_size, grid, input, stride=stride, padding=padding, output=output, fill=0.0)
         counts = None
-        if not count_include_pad and any(rule.before for rule in rules):
+        if not count_include_pad and any(rule.before for rule in self._rules):
             slices = self.output.slices(grid.coords)
-            counts = inputs_counted(rules, input.shape, slices) / math.prod(self.kernel)
+            counts = inputs_counted(self._rules, input.shape, slices) / math.prod(self.kernel)
         self.register_buffer("counts", counts, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         y: Tensor = _AVG_POOL[self.axes](self.local(x), self.kernel, self.stride, self.local.native)
         return y if self.counts is None else y / self.counts.to(y.dtype)
-
-
-def pooling_rules(
-    axes: int,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None,
-    padding: int | Sequence[int],
-    dilation: Sequence[int],
-) -> list[Sliding]:
-    """Return the rule of each axis. Raises ValueError for a padding that torch refuses: more than half of the reach."""
-    kernel = natural(kernel_size, axes, "kernel_size", 1)
-    strides = kernel if stride is None else natural(stride, axes, "stride", 1)
-    pads = natural(padding, axes, "padding", 0)
-    if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(pads, kernel, dilation, strict=True)):
-        raise ValueError(f"padding={padding} must be at most half of kernel_size={kernel_size}")
-    return [Sliding(k, s, d, p, p) for k, s, d, p in zip(kernel, strides, dilation, pads, strict=True)]
 
 
 def inputs_counted(rules: Sequence[Sliding], points: Sequence[int], outputs: Sequence[slice]) -> Tensor:

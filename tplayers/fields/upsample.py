@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
+from tplayers.placement import require_one_of
 
 from .geometry import Scaled
-from .layer import FieldLayer, LocalInput, narrowed, natural
+from .layer import FieldLayer, narrowed, natural
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -37,18 +38,14 @@ class FieldUpsample(FieldLayer):
         output: Decomposition | None = None,
     ) -> None:
         super().__init__(grid, input)
-        if mode not in ("nearest", "linear") or padding_mode not in ("replicate", "circular"):
-            raise ValueError(
-                f"FieldUpsample: mode={mode!r} must be 'nearest' or 'linear', and "
-                f"padding_mode={padding_mode!r} 'replicate' or 'circular'"
-            )
+        require_one_of(("nearest", "linear"), mode=mode)
+        require_one_of(("replicate", "circular"), padding_mode=padding_mode)
         self.scale = natural(scale_factor, self.axes, "scale_factor", 1)
         self.mode = "nearest" if mode == "nearest" else _LINEAR[self.axes]
         rules = [Scaled(scale, mode == "linear") for scale in self.scale]
         # At a physical border torch's interpolation repeats the last input itself.
         modes = [padding_mode if padding_mode == "circular" and mode == "linear" else "clipped"] * self.axes
-        self.local = LocalInput(grid, input, rules, modes, output=output, layer="FieldUpsample")
-        self.output = self.local.output
+        self.reads(rules, modes, output)
         self._wanted = [
             (part.start - read * scale, part.stop - part.start)
             for part, (read, _), scale in zip(self.output.slices(grid.coords), self.local.span, self.scale, strict=True)

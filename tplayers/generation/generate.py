@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from tplayers.attention.key_value_cache import KeyValueCache
-from tplayers.host_copy import to_device
+from tplayers.host_copy import integers, to_device
 from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
-from .output_screen import OutputScreen
+from .fast_weights import OutputScreen, fast_model, screened
 from .sampling import Sampling
-from .weight_copies import fast_model, screened
 
 
 def generate(
@@ -53,7 +52,7 @@ def generate(
 
     Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
     CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
-    (`weight_copies`). Raises TypeError for a prompt that is no sequence of integers, and ValueError for an argument out
+    (`fast_weights`). Raises TypeError for a prompt that is no sequence of integers, and ValueError for an argument out
     of its range and where the model's logits are not finite; on all ranks. The model does not change, and no gradient
     is kept.
     """
@@ -81,10 +80,8 @@ def generate(
         for step, chosen in enumerate(steps):
             for row, token in chosen:
                 row.new.append(token)
-                ended = token in stops
-                if after_token is not None and after_token(row.place, row.new):
-                    ended = True
-                row.ended = ended or step + 1 == max_new_tokens
+                told = after_token is not None and after_token(row.place, row.new)
+                row.ended = told or token in stops or step + 1 == max_new_tokens
     slid = sum(row.start > 0 for row in rows)
     if warn and slid and model.comm.rank == 0:  # at the end: a warning may be an error, and the other ranks go on
         positions = model.config.max_position_embeddings
@@ -127,8 +124,7 @@ class _Row:
         length = len(self.prompt) + len(self.new)
         if length - self.start <= positions:
             return False
-        forgotten = length - positions if not self.new else length - positions + slide - 1
-        self.start = forgotten
+        self.start = length - positions if not self.new else length - positions + slide - 1
         return True
 
 
@@ -143,12 +139,13 @@ def _steps(
     for step in range(count if rows else 0):
         slid = [row.slid(positions, slide) for row in active]
         if cache is None:
-            cache, hidden = _first_pass(model, active, min(positions, _longest(active) + count - 1))
+            longest = max(len(row.prompt) - row.start for row in active)
+            cache, hidden = _first_pass(model, active, min(positions, longest + count - 1))
         elif any(slid):
             cache.clear()
             hidden = _whole_windows(model, cache, active)
         else:
-            last = to_device(torch.tensor([[row.new[-1]] for row in active], dtype=torch.int64, device="cpu"), device)
+            last = integers([[row.new[-1]] for row in active], device)
             hidden = model.hidden_states(last, cache=cache)[0]
             cache.advance([1] * len(active))
         logits = None if screen is None else screen.logits(hidden, screened(sampling))
@@ -156,8 +153,7 @@ def _steps(
             logits = model.logits(hidden)
         keys = None
         if sampling.temperature > 0:
-            of_rows = [stable_hash("next token", seed, row.number, row.sample, step) for row in active]
-            keys = to_device(torch.tensor(of_rows, dtype=torch.int64, device="cpu"), device)
+            keys = integers([stable_hash("next token", seed, row.number, row.sample, step) for row in active], device)
         tokens, scores = chooser.choose(logits, keys, None if seen is None else seen.of)
         chosen = tokens.tolist()
         if not all(map(math.isfinite, scores.tolist())):
@@ -175,21 +171,19 @@ def _steps(
             active = [active[place] for place in kept]
             cache.keep(kept)
             if seen is not None:
-                seen.keep(kept)
+                seen.of = seen.of[kept]
 
 
 def _first_pass(model: GPT, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
     """A cache of the rows' prompts, and the last token's hidden state of each [b, h]. Samples share one pass."""
-    prompts: dict[int, _Row] = {}
-    for row in rows:
-        prompts.setdefault(id(row.prompt), row)
+    prompts = {id(row.prompt): row for row in rows}
     place = {prompt: number for number, prompt in enumerate(prompts)}
     cache = model.new_cache(len(prompts), capacity)
     hidden = _whole_windows(model, cache, list(prompts.values()))
     if len(prompts) < len(rows):
         of_rows = [place[id(row.prompt)] for row in rows]
         cache.keep(of_rows)
-        hidden = hidden[to_device(torch.tensor(of_rows, dtype=torch.int64, device="cpu"), hidden.device)]
+        hidden = hidden[integers(of_rows, hidden.device)]
     return cache, hidden
 
 
@@ -199,17 +193,11 @@ def _whole_windows(model: GPT, cache: KeyValueCache, rows: Sequence[_Row]) -> Te
     lengths = [len(window) for window in windows]
     longest, device = max(lengths), model.embedding.weight.device
     # Shorter rows are filled up at the end, which no real token sees.
-    filled = torch.tensor(
-        [window + [0] * (longest - len(window)) for window in windows], dtype=torch.int64, device="cpu"
-    )
-    hidden = model.hidden_states(to_device(filled, device), cache=cache)
+    filled = integers([window + [0] * (longest - len(window)) for window in windows], device)
+    hidden = model.hidden_states(filled, cache=cache)
     cache.advance(lengths)
-    last = to_device(torch.tensor(lengths, dtype=torch.int64, device="cpu") - 1, device)
+    last = integers([length - 1 for length in lengths], device)
     return hidden[last, torch.arange(len(rows), dtype=torch.int64, device=device)]
-
-
-def _longest(rows: Sequence[_Row]) -> int:
-    return max(len(row.prompt) - row.start for row in rows)
 
 
 class _Seen:
@@ -219,7 +207,7 @@ class _Seen:
         self._first, self._real = chooser.first, chooser.real
         of = torch.zeros((len(rows), chooser.columns), dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
-            mine = torch.tensor(row.prompt, dtype=torch.int64, device="cpu") - self._first
+            mine = integers(row.prompt) - self._first
             of[number, mine[(mine >= 0) & (mine < self._real)]] = True
         self.of = to_device(of, chooser.device)
 
@@ -228,10 +216,6 @@ class _Seen:
         for number, token in enumerate(tokens):
             if 0 <= token - self._first < self._real:
                 self.of[number, token - self._first] = True
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows only."""
-        self.of = self.of[list(rows)]
 
 
 def _require(

@@ -9,25 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commengine import Communicator, Stream
-from tplayers.block import NormPlacement
-from tplayers.canonical import pointwise
-from tplayers.canonical.cross_entropy import cross_entropy
-from tplayers.canonical.shards import CanonicalShards
+from commengine import Communicator
 from tplayers.checks import require_within
-from tplayers.cross_entropy import class_cross_entropy, vocab_parallel_cross_entropy
+from tplayers.cross_entropy import IGNORED, class_cross_entropy
 from tplayers.linear import ReplicatedLinear
-from tplayers.mlp import GELUS, Gelu, require_gelu
+from tplayers.mlp import GELUS, Gelu
 from tplayers.norm import LayerNorm
-from tplayers.placement import Normal, Placement, add_parameter
+from tplayers.placement import Normal, Placement, add_parameter, require_one_of
 from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 from tplayers.rng import Randomness
 
-from .config import TransformerConfig
+from .config import NormPlacement, TransformerConfig
 from .transformer import Transformer
 
-#: a label that does not count
-IGNORED = -100
 #: the fields of `TransformerConfig` that only a GPT may change
 _OF_DECODERS = (
     "normalization", "swiglu", "position_embedding_type", "rope_scaling", "num_query_groups", "kv_channels",
@@ -47,6 +41,7 @@ class BERTConfig(TransformerConfig):
     binary_head: whether the model has the pooler and the sentence-order head.
     """
 
+    causal = False
     num_tokentypes: int = 2
     norm_placement: NormPlacement = "pre"
     gelu: Gelu = "erf"
@@ -64,25 +59,12 @@ class BERTConfig(TransformerConfig):
 class BERTEncoder(Transformer):
     """BERT's embedding and layers over ``comm``, the tensor group, without a head: what all models of BERT share.
 
-    A subclass adds its heads, and calls `add_pooler` if one of them reads the whole sample (`pooled`).
+    A subclass adds its heads in `add_heads`, and calls `add_pooler` if one of them reads the whole sample (`pooled`).
     The arguments are those of `BERT`.
     """
 
+    config: BERTConfig
     pooler: ReplicatedLinear
-
-    def __init__(
-        self,
-        config: BERTConfig,
-        comm: Communicator,
-        *,
-        overlap_stream: Stream | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            config, comm, causal=False, gelu=config.gelu, norm_placement=config.norm_placement,
-            num_tokentypes=config.num_tokentypes, overlap_stream=overlap_stream, dtype=dtype,
-        )  # fmt: skip
-        self.config = config
 
     def add_pooler(self, dtype: torch.dtype | None = None) -> None:
         """Give the model the layer of `pooled`."""
@@ -139,16 +121,9 @@ class BERT(BERTEncoder):
     parameters are partial: call `sum_partial_gradients(model, comm)`.
     """
 
-    def __init__(
-        self,
-        config: BERTConfig,
-        comm: Communicator,
-        *,
-        overlap_stream: Stream | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, comm, overlap_stream=overlap_stream, dtype=dtype)
-        self.mlm_head = MaskedTokenHead(config, comm, dtype=dtype)
+    def add_heads(self, dtype: torch.dtype | None) -> None:
+        config = self.config
+        self.mlm_head = MaskedTokenHead(config, self.comm, dtype=dtype)
         if config.binary_head:
             self.add_pooler(dtype)
             self.order_head = ReplicatedLinear(config.hidden_size, 2, init=Normal(config.init_method_std), dtype=dtype)
@@ -169,41 +144,26 @@ class BERT(BERTEncoder):
         rows, asked = hidden, tokens.shape[1]
         if positions is not None:
             rows, asked = self._at_positions(hidden, positions), positions.shape[1]
-        # [s, b, v / p], or K and more for s; or canonical shards of that
-        logits = self._logits(self.mlm_head(rows), in_shards=labels is not None)
+        scores = (self.logits if labels is None else self._scores)(self.mlm_head(rows), self.mlm_head.bias)
         order = self.order_head(self.pooled(hidden)) if self.config.binary_head else None
         if labels is None:
-            return logits[:asked].transpose(0, 1), order
-        losses = self._losses(logits, labels)
+            return scores[:asked].transpose(0, 1), order
+        wanted = F.pad(labels.t(), (0, 0, 0, scores.shape[-3] - asked), value=IGNORED)
+        losses = self._losses(scores, wanted)
         return losses[:asked].t(), None if order is None else _order_losses(order, order_labels)
-
-    def _logits(self, found: Tensor, *, in_shards: bool) -> Tensor:
-        """This rank's logits of the output of the head of masked tokens; canonical shards of them if asked for."""
-        layer, bias = self.embedding, self.mlm_head.bias
-        return layer.logits(found, bias) if self.canonical is None or not in_shards else layer.logit_shards(found, bias)
-
-    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The losses [s, b] of `_logits`. labels: [b, s], or [b, K] for K and more logits."""
-        size, comm = self.config.vocab_size, self.comm
-        wanted = F.pad(labels.t(), (0, 0, 0, logits.shape[-3] - labels.shape[1]), value=IGNORED)
-        if self.canonical is None:
-            return vocab_parallel_cross_entropy(logits, wanted, comm, vocab_size=size, overwrite=True)
-        return cross_entropy(logits, wanted, self.canonical, vocab_size=size)
 
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The rows [K, b, h] of ``hidden`` at ``positions`` [b, K].
 
-        With sequence_parallel this rank's shard of them, after K is filled up to a multiple of the group, or of the
-        canonical shards if there are any, which then fill K up without sequence_parallel, too.
+        K is filled up to a `_positions_multiple`. With sequence_parallel this rank's shard of them.
         """
-        if not self.config.sequence_parallel and self.canonical is None:
-            return self.rows(hidden, positions.t())
-        missing = -positions.shape[1] % (self.comm.size if self.canonical is None else self.canonical.count)
-        if not self.config.sequence_parallel:
-            return self.rows(hidden, F.pad(positions.t(), (0, 0, 0, missing)))
-        return reduce_scatter_to_sequence_parallel_region(
-            self.rows(hidden, F.pad(positions.t(), (0, 0, 0, missing))), self.comm
-        )
+        found = self.rows(hidden, F.pad(positions.t(), (0, 0, 0, -positions.shape[1] % self._positions_multiple)))
+        return reduce_scatter_to_sequence_parallel_region(found, self.comm) if self.sequence_parallel else found
+
+    @property
+    def _positions_multiple(self) -> int:
+        """A number that divides the positions at which the head of masked tokens runs."""
+        return self.comm.size if self.sequence_parallel else 1
 
     def _require_labels(
         self, tokens: Tensor, labels: Tensor | None, order_labels: Tensor | None, positions: Tensor | None
@@ -222,7 +182,7 @@ class BERT(BERTEncoder):
             raise ValueError("order_labels need labels, and a model with binary_head=True")
         if list(order_labels.shape) != [b]:
             raise ValueError(f"order_labels {list(order_labels.shape)} must be [{b}]")
-        require_within(order_labels.masked_fill(order_labels == IGNORED, 0), 2, "a label of sentence order")
+        require_within(order_labels, 2, "a label of sentence order", IGNORED)
 
 
 class MaskedTokenHead(nn.Module):
@@ -234,13 +194,12 @@ class MaskedTokenHead(nn.Module):
     """
 
     bias: nn.Parameter
-    canonical: CanonicalShards | None = None
 
     def __init__(self, config: BERTConfig, comm: Communicator, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
         self.gelu = config.head_gelu or config.gelu
-        require_gelu(self.gelu)
+        require_one_of(GELUS, gelu=self.gelu)
         self.dense = ReplicatedLinear(
             config.hidden_size, config.hidden_size, init=Normal(config.init_method_std), **split
         )
@@ -249,9 +208,6 @@ class MaskedTokenHead(nn.Module):
         add_parameter(self, "bias", columns, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.canonical is not None:
-            of_shards: Tensor = self.norm(pointwise.gelu(self.dense(x), GELUS[self.gelu]))
-            return of_shards
         normed: Tensor = self.norm(F.gelu(self.dense(x), approximate=GELUS[self.gelu]))
         return normed
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from commengine import Communicator, Stream
+from commengine import Communicator
 from tplayers.attention.self_attention import needed
 from tplayers.linear import ReplicatedLinear
 from tplayers.placement import Normal
@@ -27,20 +29,14 @@ class BERTSequenceClassifier(BERTEncoder):
     masked tokens, because every parameter must get a gradient.
     """
 
-    def __init__(
-        self,
-        config: BERTConfig,
-        comm: Communicator,
-        *,
-        classes: int,
-        overlap_stream: Stream | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, comm, overlap_stream=overlap_stream, dtype=dtype)
+    def __init__(self, config: BERTConfig, comm: Communicator, *, classes: int, **options: Any) -> None:
+        self.classes = classes
+        super().__init__(config, comm, **options)
+
+    def add_heads(self, dtype: torch.dtype | None) -> None:
         self.add_pooler(dtype)
-        self.classifier = ReplicatedLinear(
-            config.hidden_size, classes, init=Normal(config.init_method_std), dtype=dtype
-        )
+        init = Normal(self.config.init_method_std)
+        self.classifier = ReplicatedLinear(self.config.hidden_size, self.classes, init=init, dtype=dtype)
 
     def forward(
         self,
@@ -68,15 +64,8 @@ class BERTMultipleChoice(BERTSequenceClassifier):
     `BERTSequenceClassifier`.
     """
 
-    def __init__(
-        self,
-        config: BERTConfig,
-        comm: Communicator,
-        *,
-        overlap_stream: Stream | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, comm, classes=1, overlap_stream=overlap_stream, dtype=dtype)
+    def __init__(self, config: BERTConfig, comm: Communicator, **options: Any) -> None:
+        super().__init__(config, comm, classes=1, **options)
 
     def forward(
         self,
@@ -98,19 +87,9 @@ class BERTSpans(BERTEncoder):
     cannot be part of an answer have logits, too. tokens, token_types, padding, randomness: as in `BERT`.
     """
 
-    def __init__(
-        self,
-        config: BERTConfig,
-        comm: Communicator,
-        *,
-        overlap_stream: Stream | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, comm, overlap_stream=overlap_stream, dtype=dtype)
-        self.span_head = ReplicatedLinear(
-            config.hidden_size, 2, sequence_parallel=config.sequence_parallel, init=Normal(config.init_method_std),
-            dtype=dtype,
-        )  # fmt: skip
+    def add_heads(self, dtype: torch.dtype | None) -> None:
+        init, split = Normal(self.config.init_method_std), self.config.sequence_parallel
+        self.span_head = ReplicatedLinear(self.config.hidden_size, 2, sequence_parallel=split, init=init, dtype=dtype)
 
     def forward(
         self,

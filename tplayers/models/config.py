@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from commengine.cost import TransformerShape
 from tplayers.attention.head_split import split_heads
 from tplayers.attention.rotary import RopeScaling, require_pairs
 from tplayers.attention.self_attention import DropoutMask
-from tplayers.norm import Normalization, require_normalization
-from tplayers.placement import require_divisible
-from tplayers.recompute import Recompute
+from tplayers.mlp import Gelu
+from tplayers.norm import NORMS, Normalization
+from tplayers.placement import require_divisible, require_one_of
+from tplayers.recompute import RECOMPUTE, Recompute
+
+#: Where a layer normalises: "pre" inside each branch, which leaves the residual stream as it is (paper, Figure 7 b), or
+#: "post" after each residual sum, as in the first BERT (Figure 7 a).
+NormPlacement: TypeAlias = Literal["pre", "post"]
+
+NORM_PLACEMENTS = get_args(NormPlacement)
 
 #: How a model knows positions: by a table that is learned and added to the embedding, or by rotating queries and keys.
 PositionEmbedding: TypeAlias = Literal["learned_absolute", "rope"]
 
-POSITION_EMBEDDINGS = ("learned_absolute", "rope")
+POSITION_EMBEDDINGS = get_args(PositionEmbedding)
+
+_OF_DECODERS: tuple[NormPlacement, Gelu] = "pre", "tanh"
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,9 @@ class TransformerConfig:
     ffn_hidden_size: None for 4 * hidden_size, or with ``swiglu`` for Megatron-LM's 2 / 3 of it in multiples of 64.
     make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this at every TP size, so that the model is
     the same at every TP size.
-    sequence_parallel, recompute: as in `TransformerBlock`. They change how the model is computed, not its function.
+    sequence_parallel: as in `TransformerBlock`. It changes how the model is computed, not its function, as does
+    recompute: "full" keeps only the input of each layer for the backward, and runs the layer again, communication
+        included. "selective" recomputes the inside of attention (`SelfAttention`).
     attention_dropout_mask: as in `SelfAttention`.
 
     The Llama family is a `GPT` with other values of these:
@@ -67,11 +78,15 @@ class TransformerConfig:
     untie_embeddings_and_output_weights: bool = False
     pad_attention_heads: bool = False
 
+    # What `BERTConfig` has otherwise; no fields, because a decoder has no choice.
+    causal, num_tokentypes = True, 0
+    norm_placement, gelu = _OF_DECODERS
+
     def __post_init__(self) -> None:
-        require_normalization(self.normalization)
-        if self.position_embedding_type not in POSITION_EMBEDDINGS:
-            known = ", ".join(POSITION_EMBEDDINGS)
-            raise ValueError(f"position_embedding_type={self.position_embedding_type!r} must be one of {known}")
+        require_one_of(NORMS, normalization=self.normalization)
+        require_one_of(POSITION_EMBEDDINGS, position_embedding_type=self.position_embedding_type)
+        require_one_of(NORM_PLACEMENTS, norm_placement=self.norm_placement)
+        require_one_of(RECOMPUTE, recompute=self.recompute)
 
     @property
     def ffn_size(self) -> int:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.fields import FieldConv, SpectralConv
+from tplayers.fields.conv import FieldConv
+from tplayers.fields.spectral import SpectralConv
 
 
 class FNO(nn.Module):

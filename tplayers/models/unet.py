@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.fields import FieldBatchNorm, FieldConv, FieldConvTranspose, FieldGroupNorm, FieldMaxPool
+from tplayers.fields.conv import FieldConv, FieldConvTranspose
 from tplayers.fields.layer import check_geometry
+from tplayers.fields.norm import FieldBatchNorm, FieldGroupNorm
+from tplayers.fields.pool import FieldMaxPool
+from tplayers.placement import require_one_of
 
 #: the normalisations that a UNet can have
 NORMS = ("batch", "group", "none")
@@ -50,8 +53,7 @@ class UNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if norm not in NORMS:
-            raise ValueError(f"UNet: norm={norm!r} is not one of {', '.join(NORMS)}")
+        require_one_of(NORMS, norm=norm)
         check_geometry("UNet", grid, input)
         if any(points % 2**depth for points in input.shape):
             raise ValueError(
@@ -59,20 +61,18 @@ class UNet(nn.Module):
                 f"have a multiple of {2**depth} points"
             )
         self.input = self.output = input
-        options: dict[str, Any] = {
-            "kernel_size": kernel_size,
-            "padding_mode": padding_mode,
-            "norm": norm,
-            "dtype": dtype,
-        }
-        self.down = nn.ModuleList([_Level(in_channels, width, grid, input, **options)])
+
+        def level_of(ins: int, channels: int, field: Decomposition) -> _Level:
+            return _Level(ins, channels, kernel_size, grid, field, norm, padding_mode=padding_mode, dtype=dtype)
+
+        self.down = nn.ModuleList([level_of(in_channels, width, input)])
         self.pool = nn.ModuleList()
         levels = [input]
         for level in range(1, depth + 1):
             self.pool.append(FieldMaxPool(2, grid, levels[-1]))
             levels.append(self.pool[-1].output)  # type: ignore[arg-type]
             channels = width * 2**level
-            self.down.append(_Level(channels // 2, channels, grid, levels[-1], **options))
+            self.down.append(level_of(channels // 2, channels, levels[-1]))
         self.up, self.merge = nn.ModuleList(), nn.ModuleList()
         for level in reversed(range(depth)):
             channels = width * 2**level
@@ -80,7 +80,7 @@ class UNet(nn.Module):
             self.up.append(
                 FieldConvTranspose(2 * channels, channels, 2, grid, below, stride=2, output=here, dtype=dtype)
             )
-            self.merge.append(_Level(2 * channels, channels, grid, here, **options))
+            self.merge.append(level_of(2 * channels, channels, here))
         self.last = FieldConv(width, out_channels, 1, grid, input, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,23 +102,20 @@ class _Level(nn.Module):
         self,
         in_channels: int,
         channels: int,
+        kernel_size: int,
         grid: CartesianGrid,
         input: Decomposition,
-        *,
-        kernel_size: int,
-        padding_mode: str | Sequence[str],
         norm: str,
+        *,
         dtype: torch.dtype | None,
+        **options: Any,
     ) -> None:
+        """options: of the convolutions."""
         super().__init__()
         self.conv, self.norm = nn.ModuleList(), nn.ModuleList()
         for ins in (in_channels, channels):
-            self.conv.append(
-                FieldConv(
-                    ins, channels, kernel_size, grid, input,
-                    padding="same", padding_mode=padding_mode, bias=norm == "none", dtype=dtype,
-                )
-            )  # fmt: skip
+            options |= {"padding": "same", "bias": norm == "none", "dtype": dtype}
+            self.conv.append(FieldConv(ins, channels, kernel_size, grid, input, **options))
             if norm == "batch":
                 self.norm.append(FieldBatchNorm(channels, grid, input, dtype=dtype))
             elif norm == "group":

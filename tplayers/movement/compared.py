@@ -79,7 +79,8 @@ def compare(
     first = counted[0]
     dims = first[3]
     at = None if along is None or not -dims <= along < dims else along % dims
-    alike = {_without(record, at) for record in counted}
+    differing = {1, None if at is None else 4 + at}  # whether a gradient is wanted, and the size along ``at``
+    alike = {tuple(value for place, value in enumerate(record) if place not in differing) for record in counted}
     if len(alike) > 1:
         told = ", ".join(f"{list(r[4 : 4 + r[3]])} of {_DTYPES[r[0] - 1]}" for r in counted[:16])
         except_in = "" if at is None else f" except in dimension {at}"
@@ -93,11 +94,6 @@ def compare(
         any(record[1] for record in counted),
         operation,
     )
-
-
-def _without(record: tuple[int, ...], at: int | None) -> tuple[int, ...]:
-    """Return what must be equal on all ranks: not whether a gradient is wanted, and not the size along ``at``."""
-    return tuple(value for place, value in enumerate(record) if place != 1 and (at is None or place != 4 + at))
 
 
 def wants_gradient(x: Tensor) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commengine import CartesianGrid, Decomposition, Stream
+from commengine import CartesianGrid, Decomposition
 
 from .compared import compare_first
 from .plan import BlockPart, TransferPlan, halo_plan
-from .transfer import StartedTransfer, start_transfer, transfer, transfer_adjoint
+from .transfer import transfer, transfer_adjoint
 
 #: one width for all ends of all axes; or for each axis one width, or (low, high)
 Widths = int | Sequence[int | tuple[int, int]]
@@ -39,7 +39,10 @@ def halo_exchange(
     section 3, "generalized halo exchange").
     At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
     """
-    return transfer(x, _compared_plan("halo_exchange", x, grid, widths, decomposition, padding), grid.comm)
+    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
+    plan = plan_halo(grid, decomposition, widths, padding)
+    compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
+    return transfer(x, plan, grid.comm)
 
 
 def halo_accumulate(
@@ -58,38 +61,6 @@ def halo_accumulate(
     plan = plan_halo(grid, decomposition, widths, padding)
     compare_first("halo_accumulate", y, plan.target_shape, grid.comm, decomposition)
     return transfer_adjoint(y, plan, grid.comm)
-
-
-def start_halo_exchange(
-    x: Tensor,
-    grid: CartesianGrid,
-    widths: Widths,
-    stream: Stream,
-    *,
-    decomposition: Decomposition | None = None,
-    padding: str | Sequence[str] | None = None,
-) -> StartedTransfer:
-    """Begin `halo_exchange` on a stream of ``grid.comm``; ``wait()`` of the result returns the block with its halo.
-
-    This rank computes its interior between the two calls. The backward overlaps, too: see
-    `tplayers.movement.transfer.start_transfer`.
-    """
-    plan = _compared_plan("start_halo_exchange", x, grid, widths, decomposition, padding)
-    return start_transfer(x, plan, grid.comm, stream)
-
-
-def _compared_plan(
-    operation: str,
-    x: Tensor,
-    grid: CartesianGrid,
-    widths: Widths,
-    decomposition: Decomposition | None,
-    padding: str | Sequence[str] | None,
-) -> TransferPlan:
-    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
-    plan = plan_halo(grid, decomposition, widths, padding)
-    compare_first(operation, x, plan.source_shape, grid.comm, decomposition)
-    return plan
 
 
 def shift(

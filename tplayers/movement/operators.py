@@ -55,25 +55,8 @@ from commengine import Communicator, Decomposition
 
 from .adjoint_pair import Pair, apply_pair
 from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
-from .halo import halo_accumulate, halo_exchange, shift, start_halo_exchange
 from .plan import halo_plan, repartition_plan
 from .transfer import transfer, transfer_adjoint
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "halo_accumulate",
-    "halo_exchange",
-    "reduce_scatter",
-    "repartition",
-    "scatter",
-    "shift",
-    "start_halo_exchange",
-    "sum_reduce",
-]
 
 
 def broadcast(x: Tensor | None, comm: Communicator, root: int = 0) -> Tensor:
@@ -93,8 +76,7 @@ def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     """
     check_root("sum_reduce", comm, root)
     given = compare("sum_reduce", x, comm)
-    forward, transposed = _broadcast(comm, root, given)
-    return apply_pair(taking_part(x, given), transposed, forward)
+    return apply_pair(taking_part(x, given), *_broadcast(comm, root, given)[::-1])
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
@@ -115,8 +97,7 @@ def all_gather(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     x: the parts may differ in their size along ``dim``. Its gradient is the sum of all ranks' gradients of it.
     """
     given = compare("all_gather", x, comm, along=dim)
-    forward, transposed = _all_gather(comm, given, given.dim(dim))
-    return apply_pair(taking_part(x, given), forward, transposed)
+    return apply_pair(taking_part(x, given), *_all_gather(comm, given, given.dim(dim)))
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -128,8 +109,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[
     given = compare("reduce_scatter", x, comm)
     at = given.dim(dim)
     parts = replace(given, sizes=_sizes(given.shape[at], comm, sizes, "reduce_scatter"))
-    forward, transposed = _all_gather(comm, parts, at)
-    return apply_pair(taking_part(x, given), transposed, forward)
+    return apply_pair(taking_part(x, given), *_all_gather(comm, parts, at)[::-1])
 
 
 def gather(x: Tensor, comm: Communicator, root: int = 0, dim: int = 0) -> Tensor:

@@ -54,16 +54,6 @@ class TransferPlan(NamedTuple):
     kept: tuple[BlockPart, ...]
     filled: bool
 
-    @property
-    def sent_points(self) -> int:
-        """The points that this rank sends, for each channel and sample."""
-        return sum(math.prod(piece.shape) for _, pieces in self.sends for piece in pieces)
-
-    @property
-    def received_points(self) -> int:
-        """The points that this rank receives, for each channel and sample."""
-        return sum(math.prod(piece.shape) for _, pieces in self.receives for piece in pieces)
-
 
 class _Run(NamedTuple):
     """``length`` positions of a new block, from ``target`` on. They take points of the block ``owner`` of one axis.
@@ -163,7 +153,7 @@ def _plan(
 def _runs(source: Decomposition, axis: int, start: int, stop: int, padding: str) -> list[_Run]:
     """Return the runs of one axis for the positions from ``start`` to ``stop`` - 1, in ascending order."""
     if padding not in PADDINGS:
-        raise ValueError(f"padding={padding!r} is not one of {', '.join(PADDINGS)}")
+        raise ValueError(f"padding={padding!r} must be one of {', '.join(PADDINGS)}")
     if stop < start:
         raise ValueError(f"the range from {start} to {stop} of axis {axis} ends before it begins")
     bounds = source.bounds(axis)

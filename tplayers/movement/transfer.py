@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Event, Stream
-from tplayers.derivatives import one_derivative
+from tplayers.functions import one_derivative
 
 from .adjoint_pair import Pair, apply_pair
 from .compared import compare, wants_gradient
@@ -42,8 +42,7 @@ def transfer_adjoint(y: Tensor, plan: TransferPlan, comm: Communicator) -> Tenso
     Each point of the result is the sum of all points of the new blocks that `transfer` makes of it.
     """
     check_block(y, plan.target_shape, comm)
-    forward, transposed = _pair(plan, comm)
-    return apply_pair(y, transposed, forward)
+    return apply_pair(y, *_pair(plan, comm)[::-1])
 
 
 def start_transfer(x: Tensor, plan: TransferPlan, comm: Communicator, stream: Stream | None) -> StartedTransfer:

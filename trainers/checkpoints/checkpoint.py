@@ -14,8 +14,8 @@ there are any.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,12 +30,11 @@ from tplayers import Placement, placements
 from trainers.config import TrainConfig
 from trainers.data.stream import MOCK, record_of_one
 from trainers.files import checksums
-from trainers.training.optimizer import Optimizer
-from trainers.training.parameters import MOMENTS
+from trainers.training.optimizer import MOMENTS, Optimizer
 
 from . import disk, parallel_safetensors, pointer
+from .parallel_safetensors import read_layout
 from .pointer import STATE
-from .safetensors_file import read_layout
 
 if TYPE_CHECKING:
     from .state_file import SavedState
@@ -71,6 +70,13 @@ class Progress:
 def find(folder: Path) -> Path | None:
     """``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it, or None."""
     return folder if (folder / STATE).is_file() else pointer.latest(folder)
+
+
+def missing(folder: Path, more: str = "") -> UsageError:
+    """The error where `find` gives None for the folder of ``--load``. more: what else helps."""
+    problem = "holds no checkpoint" if folder.is_dir() else "no such folder"
+    valid = "the --save folder of a run, or one of the iter_* folders in it"
+    return UsageError(f"--load {folder}: {problem}; valid: {valid}{more}")
 
 
 def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -117,35 +123,26 @@ def saved_state(found: Path, *, verify: bool) -> SavedState:
     """
     from . import state_file  # pydantic takes as long to import as a small checkpoint to load
 
-    try:
+    with named_faults(found):
         pieces = _checksums(found) if verify else None
-        if pieces is not None:
-            for piece in pieces:
-                if piece.name == STATE:
-                    checksums.check(found, piece)
+        for piece in pieces or ():
+            if piece.name == STATE:
+                checksums.check(found, piece)
         state = state_file.read(found / STATE)
         if (named := pointer.iteration_of(found)) not in (None, state.iteration):
             raise ValueError(
                 f"{found / STATE}: it is of iteration {state.iteration}, and its folder's name of {named}: give the "
                 f"folder the name {pointer.name_of(state.iteration)}"
             )
-    except (ValueError, OSError) as error:
-        raise cannot_load(found, error) from error
-    if state.format >= 4 and pieces is None and verify:
-        raise cannot_load(found, checksums.ChecksumError(f"{found / CHECKSUMS}: no such file"))
+        if state.format >= 4 and pieces is None and verify:
+            raise checksums.ChecksumError(f"{found / CHECKSUMS}: no such file")
     return state
 
 
 def parameters_dtype(found: Path) -> torch.dtype:
     """The dtype of the parameters in a checkpoint's file, the widest if they differ. Raises UsageError."""
-    try:
-        file = disk.open_to_read(found / MODEL)
-        try:
-            stored = read_layout(file, found / MODEL)
-        finally:
-            os.close(file)
-    except (ValueError, OSError) as error:
-        raise cannot_load(found, error) from error
+    with named_faults(found), disk.opened(found / MODEL) as file:
+        stored = read_layout(file, found / MODEL)
     return functools.reduce(torch.promote_types, (one.dtype for one in stored.values()))
 
 
@@ -166,6 +163,15 @@ def cannot_load(found: Path, error: Exception) -> UsageError:
     hint = "" if not isinstance(error, checksums.ChecksumError) else "; to load it unchecked: --no-verify-checkpoints"
     said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     return UsageError(f"--load: {said}{there}{hint}")
+
+
+@contextlib.contextmanager
+def named_faults(found: Path) -> Iterator[None]:
+    """A block in which a ValueError or OSError means that the checkpoint is damaged: it becomes `cannot_load`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise cannot_load(found, error) from error
 
 
 def _data_of_one(saved: Mapping[str, Any], iteration: int) -> dict[str, Any] | None:
@@ -202,12 +208,25 @@ def load(
     world = grid.world
     if verify:
         on_every_rank(world, lambda: compare(found, world.rank, world.size))
+    placed = placements(model)
+    trained = {name for name in placed if f"{MOMENTS[0]}.{name}" in optimizer.described()}
+    # Masters are the parameters before rounding, so filling them fills the parameters, too.
+    kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
+    parts = {f"{kind}.{name}": placed[name] for kind in kinds for name in placed if name in trained}
 
     def read() -> None:
-        try:
-            _read(found, progress, model, optimizer)
-        except (ValueError, OSError) as error:
-            raise cannot_load(found, error) from error
+        with named_faults(found):
+            for name, values in read_model(found, model, leave_out=trained if progress.masters else ()):
+                if name in placed:
+                    optimizer.fill("master", name, values)
+                else:
+                    model.get_buffer(name).copy_(values)
+            if not progress.updates and not progress.masters:
+                return  # the moments are 0, and a converted model has none
+            for key, values in parallel_safetensors.read(found / OPTIMIZER, parts):
+                kind, _, name = key.partition(".")
+                optimizer.fill(kind, name, values)
+            optimizer.set_updates(progress.updates)
 
     on_every_rank(world, read)
 
@@ -224,13 +243,10 @@ def load_model(found: Path, model: nn.Module, world: Communicator, *, verify: bo
     in_host = {name: one for name, one in named.items() if one.device.type == "cpu" and one.is_contiguous()}
 
     def read() -> None:
-        try:
-            with torch.no_grad():
-                for name, values in read_model(found, model, into=in_host):
-                    if values is not in_host.get(name):
-                        named[name].copy_(values)
-        except (ValueError, OSError) as error:
-            raise cannot_load(found, error) from error
+        with named_faults(found), torch.no_grad():
+            for name, values in read_model(found, model, into=in_host):
+                if values is not in_host.get(name):
+                    named[name].copy_(values)
 
     on_every_rank(world, read)
 
@@ -241,40 +257,10 @@ def compare(found: Path, part: int = 0, parts: int = 1, *, file: str | None = No
     part, parts: compare only every ``parts``-th piece, from number ``part`` on. file: the only file to compare. Not
     collective. Raises UsageError that names the file and the bytes.
     """
-    try:
+    with named_faults(found):
         pieces = [piece for piece in _checksums(found) or [] if file in (None, piece.name)]
         for _ in checksums.verify(found / CHECKSUMS, pieces, part, parts):
             pass
-    except (ValueError, OSError) as error:
-        raise cannot_load(found, error) from error
-
-
-def damage(found: Path) -> str:
-    """How a checkpoint's files differ from their checksums; "" if they do not, or if an older version wrote none."""
-    try:
-        compare(found)
-    except UsageError as error:
-        return str(error.__cause__ or error)
-    return ""
-
-
-def _read(found: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-    placed = placements(model)
-    trained = {name for name in placed if f"{MOMENTS[0]}.{name}" in optimizer.described()}
-    # Masters are the parameters before rounding, so filling them fills the parameters, too.
-    kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
-    for name, values in read_model(found, model, leave_out=trained if progress.masters else ()):
-        if name in placed:
-            optimizer.fill("master", name, values)
-        else:
-            model.get_buffer(name).copy_(values)
-    if not progress.updates and not progress.masters:
-        return  # the moments are 0, and a converted model has none
-    parts = {f"{kind}.{name}": placed[name] for kind in kinds for name in placed if name in trained}
-    for key, values in parallel_safetensors.read(found / OPTIMIZER, parts):
-        kind, _, name = key.partition(".")
-        optimizer.fill(kind, name, values)
-    optimizer.set_updates(progress.updates)
 
 
 def read_model(

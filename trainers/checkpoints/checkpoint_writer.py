@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
 from tplayers import Placement, placements
 from trainers.files import checksums
+from trainers.training.optimizer import Optimizer
+from trainers.training.optimizer_state import OptimizerState
 
 from . import disk, parallel_safetensors, pointer
 from .checkpoint import CHECKSUMS, FORMAT, MODEL, OPTIMIZER, Progress, model_placements, named_values
@@ -32,19 +34,6 @@ DONE, WRITING, FAILED = range(3)
 LOOK_SECONDS = 0.05
 
 
-class SavedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer; see `trainers.training.optimizer.Optimizer`."""
-
-    def wait_for_parameters(self) -> None:
-        """Wait until all ranks have the parameters of the last step."""
-
-    def described(self) -> Mapping[str, tuple[torch.dtype, Placement]]:
-        """The dtype and placement of what `tensors` gives, by its names."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name, tensor) of all state, on rank 0 of the data group; nothing on its other ranks, which exhaust it."""
-
-
 class CheckpointWriter:
     """A checkpoint of the state after ``progress.iteration`` steps, that is being written.
 
@@ -53,6 +42,8 @@ class CheckpointWriter:
     the constructor returns. In both cases the checkpoint has its name only after `finish`, and until then the older
     checkpoints are as they were.
 
+    optimizer: None: one that has done no step.
+
     lost: asked on rank 0 before it changes anything in the folder; why the folder is another run's by now, or None.
 
     The threads do not communicate. Collective over the grid's world to make and to finish. Raises UsageError, on all
@@ -60,7 +51,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, progress: Progress, model: nn.Module, optimizer: SavedOptimizer,
+        self, folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer | OptimizerState | None,
         settings: Mapping[str, Any], grid: ProcessGrid, *, background: bool = False,
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
@@ -73,7 +64,8 @@ class CheckpointWriter:
         self._state = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
         values, wholes = list(named_values(model)), model_placements(model)
         weights = {key: (one.dtype, wholes[key]) for key, one in values}
-        moments = optimizer.described()
+        moments = {} if optimizer is None else optimizer.described()
+        state: Iterator[tuple[str, Tensor]] = iter(()) if optimizer is None else optimizer.tensors()
         self._sizes = {
             MODEL: parallel_safetensors.file_size(weights),
             OPTIMIZER: parallel_safetensors.file_size(moments),
@@ -83,12 +75,17 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
         self._on_rank_zero(self._prepare)
-        optimizer.wait_for_parameters()
+        if isinstance(optimizer, Optimizer):
+            optimizer.wait_for_parameters()
         mine: Iterator[tuple[str, int, Any]] = iter(())
         if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
-            mine = self._mine(weights, iter(values), moments, optimizer.tensors())
+            mine = (
+                (file, start, data)
+                for file, described, given in ((MODEL, weights, iter(values)), (OPTIMIZER, moments, state))
+                for start, data in parallel_safetensors.ranges(described, given, self._group)
+            )
         else:
-            for _ in optimizer.tensors():  # this rank's shards go to rank 0 of the data group
+            for _ in state:  # this rank's shards go to rank 0 of the data group
                 pass
         if background:
             copies = deque((file, start, bytes(data)) for file, start, data in mine)
@@ -139,15 +136,6 @@ class CheckpointWriter:
 
     # This rank's share ----------------------------------------------------------------------------------------
 
-    def _mine(
-        self, weights: Mapping[str, tuple[torch.dtype, Placement]], parameters: Iterator[tuple[str, Tensor]],
-        moments: Mapping[str, tuple[torch.dtype, Placement]], tensors: Iterator[tuple[str, Tensor]],
-    ) -> Iterator[tuple[str, int, memoryview]]:  # fmt: skip
-        """(File, first byte, bytes) of each range that this rank writes. Collective over the tensor group."""
-        for file, described, given in ((MODEL, weights, parameters), (OPTIMIZER, moments, tensors)):
-            for start, data in parallel_safetensors.ranges(described, given, self._group):
-                yield file, start, data
-
     def _write_copies(self, copies: deque[tuple[str, int, Any]]) -> None:
         """Write the copies, each of which is freed when it is written. On the thread."""
         try:
@@ -167,8 +155,7 @@ class CheckpointWriter:
                 writers[file].write(start, data)
                 self._pieces.append(checksums.Piece(file, start, start + len(data), checksums.digest(data)))
         for writer in writers.values():
-            if writer.problem is not None and self._problem is None:
-                self._problem = disk.named(writer.problem, writer.path)
+            self._problem = self._problem or writer.problem
 
     # Rank 0 ---------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ class RangeWriter:
 
     It never reads: a client of NFS that reads part of a page may write the whole page back.
 
-    problem: the first error, after which nothing more is written. It is kept and not raised, because the ranks of a
-    group go on with their exchanges and tell each other at the end. Without a problem the file is on disk when the
-    ``with`` block has ended.
+    problem: the first error, with the file's name, after which nothing more is written. It is kept and not raised,
+    because the ranks of a group go on with their exchanges and tell each other at the end. Without a problem the file
+    is on disk when the ``with`` block has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class RangeWriter:
         try:
             yield
         except OSError as error:
-            self.problem = self.problem or error
+            self.problem = self.problem or OSError(error.errno, error.strerror, str(self.path))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -69,25 +69,25 @@ def write(path: Path, data: bytes) -> None:
     with RangeWriter(path) as file:
         file.write(0, data)
     if file.problem is not None:
-        raise named(file.problem, path)
+        raise file.problem
 
 
-def size(path: Path) -> int:
-    """The bytes of a file that other hosts have written, too: NFS asks the server when a file is opened."""
-    file = open_to_read(path)
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """The descriptor of a regular file, to read. A pipe in its place would wait for a writer. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return os.fstat(file).st_size
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
     finally:
         os.close(file)
 
 
-def open_to_read(path: Path) -> int:
-    """The descriptor of a regular file. A pipe in its place would wait for a writer. Raises OSError."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+def size(path: Path) -> int:
+    """The bytes of a file that other hosts have written, too: NFS asks the server when a file is opened."""
+    with opened(path) as file:
+        return os.fstat(file).st_size
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -102,11 +102,6 @@ def rewrite(path: Path, data: bytes) -> None:
     except OSError:
         remove_if_possible(beside)
         raise
-
-
-def named(error: OSError, path: Path) -> OSError:
-    """``error`` with the name of the file that it is about; a write to a descriptor knows no name."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def make_empty(folder: Path) -> None:

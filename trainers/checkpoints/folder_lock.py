@@ -1,13 +1,13 @@
 """One run at a time in a ``--save`` folder, on local disks and on NFS, also after a crash.
 
-The file ``run.lock`` says who holds the folder. It is made by link(2) and replaced by rename(2), which are atomic on
-NFS, too; nothing depends on the clocks of hosts or on locks of the kernel. The holder touches the file every few
-seconds. A holder is dead if its process is gone, where that can be seen (same boot of the same host, same process
+The file ``run.lock`` says who holds the folder. It is made by open(2) with O_EXCL and replaced by rename(2), which are
+atomic on NFS, too; nothing depends on the clocks of hosts or on locks of the kernel. The holder touches the file every
+few seconds. A holder is dead if its process is gone, where that can be seen (same boot of the same host, same process
 numbers), or if the file was not touched for a minute of the file system's own time.
 
-A dead holder is followed by the one rank that links ``run.lock.after.NONCE``, with the nonce of the dead record: each
-record has one successor at most. The successor then renames its own file onto ``run.lock``. Another rank that has seen
-the dead record before, and links its successor's name after it was removed, finds ``run.lock`` changed and tries again.
+A dead holder is followed by the one rank that makes ``run.lock.after.NONCE``, with the nonce of the dead record: each
+record has one successor at most. The successor then renames this file to ``run.lock``. Another rank that has seen the
+dead record before, and makes its successor's file after the renaming, finds ``run.lock`` changed and tries again.
 """
 
 from __future__ import annotations
@@ -112,18 +112,15 @@ def _namespace() -> str | None:
 def _start(pid: int) -> str | None:
     """When a living process started, in its kernel's ticks, or "hidden"; None if it is gone or has ended."""
     try:
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, 0)
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # The threads of a process that was killed may outlive its first one, and may still write.
-        return None if state in "ZX" and int(rest[16]) <= 1 else rest[18]
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    try:
-        os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:
-        pass
-    return "hidden"  # another user's process, where /proc shows only one's own
+    except OSError:
+        return "hidden"  # another user's process, where /proc shows only one's own
+    # The threads of a process that was killed may outlive its first one, and may still write.
+    return None if state in "ZX" and int(rest[16]) <= 1 else rest[18]
 
 
 class FolderLock:
@@ -135,116 +132,76 @@ class FolderLock:
     def __init__(self, folder: Path, *, beat: float = BEAT_SECONDS, dead: float = DEAD_SECONDS) -> None:
         self.path = folder / NAME
         self._me = _me()
-        self._own = folder / f"{NAME}.{self._me['nonce']}"
         self._beat, self._dead = beat, dead
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
-        self._held = False
 
     def attempt(self) -> Record | None:
         """Take the lock: None, or the living holder's record. Raises OSError where files cannot be made.
 
         If the disk is full and no holder lives, what killed saves left in the folder is removed first.
         """
-        try:
-            holder = self._take()
-        except OSError as error:
-            if error.errno not in disk.NO_ROOM:
-                raise
-            holder = self._living_holder()
-            if holder is None:
+        made_room = taken = False
+        while not taken:
+            holder, dead, place = self._chain()
+            if holder is not None:
+                return holder
+            try:
+                taken = self._follow(dead, place)
+            except OSError as error:
+                if made_room or error.errno not in disk.NO_ROOM:
+                    raise
                 pointer.make_room(self.path.parent)
-                holder = self._take()
-        if holder is None:
-            self._remove_leftovers()
-            self._thread = threading.Thread(target=self._touch, name="lock of the save folder", daemon=True)
-            self._thread.start()
-        return holder
-
-    def _take(self) -> Record | None:
-        # It must not make room on a full disk: `_touched` calls it while this run may be writing a checkpoint.
-        try:
-            with self._own.open("w") as file:
-                file.write(json.dumps(self._me) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            while not self._held:
-                if (holder := self._follow()) is not None:
-                    return holder
-        finally:
-            self._own.unlink(missing_ok=True)
+                made_room = True
+        self._thread = threading.Thread(target=self._touch, name="lock of the save folder", daemon=True)
+        self._thread.start()
         return None
 
-    def _follow(self) -> Record | None:
-        """Go from the holder to its successors; take the place behind the last one if that is dead.
-
-        The living holder, or None: then the place is taken, or something changed and it must be tried again.
-        """
-        place, seen = self.path, []
-        while not self._link(place):
-            record = read(place)
-            if record is None:
-                return None
-            if not self._is_dead(record, self._own):
-                return record
-            seen.append((place, record.nonce))
+    def _chain(self) -> tuple[Record | None, list[tuple[Path, str]], Path]:
+        """The living holder, if there is one, the dead ones before (file, nonce), and the place behind these."""
+        place, dead = self.path, list[tuple[Path, str]]()
+        while (record := read(place)) is not None and self._is_dead(record):
+            dead.append((place, record.nonce))
             place = self.path.with_name(f"{NAME}.after.{record.nonce}")
-        if any((now := read(before)) is None or now.nonce != nonce for before, nonce in seen):
+        return record, dead, place
+
+    def _follow(self, dead: list[tuple[Path, str]], place: Path) -> bool:
+        """Take ``place``, behind the ``dead``, and from there the lock. False: something changed meanwhile."""
+        if not self._make(place):
+            return False
+        if any((now := read(before)) is None or now.nonce != nonce for before, nonce in dead):
             place.unlink(missing_ok=True)  # another process came before, and has tidied up
-            return None
-        if seen:
-            self._own.replace(self.path)
-            for name in (*(before for before, _ in seen[1:]), place):
-                name.unlink(missing_ok=True)
-        self._held = True
-        return None
-
-    def _living_holder(self) -> Record | None:
-        """The living holder, found without a new file, which a full disk may refuse."""
-        os.utime(self.path.parent)
-        place = self.path
-        while (record := read(place)) is not None:
-            if not self._is_dead(record, self.path.parent):
-                return record
-            place = self.path.with_name(f"{NAME}.after.{record.nonce}")
-        return None
-
-    def _link(self, place: Path) -> bool:
-        try:
-            place.hardlink_to(self._own)
-        except FileExistsError:
-            # The answer of an NFS server may be lost and the request repeated. The number of links tells the truth.
-            return self._own.stat().st_nlink == 2
-        except OSError:  # a file system without links; a reader may then see a file that is still empty
-            try:
-                file = place.open("x")
-            except FileExistsError:
-                return False
-            try:
-                with file:
-                    file.write(json.dumps(self._me) + "\n")
-            except OSError:
-                place.unlink(missing_ok=True)  # a damaged record would lock the folder for a minute
-                raise
+            return False
+        if dead:
+            place.replace(self.path)
+            for before, _ in dead[1:]:
+                before.unlink(missing_ok=True)
         return True
 
-    def _is_dead(self, record: Record, touched: Path) -> bool:
-        """Whether the process of ``record`` is dead. ``touched`` was touched just now, and so tells the time."""
+    def _make(self, place: Path) -> bool:
+        """Make the file ``place`` with this process's record, unless it is there. A reader may see it empty."""
+        try:
+            file = place.open("x")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(json.dumps(self._me) + "\n")
+        except OSError:
+            place.unlink(missing_ok=True)  # a damaged record would lock the folder for a minute
+            raise
+        return True
+
+    def _is_dead(self, record: Record) -> bool:
+        """Whether the process of ``record`` is dead."""
         fields = record.fields
         if fields.get("namespace") is not None and fields["namespace"] == self._me["namespace"]:
             start = _start(fields["pid"])
             if start != "hidden":
                 return start != fields.get("start")
-        return (touched.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
-
-    def _remove_leftovers(self) -> None:
-        """Remove files of processes that died while they tried to take the lock."""
-        now = self.path.stat().st_mtime_ns
-        for path in self.path.parent.glob(f"{NAME}.*"):
-            with contextlib.suppress(OSError):
-                if (now - path.stat().st_mtime_ns) / 1e9 > self._dead:
-                    path.unlink()
+        os.utime(folder := self.path.parent)  # its time now is the file system's
+        return (folder.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
 
     def _touch(self) -> None:
         while not self._ended.wait(self._beat):
@@ -259,14 +216,14 @@ class FolderLock:
 
     def _touched(self) -> Record | None:
         """Touch the file, or make it again if somebody removed it. The record of another holder, if there is one."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            now = read(self.path)
-            if now is not None and now.nonce != self._me["nonce"]:
-                return now
-            os.utime(file.fileno())
-            return None
-        self._held = False
-        return self._take()
+        now = read(self.path)
+        if now is None:
+            self._make(self.path)
+        elif now.nonce != self._me["nonce"]:
+            return now
+        else:
+            os.utime(self.path)
+        return None
 
     def problem(self) -> str | None:
         """Why this process has lost the lock; None while it holds it."""
@@ -281,9 +238,8 @@ class FolderLock:
         if self._thread is not None:  # it might make the file again
             self._thread.join()
         with contextlib.suppress(OSError):
-            if self._held and (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
+            if (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
                 self.path.unlink()
-        self._held = False
 
     def __enter__(self) -> Self:
         return self
@@ -318,10 +274,8 @@ def hold(
             raise UsageError(f"{option} {folder}: {holder}, is at work there; end it, or give another {option}")
         if not told:
             told = True
-            print(
-                f"{option} {folder}: held by {holder}; waiting up to {wait:g} s for its end", file=sys.stderr,
-                flush=True,
-            )  # fmt: skip
+            said = f"{option} {folder}: held by {holder}; waiting up to {wait:g} s for its end"
+            print(said, file=sys.stderr, flush=True)
         time.sleep(0.5)  # not longer: the other ranks wait in a collective
         return False
 

@@ -21,7 +21,7 @@ from trainers.training.optimizer_state import OptimizerState
 from . import checkpoint, parallel_safetensors, pointer
 from .checkpoint import OPTIMIZER, Progress
 from .checkpoint_writer import CheckpointWriter
-from .safetensors_file import lay_out
+from .parallel_safetensors import lay_out
 
 #: the keys of ``settings`` in ``state.json``
 _OF_OPTIMIZER, _OF_USER = "optimizer", "extra"
@@ -82,16 +82,13 @@ def load(
     checkpoint.load_model(found, module, grid.world, verify=False)
     if optimizer is not None:
         state = OptimizerState(module, optimizer, grid.world, grid.data)
-        on_every_rank(grid.world, lambda: _read_optimizer(found, state, of_optimizer))
+
+        def read() -> None:
+            with checkpoint.named_faults(found):
+                parts, wanted = state.wanted(of_optimizer)
+                tensors = parallel_safetensors.read(found / OPTIMIZER, parts, wanted=wanted, any_dtype=parts)
+                state.fill(of_optimizer, dict(tensors))
+
+        on_every_rank(grid.world, read)
     extra: Any = saved.settings[_OF_USER]
     return saved.iteration, extra
-
-
-def _read_optimizer(found: Path, state: OptimizerState, saved: Any) -> None:
-    """Fill the optimizer's state. saved: its settings in the checkpoint. Raises UsageError."""
-    try:
-        parts, wanted = state.wanted(saved)
-        tensors = dict(parallel_safetensors.read(found / OPTIMIZER, parts, wanted=wanted, any_dtype=parts))
-        state.fill(saved, tensors)
-    except (ValueError, OSError) as error:
-        raise checkpoint.cannot_load(found, error) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,33 +69,23 @@ def fill_part(source: ByteSource, dtype: torch.dtype, placement: Placement, out:
     """
     if not out.numel():
         return
-    view, sizes = placement.view or (1,), placement.part_view or (1,)
-    out = out.view(sizes) if out.dim() == 0 else out
-    if placement.padded:
-        _fill_padded(source, out, dtype, placement)
-        return
-    split = placement.dim if placement.count > 1 else None
+    whole = not placement.sharded or (placement.count == 1 and not placement.padded)  # one range of bytes
+    outer = 1 if whole else math.prod(placement.view[: placement.dim])
+    runs = [(0, 0, out.numel())] if whole else placement.runs()
+    runs = [(first * dtype.itemsize, place * dtype.itemsize, number * dtype.itemsize) for first, place, number in runs]
+    out = out.view(placement.part_view or (1,))
     own = out[0].numel() * dtype.itemsize
-    blocks = [(0, len(out))] if _direct(out, dtype) else _blocks(len(out), own)
-    if split in (None, 0):  # one range of bytes
-        start = placement.part_start[0] * own if split == 0 else 0
-        for low, high in blocks:
-            with _filled(out[low:high], dtype) as target:
-                source.read(bytes_of(target), start + low * own)
-        return
-    assert split is not None
-    rows, width = math.prod(view[1:split]), math.prod(sizes[split:]) * dtype.itemsize
-    index, count = placement.index, placement.count
-    for low, high in blocks:
-        with _filled(out[low:high], dtype) as target:
-            _read_rows(source, target.view((high - low) * rows, width), low * rows, index, count)
-
-
-def _blocks(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """(First, end) of runs of ``rows`` rows of ``size`` bytes; a run has at most `BLOCK` bytes, or one row."""
-    most = max(1, BLOCK // max(size, 1))
-    for low in range(0, rows, most):
-        yield low, min(low + most, rows)
+    at_once = len(out) if _direct(out, dtype) else max(1, BLOCK // own)
+    for low in range(0, len(out), at_once):
+        with _filled(out[low : low + at_once], dtype) as target:
+            if placement.padded:
+                target.zero_()
+            if outer == 1:
+                _read_runs(source, target, low * own, runs)
+            else:
+                stretch = placement.stretch * dtype.itemsize
+                width = math.prod(placement.view[placement.dim :]) * dtype.itemsize
+                _read_rows(source, target.view(-1, stretch), low * own // stretch, runs, width)
 
 
 def _direct(out: Tensor, dtype: torch.dtype) -> bool:
@@ -114,64 +104,36 @@ def _filled(out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         out.copy_(block)
 
 
-def _read_rows(source: ByteSource, target: Tensor, first: int, index: int, count: int) -> None:
-    """Fill ``target`` [rows, width] with part ``index`` of ``count`` of each row from number ``first`` on."""
-    rows, width = target.shape
-    most = max(1, BLOCK // (count * width))
-    whole = None if width >= SHORT_ROW else torch.empty(min(most, rows), count, width, dtype=torch.uint8)
-    for top in range(0, rows, most):
-        part, start = target[top : top + most], (first + top) * count * width
+def _read_runs(source: ByteSource, target: Tensor, begin: int, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Fill ``target``, the bytes of a part from ``begin`` on. runs: of the part, as `Placement.runs` in bytes."""
+    values = bytes_of(target)
+    for first, place, number in runs:
+        low, high = max(place, begin), min(place + number, begin + len(values))
+        if low < high:
+            source.read(values[low - begin : high - begin], first + low - place)
+
+
+def _read_rows(
+    source: ByteSource, target: Tensor, top: int, runs: Sequence[tuple[int, int, int]], width: int
+) -> None:  # fmt: skip
+    """Fill ``target`` [rows, bytes] with the ``runs`` of each row, of ``width`` bytes, from number ``top`` on."""
+    most = max(1, BLOCK // width)
+    short = any(number < SHORT_ROW for *_, number in runs)
+    whole = torch.empty(min(most, len(target)), width, dtype=torch.uint8) if short else None
+    for part in torch.split(target, most):
+        start, top = top * width, top + len(part)
         if whole is not None:
             block = whole[: len(part)]
             source.read(bytes_of(block.view(-1)), start)
-            part.copy_(block[:, index])
+            for first, place, number in runs:
+                part[:, place : place + number] = block[:, first : first + number]
             continue
-        source.announce(start, len(part) * count * width)
+        source.announce(start, len(part) * width)
         values = bytes_of(part.view(-1))
         for row in range(len(part)):
-            source.read(values[row * width : (row + 1) * width], start + (row * count + index) * width)
-
-
-def _fill_padded(source: ByteSource, out: Tensor, dtype: torch.dtype, placement: Placement) -> None:
-    """Fill ``out``, a part with padding, which becomes 0."""
-    runs, size = placement.runs(), dtype.itemsize
-    flat = out.view(-1) if out.is_contiguous() and out.numel() == placement.stretch else None
-    if flat is None:
-        with _filled(out, dtype) as target:
-            target.zero_()
-            _read_padded(source, target, size, placement)
-        return
-    end = 0
-    for first, place, number in runs:
-        flat[end:place] = 0
-        end = place + number
-        values = flat[place:end]
-        for low, high in [(0, number)] if _direct(values, dtype) else _blocks(number, size):
-            with _filled(values[low:high], dtype) as target:
-                source.read(bytes_of(target), (first + low) * size)
-    flat[end:] = 0
-
-
-def _read_padded(source: ByteSource, target: Tensor, size: int, placement: Placement) -> None:
-    """Fill ``target`` [bytes], a part with padding that is 0 already, of elements of ``size`` bytes."""
-    rows, runs = target.view(-1, placement.stretch * size), placement.runs()
-    width = math.prod(placement.view[placement.dim :]) * size  # of a row in the file
-    most = max(1, BLOCK // width)
-    short = any(number * size < SHORT_ROW for *_, number in runs)
-    whole = torch.empty(min(most, len(rows)), width, dtype=torch.uint8) if short else None
-    for top in range(0, len(rows), most):
-        part = rows[top : top + most]
-        if whole is not None:
-            block = whole[: len(part)]
-            source.read(bytes_of(block.view(-1)), top * width)
             for first, place, number in runs:
-                part[:, place * size : (place + number) * size] = block[:, first * size : (first + number) * size]
-            continue
-        source.announce(top * width, len(part) * width)
-        for row, values in enumerate(part, top):
-            row_bytes = bytes_of(values)
-            for first, place, number in runs:
-                source.read(row_bytes[place * size : (place + number) * size], row * width + first * size)
+                at = row * part.shape[1] + place
+                source.read(values[at : at + number], start + row * width + first)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

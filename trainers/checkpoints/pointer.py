@@ -85,8 +85,9 @@ def _named(folder: Path, file: str) -> Path | None:
         return None
     except OSError as error:
         raise UsageError(f"--load {folder}: {pointer}: {error.strerror}") from error
-    name = _parsed(raw)
-    if name is None:
+    line = raw.partition(b"\n")[0]
+    name = line.decode(errors="replace")  # an older version wrote the name alone
+    if not _CHECKPOINT.fullmatch(name) or raw not in (line + b"\n", _pointing_to(name)):
         raise UsageError(
             f"--load {folder}: {pointer} is damaged: not the name of a checkpoint and its checksum. Give a checkpoint "
             f"to --load ({_some(folder)}), or remove the file to take the newest one"
@@ -104,8 +105,12 @@ def _named(folder: Path, file: str) -> Path | None:
 
 def point_to(folder: Path, name: str, file: str = LATEST) -> None:
     """Make ``name`` the newest checkpoint of ``folder``, or with ``file=BEST`` the best one. Raises OSError."""
+    disk.rewrite(folder / file, _pointing_to(name))
+
+
+def _pointing_to(name: str) -> bytes:
     line = f"{name}\n".encode()
-    disk.rewrite(folder / file, line + f"{checksums.digest(line)}\n".encode())
+    return line + f"{checksums.digest(line)}\n".encode()
 
 
 def make_room(folder: Path) -> None:
@@ -140,16 +145,6 @@ def discard(path: Path) -> None:
         disk.remove(partial)
         disk.replace(path, partial)
     disk.remove(partial)
-
-
-def _parsed(raw: bytes) -> str | None:
-    """The name in a pointer; None if it is damaged. An older version wrote the name alone."""
-    lines = raw.split(b"\n")
-    if lines[-1] or not _CHECKPOINT.fullmatch(lines[0].decode(errors="replace")):
-        return None
-    if lines[1:-1] not in ([], [checksums.digest(lines[0] + b"\n").encode()]):
-        return None
-    return lines[0].decode()
 
 
 def _iteration(path: Path) -> int:

@@ -35,11 +35,8 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
     folder = Path(config.load)
     found = checkpoint.find(folder)
     if found is None and not _same(config.load, config.save):
-        raise UsageError(
-            f"--load {folder}: {'holds no checkpoint' if folder.is_dir() else 'no such folder'}; valid: the --save "
-            "folder of a run, or one of the iter_* folders in it. To start a new run if there is no checkpoint yet, "
-            "give --save the same folder"
-        )
+        more = ". To start a new run if there is no checkpoint yet, give --save the same folder"
+        raise checkpoint.missing(folder, more)
     return found
 
 
@@ -75,12 +72,6 @@ def require_free(config: TrainConfig) -> None:
             f"--save {folder}: holds a run already ({names}); continue it with --load {folder}, give another --save, "
             "or replace it by a new run with --overwrite"
         )
-
-
-def require_new(config: TrainConfig) -> None:
-    """Raise UsageError if ``--save``, which was not there a moment ago, holds a run now."""
-    if config.save is not None and not config.overwrite and left(Path(config.save)):
-        raise UsageError(f"--save {config.save}: another run has begun there at the same time; start this one again")
 
 
 def new_run(load: str) -> str:

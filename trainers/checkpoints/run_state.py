@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from commengine import UsageError
+from commengine.errors import usage_errors
 from commengine.rank_zero import on_rank_zero
 from trainers.config import TrainConfig
 from trainers.training.interfaces import ResumableBatchSource
@@ -15,14 +15,6 @@ from trainers.training.trainer import Trainer
 
 from . import checkpoint, pointer, run_folder
 from .checkpoint_writer import DONE, WRITING, CheckpointWriter
-
-
-def save(trainer: Trainer) -> None:
-    """Write a checkpoint of the trainer's iteration into ``--save``, which must be given. Collective over its world.
-
-    Raises UsageError, on all ranks, if any rank cannot write.
-    """
-    CheckpointSaver(trainer).start(background=False)
 
 
 class CheckpointSaver:
@@ -120,10 +112,8 @@ def resume(trainer: Trainer) -> list[str] | None:
     trainer.continue_from(progress.iteration, progress.loss_scaler)
     lines = [f"starting from iteration {progress.iteration} of {trainer.config.load}"]
     if progress.data is not None and isinstance(trainer.batches, ResumableBatchSource):
-        try:
+        with usage_errors(f"--load: {Path(found) / 'state.json'}: "):  # on all ranks: all have the same record
             lines += trainer.batches.continue_from(progress.iteration, progress.data)
-        except ValueError as error:  # on all ranks, because all have the same record
-            raise UsageError(f"--load: {Path(found) / 'state.json'}: {error}") from error
     return lines
 
 

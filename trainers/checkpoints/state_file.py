@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from commengine import UsageError
+from trainers.files.reading import read_text
+from trainers.files.schema import ReadPart, told
 
 #: bytes; the placements of 100,000 parameters are 20 MB
 LARGEST = 1 << 28
 
-#: characters of the value of one error
-_SHOWN = 120
-
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Saved(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
-
-
-class SavedScaler(_Saved):
+class SavedScaler(ReadPart):
     """The state of an fp16 run's loss scaler (`LossScaler.to_json`)."""
 
     scale: float = Field(ge=2.0**-126, le=2.0**127)
@@ -31,18 +25,18 @@ class SavedScaler(_Saved):
     overflows: _Count
 
 
-class SavedSource(_Saved):
+class SavedSource(ReadPart):
     """What a run has read of one data set (`SourceRecord`)."""
 
     name: str
     identity: str
     samples: _Count
-    weight: str = Field(pattern=r"^\d{1,400}(/\d{1,400})?$")
+    weight: str = Field(pattern=r"^\d{1,400}(/[1-9]\d{0,399})?$")
     before: _Count
     consumed: _Count
 
 
-class SavedData(_Saved):
+class SavedData(ReadPart):
     """What a run has read of its data (`SampleStream.record`)."""
 
     start: _Count
@@ -50,7 +44,7 @@ class SavedData(_Saved):
     vocabulary: str | None = None
 
 
-class SavedPlacement(_Saved):
+class SavedPlacement(ReadPart):
     """How the ranks that wrote it held a parameter (`tplayers.Placement`)."""
 
     shape: list[_Count]
@@ -65,7 +59,7 @@ class SavedPlacement(_Saved):
         return self
 
 
-class SavedState(_Saved):
+class SavedState(ReadPart):
     """The content of ``state.json``."""
 
     format: Literal[1, 2, 3, 4]
@@ -88,26 +82,8 @@ class SavedState(_Saved):
 
 
 def read(path: Path) -> SavedState:
-    """The content of ``path``. Raises UsageError that names the file and the key, and OSError."""
-    if (size := path.stat().st_size) > LARGEST:
-        raise UsageError(f"--load: {path} is damaged: {size} bytes; such a file has at most {LARGEST}")
+    """The content of ``path``. Raises ValueError that names the file and the first key at fault, and OSError."""
     try:
-        return SavedState.model_validate_json(path.read_bytes())
+        return SavedState.model_validate_json(read_text(path, LARGEST))
     except ValidationError as error:
-        raise UsageError(f"--load: {path} is damaged: {_told(error.errors(include_url=False))}") from None
-    except RecursionError:
-        raise UsageError(f"--load: {path} is damaged: it is nested too deeply") from None
-
-
-def _told(errors: list[Any]) -> str:
-    """The first error, that of the format if there is one: a version of another format may have other keys."""
-    first = min(errors, key=lambda error: error["loc"] != ("format",))
-    key = ".".join(str(part) for part in first["loc"])
-    given = first["input"] if isinstance(first["input"], str | int | float | bool | None) else ""
-    shown = f" (it is {_cut(repr(given))})" if first["loc"] and given != "" else ""
-    more = f"; and {len(errors) - 1} more" if len(errors) > 1 else ""
-    return f"{_cut(ascii(key)[1:-1]) + ': ' if key else ''}{_cut(first['msg'])}{shown}{more}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{path} is damaged: {told(error)}") from None

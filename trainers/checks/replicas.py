@@ -17,7 +17,7 @@ from commengine import Communicator, ProcessGrid
 from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
-from trainers.training.module_buffers import copy_from_rank_zero
+from trainers.training.module_state import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
 #: bytes of a device's tensor that are copied to the host at once
@@ -105,25 +105,19 @@ def require_equal_gradients(grid: ProcessGrid, module: nn.Module) -> None:
     """Raise CollectiveError on every rank unless a tensor group has one gradient for what its ranks all hold.
 
     Such a parameter is not split: each rank holds all of it, and must compute all of its gradient. A layer that is not
-    of tplayers, in a network on split fields, computes the term of this rank's block only. Sums and norms are compared
-    with a tolerance of 0.1%, because ranks may round differently. Collective over the grid's world.
+    of tplayers, in a network on split fields, computes the term of this rank's block only. Norms are compared with a
+    tolerance of 0.1%, because ranks may round differently. Collective over the grid's world.
     """
     placed = placements(module)
     whole = [(name, p) for name, p in module.named_parameters() if p.requires_grad and not placed[name].sharded]
-    mine = torch.zeros((1, 2 * len(whole)), dtype=torch.float64)
+    mine = torch.zeros((1, len(whole)), dtype=torch.float64)
     for number, (_, parameter) in enumerate(whole):
         if parameter.grad is not None:
-            values = parameter.grad.detach().double()
-            mine[0, 2 * number] = values.sum().real if values.is_complex() else values.sum()
-            mine[0, 2 * number + 1] = torch.linalg.vector_norm(values)
-    every = mine.new_empty((grid.tensor.size, 2 * len(whole)))
-    grid.tensor.all_gather(every, mine)
-    sums, norms = every[:, ::2], every[:, 1::2]
-    # Equal vectors of n elements but for a relative error r have sums that differ by sqrt(n) r of their norm at most.
-    roots = mine.new_tensor([parameter.numel() for _, parameter in whole]).sqrt()
+            mine[0, number] = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float64)
+    norms = mine.new_empty((grid.tensor.size, len(whole)))
+    grid.tensor.all_gather(norms, mine)
     apart = norms.amax(0) - norms.amin(0) > _TOLERANCE * norms.amax(0)
-    apart |= sums.amax(0) - sums.amin(0) > _TOLERANCE * roots * norms.amax(0)
-    apart &= every.isfinite().all(0).view(-1, 2).all(1)  # what is not finite may be a loss scale that is too large
+    apart &= norms.isfinite().all(0)  # what is not finite may be a loss scale that is too large
     found = [
         f"{name} (norms {', '.join(f'{norm:.4g}' for norm in norms[:, number].tolist())})"
         for number, (name, _) in enumerate(whole)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, Self
 
@@ -48,13 +48,8 @@ class StageCount:
     bytes_out: int = 0
     changed: int = 0
     seconds: float = 0.0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[list[Any]]] = field(default_factory=dict)
-
-    def drop(self, reason: str, text: str) -> None:
-        """Count a dropped document."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self.show(reason, text_hash(text).hex(), text)
 
     def show(self, reason: str, hashed: str, text: str, **more: Any) -> None:
         """Offer an example. Those of the least hashes stay."""
@@ -63,82 +58,44 @@ class StageCount:
             shown.append([hashed, text[:EXAMPLE_CHARACTERS], more])
             self.examples[reason] = heapq.nsmallest(EXAMPLES, shown, key=lambda example: example[0])
 
-    def add(self, other: dict[str, Any]) -> None:
-        """Add what the same stage did on another rank, which is `to_json` of it. ``seconds`` becomes the longest."""
-        for name in ("documents_in", "bytes_in", "documents_out", "bytes_out", "changed"):
-            setattr(self, name, getattr(self, name) + other[name])
-        self.seconds = max(self.seconds, other["seconds"])
-        for reason, count in other["dropped"].items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-        for reason, examples in other["examples"].items():
-            for hashed, text, more in examples:
-                self.show(reason, hashed, text, **more)
+    def dropped_from(self, documents: list[Document], reason: Callable[[Document], str | None]) -> list[Document]:
+        """The documents for which ``reason`` returns none; the others are counted with it, and shown."""
+        kept = []
+        for document in documents:
+            if (why := reason(document)) is None:
+                kept.append(document)
+            else:
+                self.dropped[why] += 1
+                self.show(why, text_hash(document.text).hex(), document.text)
+        return kept
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields, in types of JSON."""
-        return asdict(self)
+    def counted(self, stage: Stage, documents: list[Document]) -> list[Document]:
+        """What ``stage`` makes of the documents, which is counted."""
+        began = time.perf_counter()
+        self.documents_in += len(documents)
+        self.bytes_in += sum(document.size for document in documents)
+        found = stage(documents, self)
+        self.documents_out += len(found)
+        self.bytes_out += sum(document.size for document in found)
+        self.seconds += time.perf_counter() - began
+        return found
 
     @classmethod
-    def merged(cls, ranks: Iterable[dict[str, Any]]) -> Self:
-        """What the stage did on all ranks."""
-        first, *others = ranks
-        made = cls(**first)
-        for other in others:
-            made.add(other)
+    def merged(cls, ranks: Sequence[dict[str, Any]]) -> Self:
+        """What the stage did on all ranks, each of which is told by its fields; the seconds of the slowest."""
+        sums = ("documents_in", "bytes_in", "documents_out", "bytes_out", "changed")
+        made = cls(ranks[0]["name"], *(sum(rank[name] for rank in ranks) for name in sums))
+        made.seconds = max(rank["seconds"] for rank in ranks)
+        for rank in ranks:
+            made.dropped.update(rank["dropped"])
+            for reason, examples in rank["examples"].items():
+                for hashed, text, more in examples:
+                    made.show(reason, hashed, text, **more)
         return made
 
 
-class Batch:
-    """Some documents, and the stage that they are in."""
-
-    def __init__(self, documents: list[Document]) -> None:
-        self.documents = documents
-        self._count = StageCount("")
-
-    @contextmanager
-    def counted(self, count: StageCount) -> Iterator[None]:
-        """The block is the stage of ``count``, which gets what the stage does."""
-        began = time.perf_counter()
-        self._count = count
-        count.documents_in += len(self.documents)
-        count.bytes_in += sum(document.size for document in self.documents)
-        yield
-        count.documents_out += len(self.documents)
-        count.bytes_out += sum(document.size for document in self.documents)
-        count.seconds += time.perf_counter() - began
-
-    def change(self, document: Document, text: str) -> None:
-        """Give a document another text."""
-        document.text = text
-        self._count.changed += 1
-
-    def drop(self, reason: Callable[[Document], str | None]) -> None:
-        """Drop the documents for which ``reason`` returns one."""
-        kept = []
-        for document in self.documents:
-            why = reason(document)
-            if why is None:
-                kept.append(document)
-            else:
-                self._count.drop(why, document.text)
-        self.documents = kept
-
-    def replace(self, texts: Mapping[Document, Sequence[str]]) -> None:
-        """Put documents with these texts in place of each document of ``texts`` that has not been dropped."""
-        documents = []
-        for document in self.documents:
-            if document in texts:
-                documents += [Document(document.row, text) for text in texts[document]]
-                self._count.changed += 1
-            else:
-                documents.append(document)
-        self.documents = documents
-
-
 class Stage(Protocol):
-    """A stage that looks at documents one at a time."""
+    """What is done with documents, each by itself."""
 
-    name: str
-
-    def __call__(self, batch: Batch) -> None:
-        """Change and drop documents of ``batch``."""
+    def __call__(self, documents: list[Document], count: StageCount) -> list[Document]:
+        """The documents that are left, of which some are changed. count: gets what is changed and dropped."""

@@ -1,15 +1,18 @@
 """Dropping near-duplicates: a document is dropped if one that was taken before it, and kept, is similar enough.
 
 Documents are numbered in the order in which they are taken, over all ranks (`Numbering`), so which ones are kept
-depends on the documents alone. Candidates come from `CandidateBuckets` in rounds; each is compared exactly. The rule is
-the greedy maximal independent set of the graph of similar documents; its rounds are those of Blelloch, Fineman, Shun
-(2012): a document is decided as soon as those before it that are similar to it are.
+depends on the documents alone. The rule is the greedy maximal independent set of the graph of similar documents, found
+in rounds (Blelloch, Fineman, Shun 2012).
+
+Candidates are documents that share a band of their sketches. The documents whose keys of one band are equal are a
+*bucket*. A document that comes first in all of its buckets is kept; it is compared, exactly, with those after it in its
+buckets, and the similar ones are dropped. The next round does so with the documents that are left. A round has fewer
+pairs than the buckets have members, and a cluster of m near-duplicates needs about m of its m (m - 1) / 2 pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,37 +20,23 @@ from numpy.typing import NDArray
 
 from commengine import Communicator
 
-from .candidates import CandidateBuckets
-from .exchange import Numbering, largest, total
+from .exchange import Numbering, exchange, reduced, split_by
 from .grams import gram_sets, jaccard
-from .spill import chunks
+from .owned_documents import chunks
 
 Array = NDArray[Any]
-UNDECIDED, KEPT, DROPPED = 0, 1, 2
 BINS = 20  # of the histogram of similarities
 
 
-@dataclass
-class Similarities:
-    """The candidates that this rank compared: how many, how many reached the threshold, a histogram over [0, 1]."""
-
-    pairs: int = 0
-    similar: int = 0
-    histogram: NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
-
-    def count(self, values: Array, threshold: float) -> None:
-        """Add some similarities."""
-        self.pairs += len(values)
-        self.similar += int((values >= threshold).sum())
-        self.histogram += np.histogram(values, BINS, (0.0, 1.0))[0]
-
-
-class Duplicates:
-    """Which of this rank's documents are kept.
+class NearDuplicates:
+    """Which of this rank's documents are dropped, after `find`.
 
     texts: collective; the texts of documents that any rank holds, by their numbers. sizes: the bytes of this rank's
     documents. threshold: the Jaccard similarity from which on a document is dropped. buffer: about the bytes of text
     that are compared at a time.
+
+    kept_one, similarity: for each dropped document, the number of the first kept one that it is similar to, and how
+    similar; -1 and 0 for a kept document. histogram: of the similarities that this rank computed, over [0, 1].
     """
 
     def __init__(
@@ -61,58 +50,64 @@ class Duplicates:
     ) -> None:
         self._comm, self._documents, self._texts, self._sizes = comm, documents, texts, sizes
         self._threshold, self._buffer = threshold, buffer
-        self.state = np.full(documents.held, UNDECIDED, np.int8)
-        #: for each dropped document: the number of the kept one that it is similar to, and how similar
+        #: the buckets whose keys are this rank's share of all keys, by band: bucket and number of each member
+        self._members: list[Array] = []
         self.kept_one = np.full(documents.held, -1, np.int64)
         self.similarity = np.zeros(documents.held, np.float32)
-        self.compared = Similarities()
-        # Edges of the graph that are not yet used up: a document of this rank (local) and a similar one before it.
-        self._second = np.empty(0, np.int64)
-        self._first = np.empty(0, np.int64)
-        self._value = np.empty(0, np.float32)
+        self.similar, self.histogram = 0, np.zeros(BINS, np.int64)
 
-    def resolve(self, buckets: CandidateBuckets, progress: Callable[[int], object]) -> None:
-        """Decide every document. Collective. progress: called with how many more of this rank's are decided."""
-        self.state[~buckets.close_bands()] = KEPT
-        progress(int((self.state != UNDECIDED).sum()))
-        # The first of the undecided documents waits only for heads of its buckets, so every round comes closer.
-        while total(self._comm, here := int((self.state == UNDECIDED).sum())):
-            buckets.forget(lambda numbers: self._documents.lookup(self.state, numbers) == DROPPED)
-            first, second, waiting = buckets.next_pairs()
-            open_pairs = self.state[second - self._documents.first] != DROPPED
-            self._compare(first[open_pairs], second[open_pairs])
-            self._decide(waiting)
-            progress(here - int((self.state == UNDECIDED).sum()))
+    def add_band(self, keys: Array, numbers: Array) -> None:
+        """Add the buckets of one band. Collective.
 
-    def _compare(self, first: Array, second: Array) -> None:
-        """Find the edges among pairs that are sorted by ``first``. Collective."""
-        sizes = self._documents.lookup(self._sizes, first) + self._sizes[second - self._documents.first]
+        keys, numbers: uint64 and int64; this rank's documents' keys of the band, and the documents' numbers.
+        """
+        size = self._comm.size
+        parts = split_by(keys % np.uint64(size), size, keys, numbers)
+        keys, numbers = (np.concatenate(exchange(self._comm, part)) for part in parts)
+        _, bucket, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        shared = sizes[bucket] > 1
+        band = len(self._members)
+        self._members.append(np.stack((bucket[shared] + (band << 40), numbers[shared])))
+
+    def find(self, progress: Callable[[int], object]) -> None:
+        """Decide every document. Collective. progress: called with how many more pairs this rank has compared."""
+        bucket, member = np.concatenate(self._members, axis=1)
+        self._members.clear()
+        order = np.lexsort((member, bucket))
+        bucket, member = bucket[order], member[order]
+        while reduced(self._comm, len(member)):
+            is_first = np.diff(bucket, prepend=-1) > 0
+            first = member[is_first]
+            waits = np.zeros(self._documents.held, np.bool_)
+            (local,) = self._documents.to_owners(np.unique(member[~is_first]))
+            waits[local] = True
+            at = np.cumsum(is_first) - 1
+            settled = ~self._documents.lookup(waits, first)[at]  # the bucket's first member is kept
+            pairs = settled & ~is_first
+            self._compare(first[at][pairs], member[pairs], progress)
+            gone = (settled & is_first) | (self._documents.lookup(self.kept_one, member) >= 0)
+            bucket, member = bucket[~gone], member[~gone]
+
+    def _compare(self, first: Array, second: Array, progress: Callable[[int], object]) -> None:
+        """Drop the second documents of pairs that are similar to the first, which are kept. Collective."""
+        second, first = self._documents.to_owners(second, first)
+        held = self._documents.held
+        first, second = np.divmod(
+            np.unique(first * held + second), held
+        )  # each pair once, sorted by the first document
+        sizes = self._documents.lookup(self._sizes, first) + self._sizes[second]
         runs = list(chunks(sizes, self._buffer))
-        most = largest(self._comm, len(runs))
+        most = reduced(self._comm, len(runs), "max")
+        found = np.zeros(len(first), np.float32)
         for begin, end in runs + [(0, 0)] * (most - len(runs)):
-            numbers = np.unique(np.concatenate((first[begin:end], second[begin:end])))
+            pairs = np.stack((first[begin:end], second[begin:end] + self._documents.first), axis=1)
+            numbers, at = np.unique(pairs, return_inverse=True)
             sets = gram_sets(self._texts(numbers))
-            one, other = np.searchsorted(numbers, first[begin:end]), np.searchsorted(numbers, second[begin:end])
-            values = np.array([jaccard(sets[i], sets[j]) for i, j in zip(one.tolist(), other.tolist(), strict=True)])
-            self.compared.count(values, self._threshold)
-            similar = values >= self._threshold
-            self._first = np.concatenate((self._first, first[begin:end][similar]))
-            self._second = np.concatenate((self._second, second[begin:end][similar] - self._documents.first))
-            self._value = np.concatenate((self._value, values[similar].astype(np.float32)))
-
-    def _decide(self, waiting: NDArray[np.bool_]) -> None:
-        """Decide as many documents as the edges allow. waiting: of which not every earlier candidate is known."""
-        decided = 1
-        while total(self._comm, decided):
-            states = self._documents.lookup(self.state, self._first)
-            fatal = np.nonzero((states == KEPT) & (self.state[self._second] == UNDECIDED))[0]
-            fatal = fatal[np.argsort(-self._first[fatal])]  # of several kept ones the first is named: it comes last
-            dropped = self._second[fatal]
-            self.state[dropped] = DROPPED
-            self.kept_one[dropped], self.similarity[dropped] = self._first[fatal], self._value[fatal]
-            useful = (states == UNDECIDED) & (self.state[self._second] == UNDECIDED)
-            self._first, self._second, self._value = self._first[useful], self._second[useful], self._value[useful]
-            free = (self.state == UNDECIDED) & ~waiting
-            free[self._second] = False
-            self.state[free] = KEPT
-            decided = int(free.sum()) + int((states != UNDECIDED).sum())
+            values = np.array([jaccard(sets[one], sets[other]) for one, other in at.reshape(-1, 2).tolist()])
+            similar = np.nonzero(values >= self._threshold)[0] + begin
+            found[begin:end] = values
+            self.similar += len(similar)
+            self.histogram += np.histogram(values, BINS, (0.0, 1.0))[0]
+            similar = similar[self.kept_one[second[similar]] < 0][::-1]  # of several kept ones the first is named
+            self.kept_one[second[similar]], self.similarity[second[similar]] = first[similar], found[similar]
+            progress(end - begin)

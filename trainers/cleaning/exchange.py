@@ -1,11 +1,10 @@
-"""Exchanges of arrays, bytes and JSON between ranks, and arrays that are spread over the ranks.
+"""Exchanges of arrays between ranks, and arrays that are spread over the ranks.
 
 Every function is collective over the communicator that it is given.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,28 +52,11 @@ def split_by(owners: Array, size: int, *arrays: Array) -> list[list[Array]]:
     return [np.split(array[order], at) for array in arrays]
 
 
-def gathered(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank's ``value``, which must be representable in JSON, on rank 0 in rank order; [] on the others."""
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-    empty = mine[:0]
-    received = exchange(comm, [mine if rank == 0 else empty for rank in range(comm.size)])
-    return [json.loads(part.tobytes()) for part in received] if comm.rank == 0 else []
-
-
-def total(comm: Communicator, value: int) -> int:
-    """The sum of the ranks' values."""
-    return _reduced(comm, value, "sum")
-
-
-def largest(comm: Communicator, value: int) -> int:
-    """The largest of the ranks' values."""
-    return _reduced(comm, value, "max")
-
-
-def _reduced(comm: Communicator, value: int, op: str) -> int:
-    reduced = torch.tensor([value])
-    comm.all_reduce(reduced, op)
-    return int(reduced)
+def reduced(comm: Communicator, value: int, op: str = "sum") -> int:
+    """The sum of the ranks' values, or what another ``op`` of `Communicator.all_reduce` makes of them."""
+    whole = torch.tensor([value])
+    comm.all_reduce(whole, op)
+    return int(whole)
 
 
 class Numbering:

@@ -1,4 +1,4 @@
-"""Stages that look at one document alone: mending its text, its language, its number of tokens."""
+"""Stages that look at one document alone: mending its text, its language, its number of tokens; and their order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commengine import UsageError
+from commengine.errors import usage_errors
 from trainers.data.tokenizer import Tokenizer
 
-from .documents import Batch, Document
+from .documents import Document, Stage, StageCount
+from .held_out import Decontaminate
+from .settings import CorpusSettings
 
 #: characters of a document from which its language is told
 LANGUAGE_CHARACTERS = 10_000
@@ -22,8 +25,6 @@ _PLAIN = re.compile(r"[\t\n -%'-~]*")
 class FixText:
     """Mends broken Unicode and HTML entities in every text: `ftfy.fix_text` with its defaults."""
 
-    name = "fix"
-
     def __init__(self) -> None:
         try:
             import ftfy
@@ -31,14 +32,13 @@ class FixText:
             raise UsageError(f"--fix-text needs ftfy: {INSTALL}, or give --no-fix-text") from error
         self._fix: Callable[[str], str] = ftfy.fix_text
 
-    def __call__(self, batch: Batch) -> None:
-        """Change the texts of ``batch``. A text of which nothing is left is dropped."""
-        for document in batch.documents:
-            text = document.text
-            fixed = self.fixed(text)
-            if fixed != text:
-                batch.change(document, fixed)
-        batch.drop(lambda document: None if document.text.strip() else "empty")
+    def __call__(self, documents: list[Document], count: StageCount) -> list[Document]:
+        """The documents with mended texts; one of which nothing is left is dropped."""
+        for document in documents:
+            if (fixed := self.fixed(document.text)) != document.text:
+                document.text = fixed
+                count.changed += 1
+        return count.dropped_from(documents, lambda document: None if document.text.strip() else "empty")
 
     def fixed(self, text: str) -> str:
         """What `ftfy.fix_text` returns, without a call of it where it would change nothing."""
@@ -56,8 +56,6 @@ class FixText:
 class KeepLanguages:
     """Drops documents that are not in one of ``languages`` (ISO 639-1 codes), as py3langid tells them."""
 
-    name = "language"
-
     def __init__(self, languages: Sequence[str]) -> None:
         try:
             from py3langid.langid import MODEL_FILE, LanguageIdentifier
@@ -70,19 +68,18 @@ class KeepLanguages:
                 raise UsageError(f"--languages {language}: not known; valid: {', '.join(sorted(known))}")
         self._languages = frozenset(languages)
 
-    def __call__(self, batch: Batch) -> None:
-        """Drop documents of ``batch``, with the language as the reason."""
-        batch.drop(self._reason)
+    def __call__(self, documents: list[Document], count: StageCount) -> list[Document]:
+        """The documents in these languages; the language is the reason for which others are dropped."""
 
-    def _reason(self, document: Document) -> str | None:
-        language = self._identifier.classify(document.text[:LANGUAGE_CHARACTERS])[0]
-        return None if language in self._languages else f"language {language}"
+        def reason(document: Document) -> str | None:
+            language = self._identifier.classify(document.text[:LANGUAGE_CHARACTERS])[0]
+            return None if language in self._languages else f"language {language}"
+
+        return count.dropped_from(documents, reason)
 
 
 class DropShort:
     """Drops documents of fewer than ``least`` tokens, the end token included."""
-
-    name = "length"
 
     def __init__(self, tokenizer: Tokenizer, least: int) -> None:
         self._tokenizer, self._least = tokenizer, least
@@ -90,10 +87,10 @@ class DropShort:
         # most one.
         self._bounded = tokenizer.can_cut_text
 
-    def __call__(self, batch: Batch) -> None:
-        """Drop documents of ``batch``. A document is tokenised only where its bytes and words leave a doubt."""
+    def __call__(self, documents: list[Document], count: StageCount) -> list[Document]:
+        """The documents that are long enough. One is tokenised only where its bytes and words leave a doubt."""
         short, doubtful = set(), []
-        for document in batch.documents:
+        for document in documents:
             if self._bounded:
                 encoded = document.text.encode()
                 if len(encoded) + 1 < self._least:
@@ -104,4 +101,29 @@ class DropShort:
             doubtful.append(document)
         ids = self._tokenizer.iter_encode_batch([document.text for document in doubtful])
         short |= {id(document) for document, found in zip(doubtful, ids, strict=True) if len(found) + 1 < self._least}
-        batch.drop(lambda document: f"fewer than {self._least} tokens" if id(document) in short else None)
+        reason = f"fewer than {self._least} tokens"
+        return count.dropped_from(documents, lambda document: reason if id(document) in short else None)
+
+
+def chosen_stages(settings: CorpusSettings) -> dict[str, Stage]:
+    """The stages by their names, in their order. It reads the held-out files. Not collective.
+
+    Raises UsageError, naming the option, where a file cannot be used or a library is missing.
+    """
+    stages: dict[str, Stage] = {}
+    # Held-out texts are mended, too: a text and its copy must have the same words.
+    mended: Callable[[str], str] = str
+    if settings.fix_text:
+        stages["fix"] = fix = FixText()
+        mended = fix.fixed
+    if settings.languages:
+        stages["language"] = KeepLanguages(settings.languages)
+    if settings.decontaminate:
+        key = settings.json_key
+        files = ((path, (mended(row[key]) for row in settings.rows(path))) for path in settings.decontaminate)
+        with usage_errors("--decontaminate: "):
+            stages["decontaminate"] = Decontaminate(files, settings.decontaminate_by, settings.decontaminate_share)
+    tokenizer = settings.read_tokenizer()
+    if tokenizer is not None and settings.min_tokens:
+        stages["length"] = DropShort(tokenizer, settings.min_tokens)
+    return stages

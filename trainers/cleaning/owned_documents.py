@@ -1,11 +1,14 @@
-"""OwnedDocuments: the documents whose hashes a rank owns.
+"""OwnedDocuments: the documents whose hashes a rank owns; and the file on disk that holds them.
 
-Their texts are on disk; about 130 bytes of each document are in memory.
+Their texts are on disk, because they are more than a rank's memory holds; about 130 bytes of each are in memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,19 +19,61 @@ from numpy.typing import NDArray
 from commengine import Communicator
 from commengine.rank_zero import on_every_rank
 
-from .documents import EXAMPLES, Batch, StageCount, text_hash
+from .documents import EXAMPLES, Document, StageCount, text_hash
 from .exchange import Numbering, exchange, split_by
-from .input_blocks import Rows, row_line
-from .spill import Columns, SpillFile
+from .input_blocks import row_line
 
 Array = NDArray[Any]
+
+
+class SpillFile:
+    """Bytes that are appended, and then read at any place. The file has no name: it is gone when the process ends.
+
+    Raises OSError, which names the folder, if the disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def append(self, data: bytes | Array) -> int:
+        """Append ``data``; return the offset of its first byte."""
+        offset = self._file.seek(0, os.SEEK_END)
+        try:
+            self._file.write(data if isinstance(data, bytes) else data.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"--work-dir {self._folder}: {error.strerror}") from error
+        return offset
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The ``length`` bytes at ``offset``."""
+        self._file.seek(offset)
+        data = self._file.read(length)
+        if len(data) < length:
+            raise OSError(f"--work-dir {self._folder}: a spilled file ended early")
+        return data
+
+    def close(self) -> None:
+        """Give the disk's space back."""
+        self._file.close()
+
+
+def chunks(sizes: Array, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut a sequence of things into runs [begin, end) whose ``sizes`` sum to at most ``limit``, or of one thing."""
+    ends = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(int(np.searchsorted(ends, before + limit, side="right")), begin + 1)
+        yield begin, end
+        begin = end
 
 
 class OwnedDocuments:
     """The documents that other ranks `send`, then, after `number`, in the order of their hashes.
 
-    folder: of the file on disk. rows: how a document stands there. Construction is collective. ``close`` removes the
-    file.
+    folder: of the file on disk. key: of the text in a document, which stands there as JSON. Construction is collective.
+    ``close`` removes the file.
 
     After `number`: numbering: the numbers of all ranks' documents. offset, length: the bytes of each on disk. size:
     the bytes of its text. overlaps: whether it shares text with a held-out file. These arrays have an entry for each
@@ -41,21 +86,22 @@ class OwnedDocuments:
     size: Array
     overlaps: Array
 
-    def __init__(self, world: Communicator, folder: Path, rows: Rows) -> None:
-        self._world, self._rows = world, rows
+    def __init__(self, world: Communicator, folder: Path, key: str) -> None:
+        self._world, self._key = world, key
         self._spill = on_every_rank(world, lambda: SpillFile(folder))
-        self._columns = Columns(high="u8", low="u8", line="u8", offset="i8", length="i4", size="i4", overlaps="?")
+        #: uint64 [documents, 6]: a text's hash in two halves, its line's hash and bytes, its size, whether it overlaps
+        self._headings = [np.empty((0, 6), np.uint64)]
 
     def close(self) -> None:
         """Remove the file."""
         self._spill.close()
 
-    def send(self, batch: Batch) -> None:
+    def send(self, documents: list[Document]) -> None:
         """Send documents to the owners of their hashes, and keep those that arrive. Collective."""
-        size, key = self._world.size, self._rows.key
-        lines, about = [], np.empty((len(batch.documents), 6), np.uint64)
-        for number, document in enumerate(batch.documents):
-            line = row_line({**document.row, key: document.text})
+        size = self._world.size
+        lines, about = [], np.empty((len(documents), 6), np.uint64)
+        for number, document in enumerate(documents):
+            line = row_line({**document.row, self._key: document.text})
             hashed = text_hash(document.text)
             of_line = blake2b(line, digest_size=8).digest()  # chooses between equal texts with other keys beside them
             about[number] = (
@@ -68,29 +114,22 @@ class OwnedDocuments:
         data = [np.frombuffer(bytearray().join(lines[i] for i in part.tolist()), np.uint8) for part in parts]
         arrived = exchange(self._world, data)
         headings = exchange(self._world, [about[part].reshape(-1) for part in parts])
-        on_every_rank(self._world, lambda: self._keep(arrived, headings))
-
-    def _keep(self, arrived: list[Array], headings: list[Array]) -> None:
-        for data, heading in zip(arrived, headings, strict=True):
-            high, low, line, length, size, overlaps = heading.reshape(-1, 6).T
-            begin = self._spill.append(data)
-            ends = begin + np.cumsum(length.astype(np.int64))
-            offset = ends - length.astype(np.int64)
-            self._columns.append(
-                high=high, low=low, line=line, offset=offset, length=length, size=size, overlaps=overlaps
-            )
+        self._headings += [heading.reshape(-1, 6) for heading in headings]
+        on_every_rank(self._world, lambda: [self._spill.append(part) for part in arrived])
 
     def number(self, count: StageCount, *, deduplicate: bool) -> None:
         """Number the documents in the order of their hashes. Collective.
 
         deduplicate: drop equal texts first. count: gets the documents, and those that are dropped.
         """
-        high, low = self._columns.take("high"), self._columns.take("low")
-        order = np.lexsort((self._columns.take("line"), low, high))
+        high, low, line, length, size, overlaps = np.concatenate(self._headings).T
+        self._headings.clear()
+        order = np.lexsort((line, low, high))
         high, low = high[order], low[order]
-        self.offset, self.length, self.size, self.overlaps = (
-            self._columns.take(name)[order] for name in ("offset", "length", "size", "overlaps")
-        )
+        length = length.astype(np.int64)
+        offset = np.cumsum(length) - length  # they lie on disk as they came
+        columns = offset[order], length[order], size[order].astype(np.int64), overlaps[order].astype(np.bool_)
+        self.offset, self.length, self.size, self.overlaps = columns
         count.documents_in, count.bytes_in = len(order), int(self.size.sum())
         if deduplicate:
             again = np.zeros(len(order), np.bool_)
@@ -99,9 +138,7 @@ class OwnedDocuments:
             count.dropped[reason] = int(again.sum())
             for place in np.nonzero(again)[0][:EXAMPLES]:
                 count.show(reason, f"{high[place]:016x}{low[place]:016x}", self.text(place))
-            self.offset, self.length, self.size, self.overlaps = (
-                column[~again] for column in (self.offset, self.length, self.size, self.overlaps)
-            )
+            self.offset, self.length, self.size, self.overlaps = (column[~again] for column in columns)
         self.numbering = Numbering(self._world, len(self.offset))
 
     def line(self, place: int) -> bytes:
@@ -113,7 +150,7 @@ class OwnedDocuments:
         return self._text_in(self.line(place))
 
     def _text_in(self, line: bytes) -> str:
-        text: str = json.loads(line)[self._rows.key]
+        text: str = json.loads(line)[self._key]
         return text
 
     def texts(self, numbers: Array) -> list[str]:

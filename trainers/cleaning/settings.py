@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from trainers.data.tokenizer import Tokenizer
+from trainers.data.text_input import TextInput
 from trainers.files.writing import require_folder
+from trainers.options import Share, between, given, option, require, require_ranges, words_of
 
 DOCUMENT, PIECES, NOTHING = "document", "pieces", "nothing"
 DEFAULT_MIN_TOKENS = 128  # the paper's, with GPT-2's tokens
@@ -16,30 +17,38 @@ LEAST_JACCARD = 0.7  # the bands of a sketch find 99% of the pairs at this simil
 
 
 @dataclass(frozen=True)
-class CorpusSettings:
-    """The settings of `trainers.prepare_corpus`, where each field is an option of the same name.
+class CorpusSettings(TextInput):
+    """The settings of `trainers.prepare_corpus`. A field is the flag of the same name, with dashes."""
 
-    min_tokens: 0: no document is too short.
-    """
+    output: str = option(None, "write the documents that are kept: NAME.jsonl")
+    fix_text: bool = option(True, "mend texts by ftfy")
+    languages: str | Sequence[str] = option((), "keep these languages, such as en (default: all)", words=True)
+    min_tokens: Annotated[int, between(0, 2**31)] | None = option(
+        None, "drop documents of fewer tokens, the end token included; 0: none "
+        f"(default: {DEFAULT_MIN_TOKENS} with a tokenizer, else 0)",
+    )  # fmt: skip
+    deduplicate: bool = option(True, "drop documents that are equal or similar to a kept one")
+    jaccard: Annotated[float, between(LEAST_JACCARD, 1)] = option(
+        LEAST_JACCARD, "from this Jaccard similarity of their character 5-grams on, documents are similar"
+    )
+    decontaminate: str | Sequence[str] = option((), "held-out files, such as test sets", words=True)
+    decontaminate_by: str = option(
+        DOCUMENT, f"{DOCUMENT}: drop a document that has too much held-out text; {PIECES}: cut out 13-grams of words "
+        f"with 200 characters on either side, as Megatron-LM does; {NOTHING}: measure only",
+        choices=(DOCUMENT, PIECES, NOTHING),
+    )  # fmt: skip
+    decontaminate_share: Share = option(0.1, f"{DOCUMENT}: too much is more than this share of the document's 8-grams")
+    work_dir: str | None = option(None, "a folder for the text that waits on disk (default: the output's)")
+    buffer_megabytes: Annotated[int, between(1, 2**20)] = option(64, "a rank reads an eighth of it at a time")
 
-    input: list[str]
-    output: str
-    json_key: str = "text"
-    split_on_blank_lines: bool = False
-    fix_text: bool = True
-    languages: tuple[str, ...] | list[str] = ()
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    min_tokens: int = 0
-    deduplicate: bool = True
-    jaccard: float = LEAST_JACCARD
-    decontaminate: tuple[str, ...] | list[str] = ()
-    decontaminate_by: str = DOCUMENT
-    decontaminate_share: float = 0.1
-    overwrite: bool = False
-    work_dir: str | None = None
-    buffer_megabytes: int = 64
+    def completed(self) -> Self:
+        """These settings with a list of words for each option that takes several, and the least number of tokens."""
+        has_tokenizer = self.tokenizer_model is not None or self.vocab_file is not None
+        least = DEFAULT_MIN_TOKENS if has_tokenizer else 0
+        lists: dict[str, Any] = {
+            name: words_of(getattr(self, name)) for name in ("input", "languages", "decontaminate")
+        }
+        return replace(self, **lists, min_tokens=least if self.min_tokens is None else self.min_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """All fields, in types of JSON."""
@@ -61,48 +70,21 @@ class CorpusSettings:
         return output.with_name(f"{output.stem}-report{suffix}")
 
     def validate(self) -> None:
-        """Raise ValueError, naming the option and what is valid, if files or values are wrong. It opens no file."""
-        for option, paths in (("--input", self.input), ("--decontaminate", self.decontaminate)):
-            for path in paths:
-                if not Path(path).is_file() or not os.access(path, os.R_OK):
-                    raise ValueError(f"{option}: {path}: not a file that can be read; valid: .jsonl, .json, UTF-8 text")
-        if (self.vocab_file is None) != (self.merge_file is None):
-            raise ValueError("--vocab-file and --merge-file: GPT-2's tokenizer needs both")
-        if self.vocab_file is not None and self.tokenizer_model is not None:
-            raise ValueError("give one tokenizer: --tokenizer-model FILE, or --vocab-file FILE with --merge-file FILE")
-        if self.min_tokens and self.vocab_file is None and self.tokenizer_model is None:
-            raise ValueError(
-                f"--min-tokens {self.min_tokens} needs a tokenizer: give --tokenizer-model FILE, or --vocab-file FILE "
-                "with --merge-file FILE"
-            )
-        self._validate_output()
-
-    def _validate_output(self) -> None:
-        output = Path(self.output)
-        if output.suffix != ".jsonl":
-            raise ValueError(f"--output {output}: the name ends in .jsonl")
-        if output.is_dir():
-            raise ValueError(f"--output {output}: is a folder")
-        options = (("--output", output.parent), ("--work-dir", self.folder))
-        for option, folder in options if self.work_dir is not None else options[:1]:
-            require_folder(option, folder)
+        """Raise UsageError, naming the option and what is valid, if files or values are wrong. It opens no file."""
+        for needed, value in (("--input", self.input), ("--output", self.output)):
+            require(value, f"the following arguments are required: {needed}")
+        require_ranges(self)
+        self.require_one_tokenizer(needed=False)
+        tokenizer = self.tokenizer_model is not None or self.vocab_file is not None
+        require(
+            tokenizer or not self.min_tokens, f"{given(self, 'min_tokens')} needs a tokenizer: --tokenizer-model FILE"
+        )
+        output, named = Path(self.output), given(self, "output")
+        require(output.suffix == ".jsonl", f"{named}: the name ends in .jsonl")
+        require_folder("--output", output.parent)
+        require_folder("--output" if self.work_dir is None else "--work-dir", self.folder)
         written = [output, *(self.report(suffix) for suffix in (".json", ".txt", ".png"))]
-        for path in written:
-            if path.is_dir():
-                raise ValueError(f"--output {output}: {path}, which is written beside it, is a folder")
-            if any(path.exists() and path.samefile(source) for source in (*self.input, *self.decontaminate)):
-                raise ValueError(f"--output {output}: {path} is an --input or --decontaminate file")
-        if output.exists() and not self.overwrite:
-            raise ValueError(f"--output {output}: exists; give another name, or --overwrite to replace it")
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer by whose tokens length is measured; None where none is given. Raises ValueError."""
-        try:
-            if self.tokenizer_model is not None:
-                return Tokenizer.from_file(self.tokenizer_model)
-            if self.vocab_file is not None and self.merge_file is not None:
-                return Tokenizer.from_gpt2(self.vocab_file, self.merge_file)
-        except (OSError, ValueError) as error:
-            option = "--tokenizer-model" if self.tokenizer_model else "--vocab-file, --merge-file"
-            raise ValueError(f"{option}: {error}") from error
-        return None
+        self.require_files("--input", self.files, written, named)
+        self.require_files("--decontaminate", words_of(self.decontaminate), written, named)
+        there = output.exists() and not self.overwrite
+        require(not there, f"{named}: exists; give another name, or --overwrite to replace it")

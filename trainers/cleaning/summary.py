@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ TITLES = {
     "read": "read", "fix": "mended by ftfy", "language": "language", "decontaminate": "held-out text",
     "length": "length", "deduplicate": "duplicates",
 }  # fmt: skip
+#: reasons for dropping that are drawn: those of most documents
+_DRAWN = 8
 
 
 def text(summary: dict[str, Any]) -> str:
@@ -85,22 +88,20 @@ def save(summary: dict[str, Any], json_file: Path, text_file: Path, picture: Pat
 
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw the documents that each stage kept and dropped, and the similarities of the candidates."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     stages = summary["stages"]
     figure = Figure(figsize=(9, 0.5 * len(stages) + 1.8), layout="constrained")
-    FigureCanvasAgg(figure)
     kept_axes, similar_axes = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [TITLES[stage["name"]] for stage in stages]
     kept = [stage["documents_out"] for stage in stages]
     kept_axes.barh(names, kept, color="C0", label="kept")
     left = kept
-    reasons = sorted({reason for stage in stages for reason in stage["dropped"]})
-    for number, reason in enumerate(_largest(stages, reasons), 1):
-        dropped = [stage["dropped"].get(reason, 0) for stage in stages]
-        kept_axes.barh(names, dropped, left=left, color=f"C{number}", label=f"dropped: {reason}")
-        left = [one + more for one, more in zip(left, dropped, strict=True)]
+    dropped: Counter[str] = sum((Counter(stage["dropped"]) for stage in stages), Counter())
+    for number, (reason, _) in enumerate(dropped.most_common(_DRAWN), 1):
+        of_stages = [stage["dropped"].get(reason, 0) for stage in stages]
+        kept_axes.barh(names, of_stages, left=left, color=f"C{number}", label=f"dropped: {reason}")
+        left = [one + more for one, more in zip(left, of_stages, strict=True)]
     kept_axes.invert_yaxis()
     kept_axes.set_xlabel("documents")
     figure.legend(loc="outside lower left", fontsize="small", ncols=2)
@@ -111,9 +112,3 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     similar_axes.set_xlabel("Jaccard similarity of compared pairs")
     similar_axes.set_ylabel("pairs")
     figure.savefig(path, dpi=120)
-
-
-def _largest(stages: list[dict[str, Any]], reasons: list[str], most: int = 8) -> list[str]:
-    """The reasons by which most documents were dropped."""
-    counts = {reason: sum(stage["dropped"].get(reason, 0) for stage in stages) for reason in reasons}
-    return [reason for reason in sorted(reasons, key=lambda reason: -counts[reason]) if counts[reason]][:most]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,23 +12,8 @@ from torch import Tensor
 from commengine import UsageError
 from trainers.checkpoints import pointer
 from trainers.checkpoints.checkpoint import MODEL, OPTIMIZER
-from trainers.checkpoints.safetensors_file import read_layout
+from trainers.checkpoints.parallel_safetensors import read_layout
 from trainers.checks.digests import bits
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How two tensors of one name differ: in words, or in ``elements`` of ``of``, by at most ``largest``."""
-
-    name: str
-    words: str = ""
-    elements: int = 0
-    of: int = 0
-    largest: float = 0.0
-
-    def text(self) -> str:
-        """The difference in words."""
-        return self.words or f"{self.elements:,} of {self.of:,} elements, by at most {self.largest:.3g}"
 
 
 def common_checkpoint(one: Path, other: Path, iteration: int | None) -> tuple[Path, Path] | None:
@@ -52,8 +36,8 @@ def last_checkpoints(one: Path, other: Path) -> tuple[Path, Path] | None:
     return (first[-1], second[-1]) if first and second else None
 
 
-def differences(one: Path, other: Path) -> Iterator[Difference]:
-    """What differs between two checkpoints: parameters, then masters and moments, in the order of their files.
+def differences(one: Path, other: Path) -> Iterator[str]:
+    """What differs between two checkpoints, in words: parameters, then masters and moments, each in their file's order.
 
     Raises UsageError where a file cannot be read.
     """
@@ -64,16 +48,16 @@ def differences(one: Path, other: Path) -> Iterator[Difference]:
             raise UsageError(f"{file} of {one} and {other}: cannot be compared: {error}") from error
 
 
-def _in_files(one: Path, other: Path) -> Iterator[Difference]:
+def _in_files(one: Path, other: Path) -> Iterator[str]:
     names = _names(one)
     with safe_open(one, "pt") as first, safe_open(other, "pt") as second:
         theirs = set(second.keys())
         for name in names:
             if name not in theirs:
-                yield Difference(name, words="is in the first run only")
-            elif (found := difference(name, first.get_tensor(name), second.get_tensor(name))) is not None:
-                yield found
-        yield from (Difference(name, words="is in the second run only") for name in sorted(theirs - set(names)))
+                yield f"{name}: is in the first run only"
+            elif said := difference(first.get_tensor(name), second.get_tensor(name)):
+                yield f"{name}: {said}"
+        yield from (f"{name}: is in the second run only" for name in sorted(theirs - set(names)))
 
 
 def _names(path: Path) -> list[str]:
@@ -83,12 +67,12 @@ def _names(path: Path) -> list[str]:
     return sorted(stored, key=lambda name: stored[name].start)
 
 
-def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
-    """How two tensors differ in their bits; None if they do not."""
+def difference(one: Tensor, other: Tensor) -> str:
+    """How two tensors differ in their bits, in words; "" if they do not."""
     if one.dtype != other.dtype or one.shape != other.shape:
-        return Difference(name, words=f"is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")
+        return f"is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     unlike = int((bits(one) != bits(other)).sum())
     if not unlike:
-        return None
+        return ""
     largest = float((one.double() - other.double()).abs().nan_to_num(torch.inf).max())
-    return Difference(name, elements=unlike, of=one.numel(), largest=largest)
+    return f"{unlike:,} of {one.numel():,} elements, by at most {largest:.3g}"

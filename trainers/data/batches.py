@@ -4,39 +4,69 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, Self, TypeVar
 
-from .samples import Samples
+import torch
+from torch import Tensor
+
+from commengine import Communicator
+from tplayers.host_copy import to_device
+
+from .samples import IGNORED, Samples
 from .stream import SampleStream, SourceRecord
 
 Batch = TypeVar("Batch")
 
 
-class DataGroup(Protocol):
-    """The part of a `commengine.Communicator` over the data group that is needed here."""
+class TextMicrobatch:
+    """A micro-batch of text. A subclass is a dataclass that has these fields, and others.
+
+    tokens: int64, ids. labels: int64, ids or `IGNORED`. vocab_size: without padding.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    vocab_size: int
 
     @property
-    def size(self) -> int: ...
+    def usable(self) -> bool:
+        """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
+        real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
+        return bool(((real >= 0) & (real < self.vocab_size)).all())
 
-    @property
-    def rank(self) -> int: ...
+    def to(self, device: torch.device) -> Self:
+        """The same micro-batch with its tensors on ``device``."""
+        moved = {name: to_device(one, device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **moved)  # type: ignore[type-var]
 
 
 class GlobalBatches(ABC, Generic[Batch]):
     """Global batch k holds samples number k * size ... k * size + size - 1; a rank gets its slice, in microbatches.
 
-    A subclass makes a microbatch of type ``Batch`` from samples (`microbatch`) and says what a sample that the model
-    cannot take means (``unusable``); it is then a `trainers.training.interfaces.FiniteBatchSource`.
+    A subclass makes a microbatch of type ``Batch`` from samples (`microbatch`); it is then a
+    `trainers.training.interfaces.FiniteBatchSource`.
 
     samples: a stream, which has no end, or the samples of an evaluation. These are read once, in order, and the last
     batch is padded with samples that count nothing, so that no sample counts twice.
     size: samples of a global batch, a multiple of ``micro * data.size``. micro: samples of a microbatch.
-    data: the data group.
+    data: the data group. vocab_size: a microbatch with tokens outside of it is not usable. unusable: the error message
+    about such tokens.
     """
 
-    def __init__(self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup) -> None:
+    def __init__(
+        self,
+        samples: Samples | SampleStream,
+        *,
+        size: int,
+        micro: int,
+        data: Communicator,
+        vocab_size: int,
+        unusable: str,
+    ) -> None:
         self.samples = samples
         self.size, self.micro = size, micro
+        self.vocab_size, self.unusable = vocab_size, unusable
         self._mine = size // data.size
         self._offset = data.rank * self._mine
 

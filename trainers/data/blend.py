@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import shlex
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commengine import UsageError
+from commengine.errors import usage_errors
 from trainers.files import checksums
 
 from .indexed import bin_path, checksums_path, idx_path
+from .samples import weight_of
 
 VALID = "valid: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... such as 0.7 A 0.3 B"
 
@@ -34,16 +36,17 @@ def read_blend(data_path: str | Sequence[str]) -> list[WeightedPrefix]:
     or named twice. It does not read the data sets.
     """
     words = [data_path] if isinstance(data_path, str) else [str(word) for word in data_path]
-    if len(words) == 1 and not _exists(idx_path(words[0])):  # a prefix may have spaces
-        words = _split(words[0])
+    there = os.path.exists(idx_path(words[0]))  # noqa: PTH110  # False for a name that is longer than any, too
+    if len(words) == 1 and not there:  # a prefix may have spaces
+        with usage_errors(f"--data-path {words[0]} ({VALID}): "):
+            words = shlex.split(words[0]) or words
     if len(words) == 1:
         return [WeightedPrefix(Fraction(1), words[0])]
     given = f"--data-path {shlex.join(words)}"
     if len(words) % 2:
         raise UsageError(f"{given}: a weight has no prefix, or a prefix no weight; {VALID}")
-    found = [
-        WeightedPrefix(_weight(weight, given), prefix) for weight, prefix in zip(words[::2], words[1::2], strict=True)
-    ]
+    with usage_errors(f"{given} ({VALID}): "):
+        found = [WeightedPrefix(weight_of(word), prefix) for word, prefix in zip(words[::2], words[1::2], strict=True)]
     if all(weight == 0 for weight, _ in found):
         raise UsageError(f"{given}: all weights are 0; at least one must be positive")
     places: dict[Path, str] = {}
@@ -73,38 +76,12 @@ def verify(blend: Sequence[WeightedPrefix], part: int, parts: int) -> int:
     total = 0
     for number, (_, prefix) in enumerate(blend):
         path = checksums_path(prefix)
-        try:
+        with usage_errors("--verify-data: "):
             if not path.is_file():
-                raise UsageError(f"--verify-data: {path} does not exist; preprocess_data writes it with a data set")
+                raise ValueError(f"{path} does not exist; preprocess_data writes it with a data set")
             pieces = checksums.read(path)
             for file in (bin_path(prefix), idx_path(prefix)):
                 if file.name not in {piece.name for piece in pieces}:
-                    raise UsageError(f"--verify-data: {path}: has no checksum of {file.name}")
+                    raise ValueError(f"{path}: has no checksum of {file.name}")
             total += sum(checksums.verify(path, pieces, (part + number) % parts, parts))
-        except (ValueError, OSError) as error:
-            raise UsageError(f"--verify-data: {error}") from error
     return total
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # many words of a blend are longer than a name can be
-        return False
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text) or [text]
-    except ValueError as error:
-        raise UsageError(f"--data-path {text}: {error}; {VALID}") from error
-
-
-def _weight(word: str, given: str) -> Fraction:
-    try:
-        value = float(word)  # first, because Fraction("1e999999999") would take hours and all memory
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(f"{given}: {word!r} is not a weight, which is a finite number of at least 0; {VALID}")
-    return Fraction(word) if value else Fraction(0)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Self
 
 from commengine import UsageError
+from commengine.errors import usage_errors
 from trainers.config import TrainConfig
-from trainers.options import LENGTH, VOCABULARY, given, option, require
+from trainers.options import Length, Vocabulary, given, option, require
 
 from .blend import WeightedPrefix, read_blend, require_files, verify
 from .indexed import IndexedDataset, tokenizer_path
@@ -37,7 +38,7 @@ MOCK_SAMPLES, MOCK_HELD_OUT = 1_000_000, 1_000
 class TextConfig(TrainConfig):
     """A training run on text: the shared settings, and those of the corpus."""
 
-    seq_length: int = option(1024, "tokens of a sample", valid=LENGTH, fixed=True)
+    seq_length: Length = option(1024, "tokens of a sample", fixed=True)
     data_path: str | Sequence[str] | None = option(
         None,
         "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them; or a blend, WEIGHT PREFIX WEIGHT PREFIX "
@@ -50,18 +51,14 @@ class TextConfig(TrainConfig):
     verify_data: bool = option(
         False, "before training, compare all files of --data-path with their checksums, which preprocess_data wrote"
     )
-    vocab_size: int | None = option(
-        None, "tokens of the vocabulary (default: the tokenizer's)", valid=VOCABULARY, fixed=True
-    )
+    vocab_size: Vocabulary | None = option(None, "tokens of the vocabulary (default: the tokenizer's)", fixed=True)
     tokenizer_model: str | None = option(None, "a tokenizer.json (default PREFIX-tokenizer.json if it exists)")
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
         super().validate(ranks)
-        try:
+        with usage_errors(""):
             split_weights(self.split)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         require(
             not self.sequence_parallel or self.seq_length % self.tensor_model_parallel_size == 0,
             f"{given(self, 'seq_length')}: with --sequence-parallel it must be a multiple of "
@@ -91,7 +88,7 @@ class TextConfig(TrainConfig):
             if config.vocab_size is None:
                 raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
             return config
-        size = _tokenizer(path).vocab_size
+        size = read_tokenizer(path).vocab_size
         if config.vocab_size is not None and config.vocab_size < size:
             raise UsageError(f"--vocab-size {config.vocab_size}: the tokenizer {path} has {size} tokens")
         return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
@@ -111,9 +108,9 @@ def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str 
             f"--data-path: {next(iter(beside))} has a tokenizer beside it, {without[0]} has none; if both were made "
             "with the same tokenizer, name it with --tokenizer-model"
         )
-    vocabularies = {prefix: _tokenizer(path).vocabulary() for prefix, path in beside.items()}
+    vocabularies = {prefix: read_tokenizer(path).vocabulary() for prefix, path in beside.items()}
     shared = asked or str(beside[max(vocabularies, key=lambda prefix: len(vocabularies[prefix]))])
-    ids = _tokenizer(shared).vocabulary()
+    ids = read_tokenizer(shared).vocabulary()
     for prefix, vocabulary in vocabularies.items():
         if not vocabulary.items() <= ids.items():
             raise UsageError(
@@ -123,11 +120,19 @@ def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str 
     return shared
 
 
-def _tokenizer(path: str | Path) -> Tokenizer:
-    try:
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in the file of ``--tokenizer-model``. Raises UsageError where it is none."""
+    with usage_errors("--tokenizer-model: "):
         return Tokenizer.from_file(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tokenizer-model: {error}") from error
+
+
+def require_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int | None) -> None:
+    """Raise UsageError unless a model with ``vocab_size`` tokens has all those of the tokenizer in ``path``."""
+    assert vocab_size is not None
+    if tokenizer.vocab_size > vocab_size:
+        raise UsageError(
+            f"--tokenizer-model {path}: has {tokenizer.vocab_size} tokens, and the model only {vocab_size}"
+        )
 
 
 @dataclass(frozen=True)

@@ -92,15 +92,7 @@ class IndexedDataset:
 
     def document(self, i: int) -> TokenArray:
         """The tokens of document i, 0 <= i < len: a view of the map. Raises IndexError."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
         return self.tokens[self.document_offsets[i] : self.document_offsets[i + 1]]
-
-    def sentence_lengths(self, i: int) -> npt.NDArray[np.int32]:
-        """The tokens of each sequence of document i: int32 [sequences]. Raises IndexError."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.prefix}: document {i} of {len(self)}")
-        return self.sequence_lengths[self.document_sequences[i] : self.document_sequences[i + 1]]
 
     def identity(self) -> str:
         """A digest that tells this data set from others, wherever its files lie: hexadecimal, 32 digits.

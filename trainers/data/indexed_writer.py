@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -17,16 +16,14 @@ from trainers.files import checksums
 
 from .indexed import CODES, HEADER, MAGIC, VERSION, bin_path, checksums_path, idx_path, type_names
 
-_MAX_SEQUENCE = np.iinfo(np.int32).max
-
 
 class IndexedDatasetWriter:
     """A writer of ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.xxh3``. The data set is complete or it does not exist.
 
-    Tokens are streamed to ``PREFIX.bin.tmp``. `close` writes all other files under such names, too, and then renames
-    all of them, the index last. If ``PREFIX.idx`` exists, it therefore belongs to the files beside it. Nothing is done
-    to an older data set before all bytes of the new one are on the disk. `abort`, or leaving a ``with`` block by an
-    exception, removes the temporary files.
+    For a ``with`` block. Tokens are streamed to ``PREFIX.bin.tmp``. The end of the block writes all other files under
+    such names, too, and then renames all of them, the index last. If ``PREFIX.idx`` exists, it therefore belongs to the
+    files beside it. Nothing is done to an older data set before all bytes of the new one are on the disk. An exception
+    removes the temporary files.
 
     dtype: an integer type of the format (uint8, int8, int16, int32, int64, uint16); see `best_dtype`. Raises ValueError
     for another type, and OSError that names the file where one cannot be written.
@@ -43,9 +40,8 @@ class IndexedDatasetWriter:
         # An array takes 4 or 8 bytes per entry, less than a list, which counts for corpora of 10^8 documents.
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._range = np.iinfo(self.dtype)
         self.num_tokens = 0
-        self._file = _partial(self._bin).open("wb")  # closed by close() or abort()
+        self._file = _partial(self._bin).open("wb")  # closed by __exit__
 
     def __len__(self) -> int:
         """The number of documents added so far."""
@@ -54,31 +50,11 @@ class IndexedDatasetWriter:
     def add_document(self, tokens: npt.ArrayLike, sentence_lengths: Sequence[int] | None = None) -> None:
         """Append one document.
 
-        tokens: [n] integers, n >= 1. sentence_lengths: the tokens of each sentence, which sum to n; None if the
-        document is one sequence. Raises ValueError, before anything is written, if the tokens are empty, not integers,
-        not one-dimensional or outside the type of the data set, or if the lengths do not fit.
+        tokens: [n] integers that fit the type of the data set, n >= 1. sentence_lengths: the tokens of each sentence,
+        which sum to n; None if the document is one sequence.
         """
         ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: want one dimension of at least one integer, "
-                f"got shape {ids.shape} of {ids.dtype}"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < self._range.min or high > self._range.max:
-            bad = low if low < self._range.min else high
-            raise ValueError(f"{self._bin}: document {len(self)}: token {bad} does not fit {self.dtype}")
-        lengths = [ids.size] if sentence_lengths is None else [int(n) for n in sentence_lengths]
-        if min(lengths, default=0) < 1 or sum(lengths) != ids.size:
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: sentence lengths must be positive and sum to "
-                f"{ids.size} tokens, they sum to {sum(lengths)}"
-            )
-        if max(lengths) > _MAX_SEQUENCE:
-            raise ValueError(
-                f"{self._bin}: document {len(self)}: {max(lengths)} tokens in one sequence; the format's "
-                f"limit is {_MAX_SEQUENCE}"
-            )
+        lengths = [ids.size] if sentence_lengths is None else sentence_lengths
         data = np.ascontiguousarray(ids, self.dtype).data
         with _naming(self._bin):
             self._file.write(data)
@@ -88,35 +64,25 @@ class IndexedDatasetWriter:
         self.num_tokens += ids.size
 
     def add_file(self, path: str | os.PathLike[str], content: bytes) -> None:
-        """Write another file of the data set, such as its tokenizer. path: beside the others. `close` writes it."""
+        """Write another file of the data set, such as its tokenizer, with the index. path: beside the others."""
         self._beside[Path(path)] = content
 
-    def close(self) -> None:
-        """Write the other files, and rename all to their final names. Further calls do nothing."""
-        if self._file.closed:
-            return
-        try:
-            with _naming(self._bin):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-            pieces = [*self._digest.pieces(), *_write(self._idx, self._index())]
-            for path, content in self._beside.items():
-                pieces += _write(path, [content])
-            _write(self._list, [checksums.text(pieces).encode()])
-            self._idx.unlink(missing_ok=True)  # an old index must never stand beside the new tokens
-            for path in (self._bin, *self._beside, self._list, self._idx):
-                _partial(path).replace(path)
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Drop everything that was added. After `close` it does nothing."""
-        with contextlib.suppress(OSError):  # of bytes that still wait, and that a full disk has no room for
+    def _close(self) -> None:
+        """Write the other files, and rename all to their final names."""
+        with _naming(self._bin):
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
-        for path in (self._bin, *self._beside, self._list, self._idx):
-            _partial(path).unlink(missing_ok=True)
+        pieces = [*self._digest.pieces(), *_write(self._idx, self._index())]
+        for path, content in self._beside.items():
+            pieces += _write(path, [content])
+        _write(self._list, [checksums.text(pieces).encode()])
+        self._idx.unlink(missing_ok=True)  # an old index must never stand beside the new tokens
+        for path in self._files():
+            _partial(path).replace(path)
+
+    def _files(self) -> list[Path]:
+        return [self._bin, *self._beside, self._list, self._idx]
 
     def _index(self) -> Iterator[bytes | memoryview]:
         lengths = np.array(self._lengths, dtype="<i4")
@@ -130,13 +96,15 @@ class IndexedDatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._close()
+        finally:
+            with contextlib.suppress(OSError):  # of bytes that still wait, and that a full disk has no room for
+                self._file.close()
+            for path in self._files():
+                _partial(path).unlink(missing_ok=True)
 
 
 def _partial(path: Path) -> Path:

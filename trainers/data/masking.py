@@ -92,7 +92,7 @@ def uniform(raw: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 def _words(tokens: Tokens, parts: tuple[tuple[int, int], ...], pieces: WordPieces) -> tuple[Tokens, Tokens, Tokens]:
     """Begin and end of each word, and how many words, itself included, are left in its part."""
-    begins, ends, room = [], [], []
+    begins, ends, room = ([np.empty(0, dtype=np.int64)] for _ in range(3))
     for begin, end in parts:
         if begin == end:
             continue
@@ -102,9 +102,6 @@ def _words(tokens: Tokens, parts: tuple[tuple[int, int], ...], pieces: WordPiece
         begins.append(found)
         ends.append(np.append(found[1:], end))
         room.append(np.arange(len(found), 0, -1))
-    if not begins:
-        nothing = np.empty(0, dtype=np.int64)
-        return nothing, nothing, nothing
     return np.concatenate(begins), np.concatenate(ends), np.concatenate(room)
 
 

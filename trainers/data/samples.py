@@ -7,6 +7,7 @@ versions, and does not promise it for ``Generator.permutation`` and similar meth
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ Counts = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 # The use of a stream of random numbers. It keeps streams of different uses apart that have the same seed and number.
 ZIPF, PERMUTATION, SHORT, MASKS = 1, 2, 3, 4
+#: a label that does not count
+IGNORED = -100
 # Tokens that are counted at a time. bincount makes an int64 copy, so this takes 32 MB.
 _COUNT_CHUNK = 1 << 22
 
@@ -46,9 +49,7 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 def split_weights(split: str) -> list[Fraction]:
     """The weights of ``--split``. Raises ValueError as `split_documents` does."""
     try:
-        # As floats first, because Fraction("1e999999999") would take hours and all memory.
-        fits = all(0 <= float(part) < math.inf for part in split.split(","))
-        weights = [Fraction(part.strip()) if float(part) else Fraction(0) for part in split.split(",")] if fits else []
+        weights = [weight_of(part) for part in split.split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or sum(weights) == 0:
@@ -57,6 +58,14 @@ def split_weights(split: str) -> list[Fraction]:
             "for training, validation and test, such as 969,30,1"
         )
     return weights
+
+
+def weight_of(word: str) -> Fraction:
+    """The number that ``word`` spells, exactly. Raises ValueError unless it is finite and not negative."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(word) < math.inf:  # first, because Fraction("1e999999999") would take hours and all memory
+            return Fraction(word) if float(word) else Fraction(0)
+    raise ValueError(f"{word!r} is not a weight, which is a finite number of at least 0")
 
 
 class NoSamplesError(ValueError):
@@ -88,9 +97,10 @@ class Samples(ABC):
 class TextSamples(Samples):
     """Samples of text, of which a model predicts tokens: all but the first, or the masked ones."""
 
-    @abstractmethod
     def targets(self, n: int) -> Sample:
         """The tokens that an evaluation of sample n predicts, int64. Raises IndexError."""
+        targets: Sample = self[n][1:]
+        return targets
 
     #: of the text, for messages
     name = ""
@@ -120,10 +130,6 @@ class TokenSamples(TextSamples):
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int) -> None:
-        if documents.step != 1 or documents.start < 0 or max(documents, default=-1) >= len(dataset):
-            raise ValueError(f"{dataset.prefix}: {documents} is not a run of its {len(dataset)} documents")
-        if seq_length < 1:
-            raise ValueError(f"seq_length must be at least 1, got {seq_length}")
         start = int(dataset.document_offsets[documents.start])
         stop = int(dataset.document_offsets[documents.stop]) if documents else start
         self.name = f"{dataset.prefix}, documents {documents.start} to {documents.stop}"
@@ -146,38 +152,24 @@ class TokenSamples(TextSamples):
         start = n * self.seq_length
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
-    def targets(self, n: int) -> Sample:
-        return self[n][1:]
-
     @property
     def text(self) -> Text:
         return self.tokens
 
 
 class ZipfSamples(TextSamples):
-    """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1)**exponent.
+    """Mock data: independent tokens, id k with probability p(k) proportional to 1 / (k + 1).
 
     Sample n is int64 [seq_length + 1], a pure function of (seed, split, n). split: a number for each use of the same
     seed, such as 0 for training, 1 for validation and 2 for test data. The samples of two splits are independent.
 
-    entropy: of one token, in nats. It is the lowest loss that a model can reach, by learning p. Raises ValueError for
-    sizes below 1, or a seed, split or exponent that is negative or not finite.
     """
 
-    def __init__(
-        self, vocab_size: int, seq_length: int, seed: int, count: int, exponent: float = 1.0, split: int = 0
-    ) -> None:
-        if min(vocab_size, seq_length, count) < 1 or min(seed, split) < 0 or not 0 <= exponent < np.inf:
-            raise ValueError(
-                f"vocab_size {vocab_size}, seq_length {seq_length} and count {count} must be at least 1, "
-                f"seed {seed}, split {split} and exponent {exponent} at least 0"
-            )
+    def __init__(self, vocab_size: int, seq_length: int, seed: int, count: int, split: int = 0) -> None:
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self._seed, self._split, self._count = seed, split, count
-        weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -exponent
+        weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -1.0
         self.probabilities = weights / weights.sum()
-        seen = self.probabilities[self.probabilities > 0]
-        self.entropy = float(-(seen * np.log(seen)).sum())
         cumulative = np.cumsum(weights)
         self._cumulative = cumulative / cumulative[-1]  # it ends in exactly 1, above every draw
 
@@ -192,16 +184,11 @@ class ZipfSamples(TextSamples):
         uniform = (raw >> np.uint64(11)) * 2.0**-53
         return np.searchsorted(self._cumulative, uniform, side="right").astype(np.int64)
 
-    def targets(self, n: int) -> Sample:
-        return self[n][1:]
-
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.float64]:
         """The expected counts over all samples: float64 [vocab_size], 0 for ids above the mock vocabulary.
 
-        Raises ValueError if vocab_size is smaller than the mock vocabulary.
+        vocab_size: at least that of the mock vocabulary.
         """
-        if vocab_size < self.vocab_size:
-            raise ValueError(f"token {self.vocab_size - 1} is outside the vocabulary of {vocab_size}")
         counts = np.zeros(vocab_size, dtype=np.float64)
         counts[: self.vocab_size] = self.probabilities * (self._count * (self.seq_length + 1))
         return counts
@@ -210,29 +197,18 @@ class ZipfSamples(TextSamples):
 class EpochPermutation:
     """The sample index for global sample number n: every index once per epoch, each epoch in its own order.
 
-    Epoch ``e = n // size`` is permuted by (seed, e); with ``shuffle=False`` each epoch runs in order. The index is a
-    pure function of n. One epoch is held at a time (8 bytes per sample), so numbers are best read in rising order.
-
-    Raises ValueError if size is below 1 or seed is negative.
+    Epoch ``e = n // size`` is permuted by (seed, e). The index is a pure function of n. One epoch is held at a time
+    (8 bytes per sample), so numbers are best read in rising order.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
-        if size < 1 or seed < 0:
-            raise ValueError(f"size must be at least 1 and seed at least 0, got {size} and {seed}")
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
         self._epoch = -1
         self._order: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
     def __getitem__(self, n: int) -> int:
-        """The index, 0 <= index < size, of global sample number n >= 0; n has no upper bound.
-
-        Raises IndexError if n is negative.
-        """
-        if n < 0:
-            raise IndexError(f"global sample number {n} is negative")
+        """The index, 0 <= index < size, of global sample number n >= 0; n has no upper bound."""
         epoch, place = divmod(int(n), self.size)
-        if not self.shuffle:
-            return place
         if epoch != self._epoch:
             self._order, self._epoch = self._permutation(epoch), epoch
         return int(self._order[place])
@@ -275,15 +251,11 @@ def unigram_cross_entropy(train_counts: npt.ArrayLike, heldout_counts: npt.Array
     A language model with a higher loss has not even learnt frequencies. The model is
     ``p(k) = (train[k] + 1) / sum(train + 1)``, so that an unseen token has a finite loss.
 
-    Both arguments: [vocab_size], not negative. Raises ValueError if the shapes differ or no token was held out.
+    Both arguments: [vocab_size], not negative; some token was held out.
     """
     train = np.asarray(train_counts, dtype=np.float64)
     heldout = np.asarray(heldout_counts, dtype=np.float64)
-    if train.ndim != 1 or train.shape != heldout.shape or min(train.min(), heldout.min()) < 0:
-        raise ValueError(f"want two [vocab_size] arrays of counts, got {train.shape} and {heldout.shape}")
     total = heldout.sum()
-    if total == 0:
-        raise ValueError("no held-out tokens to evaluate on")
     log_p = np.log1p(train) - np.log((train + 1).sum())
     return float(-(heldout * log_p).sum() / total)
 

@@ -14,7 +14,7 @@ from commengine import UsageError
 from .corpus import Corpus, TextConfig, open_corpus
 from .indexed import IndexedDataset
 from .masking import Masks, budget, mask_words
-from .samples import MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
+from .samples import IGNORED, MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
 from .sentence_map import SHORTEST, sentence_map
 from .wordpiece import WordPieces
 
@@ -24,8 +24,6 @@ Tokens = npt.NDArray[np.int64]
 FRAME = 3
 #: the shortest sequence that has room for two parts
 SHORTEST_SEQUENCE = FRAME + SHORTEST
-#: a label that does not count
-IGNORED = -100
 #: tokens of a sentence of mock data
 _MOCK_SENTENCE = 16
 
@@ -151,8 +149,6 @@ class SentenceSamples(MaskedSamples):
         return len(self._map.start)
 
     def sentences(self, n: int) -> Sentences:
-        if not 0 <= n < len(self):
-            raise IndexError(f"{self.name}: sample {n} of {len(self)}")
         lengths = self._dataset.sequence_lengths[self._map.first[n] : self._map.stop[n]].astype(np.int64)
         lengths = lengths[lengths > 0]
         start = int(self._map.start[n])

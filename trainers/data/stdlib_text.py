@@ -65,14 +65,6 @@ def _new_docstrings(path: Path, seen: set[str]) -> Iterator[str]:
         text = ast.get_docstring(node, clean=False)
         text = inspect.cleandoc(text).strip() if text else ""
         # A lone surrogate is legal in a Python string, but it is no text.
-        if text and text not in seen and _encodable(text):
+        if text and text not in seen and text.encode(errors="ignore").decode() == text:
             seen.add(text)
             yield text
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

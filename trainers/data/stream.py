@@ -1,13 +1,13 @@
-"""The training samples of a run by their global number: one source, or a blend of several."""
+"""The training samples of a run by their global number: one source, or a blend of several by their weights."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
-from .apportionment import Apportionment, normalized
 from .samples import EpochPermutation, Samples
 
 #: name and identity of mock data
@@ -15,6 +15,79 @@ MOCK = "mock data"
 
 #: the recorded weight of a source that the run does not draw from
 ZERO = "0"
+
+
+class _Split(NamedTuple):
+    """A node of the tree: of ``denominator`` draws ``numerator`` go to ``left``, spread evenly, the rest to ``right``.
+
+    A child is another split, or the number of a source.
+    """
+
+    numerator: int
+    denominator: int
+    left: _Split | int
+    right: _Split | int
+
+    def to_left(self, draws: int) -> int:
+        """How many of the node's first ``draws`` draws go to the left: the nearest integer to their exact share."""
+        return (2 * draws * self.numerator + self.denominator) // (2 * self.denominator)
+
+
+class Apportionment:
+    """An endless sequence of draws from sources, in which every prefix holds each source in proportion to its weight.
+
+    weights: of any scale, none negative, not all 0. A source of weight 0 is never drawn from. Of the first n draws a
+    source of weight w gets n * w / sum(weights), with an error of at most 1/2 if there are two sources, and of less
+    than 2 for any number. Nothing is stored for a draw: each method takes a time that grows with the depth of a tree of
+    the sources (about the logarithm of their number), and not with n. The arithmetic is exact.
+
+    The sources are the leaves of a Huffman tree over the weights. At each node the draws that reach it are split
+    between the two children as evenly as integers allow: a split is off by at most 1/2, and a child inherits the node's
+    error times its share of the node. A child that is a node again has a share of at most 2/3: Huffman merges the
+    lightest first, so neither half of this child is heavier than its sibling. The errors of the nodes on the way down
+    are therefore below 1/2 * (1 + 2/3 + 4/9 + ...) = 3/2, and the last split adds at most 1/2.
+    """
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        self.sources = len(weights)
+        # The second entry, which never repeats, settles ties: a tree must not depend on how nodes compare.
+        heap: list[tuple[Fraction, int, _Split | int]] = [
+            (Fraction(weight), number, number) for number, weight in enumerate(weights) if weight
+        ]
+        heapq.heapify(heap)
+        made = self.sources
+        while len(heap) > 1:
+            light, _, right = heapq.heappop(heap)
+            heavy, _, left = heapq.heappop(heap)
+            share = heavy / (light + heavy)
+            split = _Split(share.numerator, share.denominator, left, right)
+            heapq.heappush(heap, (light + heavy, made, split))
+            made += 1
+        self._root = heap[0][2]
+
+    def draw(self, n: int) -> tuple[int, int]:
+        """(source, k): draw number n >= 0 is the k-th of this source, counted from 0."""
+        node = self._root
+        while not isinstance(node, int):
+            left = node.to_left(n)
+            if node.to_left(n + 1) > left:
+                node, n = node.left, left
+            else:
+                node, n = node.right, n - left
+        return node, n
+
+    def counts(self, n: int) -> list[int]:
+        """How many of the first n >= 0 draws come from each source; they sum to n."""
+        counts = [0] * self.sources
+        waiting = [(self._root, n)]
+        while waiting:
+            node, draws = waiting.pop()
+            if isinstance(node, int):
+                counts[node] = draws
+            else:
+                left = node.to_left(draws)
+                waiting += [(node.left, left), (node.right, draws - left)]
+        return counts
 
 
 @dataclass(frozen=True)
@@ -76,28 +149,26 @@ class SampleStream:
         self.sources = tuple(sorted(sources, key=lambda source: source.identity))
         self._orders = [EpochPermutation(len(source.training), seed) for source in self.sources]
         weights = [source.weight for source in self.sources]
-        self._apportionment, self._probabilities = Apportionment(weights), normalized(weights)
+        self._apportionment = Apportionment(weights)
+        self._probabilities = [weight / sum(weights) for weight in weights]
         self._start, self._before = 0, [0] * len(self.sources)
         self._absent: list[SourceRecord] = []
         self._vocabulary = vocabulary
 
     def __getitem__(self, n: int) -> Any:
-        """Sample n of the run. Raises IndexError if n is negative, or before the weights changed."""
+        """Sample n of the run, not before the one at which the weights changed."""
         number, k = self.place(n)
         order = self._orders[number]
         return self.sources[number].training.draw(k // order.size, order[k])
 
     def place(self, n: int) -> tuple[int, int]:
-        """(source, k): sample n is the k-th sample, from 0, that the run reads of ``sources[source]``.
-
-        Raises IndexError as ``[n]`` does.
-        """
-        number, k = self._apportionment.draw(self._since_start(n))
+        """(source, k): sample n is the k-th sample, from 0, that the run reads of ``sources[source]``."""
+        number, k = self._apportionment.draw(n - self._start)
         return number, self._before[number] + k
 
     def consumed(self, n: int) -> list[int]:
-        """How many of the run's first n samples are of each of ``sources``. Raises IndexError as ``[n]`` does."""
-        drawn = self._apportionment.counts(self._since_start(n))
+        """How many of the run's first n samples are of each of ``sources``."""
+        drawn = self._apportionment.counts(n - self._start)
         return [before + count for before, count in zip(self._before, drawn, strict=True)]
 
     def read(self, n: int) -> list[SourceRecord]:
@@ -116,7 +187,8 @@ class SampleStream:
     def continue_from(self, n: int, record: Mapping[str, Any]) -> list[str]:
         """Go on after the n samples that ``record`` (`record`, `record_of_one`) tells of.
 
-        Returns sentences for the user: what changed, if anything did. Raises ValueError if the record is damaged.
+        Returns sentences for the user: what changed, if anything did. Raises ValueError unless the record is one of n
+        samples.
         """
         start, saved = _read(record, n)
         known = {(old.identity, old.samples): old for old in self._identified(saved)}
@@ -156,11 +228,6 @@ class SampleStream:
             unknown = not old.identity and same
             yield replace(old, identity=same[0].identity, samples=len(same[0].training)) if unknown else old
 
-    def _since_start(self, n: int) -> int:
-        if n < self._start:
-            raise IndexError(f"sample {n}: the run's data changed at sample {self._start}; earlier ones are not known")
-        return n - self._start
-
 
 def record_of_one(name: str, n: int) -> dict[str, Any]:
     """The record (`SampleStream.record`) of n samples of one source, of which only the name is known."""
@@ -169,14 +236,10 @@ def record_of_one(name: str, n: int) -> dict[str, Any]:
 
 def _read(record: Mapping[str, Any], n: int) -> tuple[int, list[SourceRecord]]:
     """The record's first sample and its sources. Raises ValueError if they are not those of n samples."""
-    try:
-        start, sources = int(record["start"]), [SourceRecord(**source) for source in record["sources"]]
-        counts = [count for old in sources for count in (old.samples, old.before, old.consumed - old.before)]
-        total = sum(Fraction(old.weight) for old in sources)
-        fits = min(counts) >= 0 and total == 1 and 0 <= start <= n
-        fits = fits and sum(old.before for old in sources) == start and sum(old.consumed for old in sources) == n
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"the record of its data is damaged: {error!r}") from error
+    start, sources = record["start"], [SourceRecord(**source) for source in record["sources"]]
+    fits = 0 <= start <= n and sum(old.probability for old in sources) == 1
+    fits = fits and all(old.before <= old.consumed for old in sources)
+    fits = fits and sum(old.before for old in sources) == start and sum(old.consumed for old in sources) == n
     if not fits:
         raise ValueError(f"the record of its data is damaged: it is not one of {n} samples")
     return start, sources

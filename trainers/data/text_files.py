@@ -6,12 +6,12 @@ piece is a sentence.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from trainers.files.reading import require_regular
 
@@ -19,8 +19,9 @@ from trainers.files.reading import require_regular
 BLOCK = 1 << 14
 #: bytes of the longest line. A line is read whole, and tokens with their places take 140 times its bytes
 LONGEST_LINE = 1 << 25
-TOO_LONG = f": more than {LONGEST_LINE:,} bytes, the most that a line may have"
-_CUT_BEFORE = frozenset(" \n\t\r")
+#: a place to cut before: a whitespace character that stands alone; and the last one of a text
+_CUT = re.compile(r"(?<=\S)[ \n\t\r](?=\S)")
+_LAST_CUT = re.compile(rf"(?s:.*){_CUT.pattern}")
 #: ends of the names of files with a JSON object on each line; Megatron-LM calls its JSON lines .json
 _JSON_LINES = (".jsonl", ".json")
 
@@ -58,34 +59,52 @@ def read_text(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
             raise TextFileError(f"{os.fspath(path)}: not UTF-8 text: {error.reason}") from error
 
 
-def read_paragraphs(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
+def read_paragraphs(path: str | os.PathLike[str], begin: int = 0, end: int | None = None) -> Iterator[TextPiece]:
     """A document for each run of lines between blank ones (empty or whitespace only).
 
-    Lines keep their text and the newlines between them; the last newline is dropped. Raises as `read_text` does.
+    Lines keep their text and the newlines between them; the last newline is dropped. begin, end: only the paragraphs
+    whose last blank line before them begins in these bytes, and at byte 0 also the first one. Raises as `read_text`.
     """
     lines: list[str] = []
     size = 0
-    for number, raw in _lines(path):
-        line, size = _decode(path, number, raw), size + len(raw)
+    mine = begin == 0  # whether the paragraph that begins next is asked for
+    for at, length, line in _lines(path, begin):
+        size += length
         if line.strip():
-            lines.append(line)
-        elif lines:
+            if mine:
+                lines.append(line)
+            continue
+        if lines:
             yield TextPiece("".join(lines).rstrip("\r\n"), True, size)
             lines, size = [], 0
+        if end is not None and at >= end:
+            return
+        mine = True
     if lines:
         yield TextPiece("".join(lines).rstrip("\r\n"), True, size)
 
 
-def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[TextPiece]:
-    """A document for each line, which is an object with text under ``key``. Blank lines are skipped.
+def read_rows(
+    path: str | os.PathLike[str], key: str, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """(The object, its bytes) of each line that begins in these bytes and is not blank. It has text under ``key``.
 
     Raises TextFileError, with the line's number, for any other line, and OSError if the file cannot be read.
     """
-    for number, raw in _lines(path):
-        line = _decode(path, number, raw)
+    for at, length, line in _lines(path, begin):
+        if end is not None and at >= end:
+            return
         if line.strip():
-            row = json_row(f"{os.fspath(path)}: line {number}", line, key)
-            yield TextPiece(row[key], True, len(raw))
+            try:
+                yield json_row("", line, key), length
+            except TextFileError as error:
+                raise _at_line(path, at, str(error)) from error
+
+
+def read_json_lines(path: str | os.PathLike[str], key: str) -> Iterator[TextPiece]:
+    """A document for each line, which is an object with text under ``key``. Raises as `read_rows` does."""
+    for row, size in read_rows(path, key):
+        yield TextPiece(row[key], True, size)
 
 
 def read_lines(path: str | os.PathLike[str], key: str) -> Iterator[tuple[str, str]]:
@@ -95,8 +114,8 @@ def read_lines(path: str | os.PathLike[str], key: str) -> Iterator[tuple[str, st
     with the line's number, for a line that holds no text, InputFileError if there is no such regular file, and OSError.
     """
     is_json = is_json_lines(path)
-    for number, raw in _lines(require_regular(path)):
-        line, where = _decode(path, number, raw).rstrip("\r\n"), f"{os.fspath(path)}: line {number}"
+    for number, (_, _, text) in enumerate(_lines(require_regular(path)), start=1):
+        line, where = text.rstrip("\r\n"), f"{os.fspath(path)}: line {number}"
         if line.strip():
             yield where, (json_row(where, line, key)[key] if is_json else line)
 
@@ -141,10 +160,11 @@ def cut(pieces: Iterable[TextPiece], target: int = BLOCK) -> Iterator[TextPiece]
         begin = 0
         while len(held) - begin > target:
             stop = begin + target
-            at = _last_cut(held, max(begin + 1, barren), stop) or _first_cut(held, max(stop, barren))
-            if at is None:
+            found = _LAST_CUT.match(held, max(begin + 1, barren), stop + 1) or _CUT.search(held, max(stop, barren))
+            if found is None:
                 barren = len(held) - 1
                 break
+            at = found.end() - 1
             yield TextPiece(held[begin:at], False, size)
             begin, size = at, 0
         held, barren = held[begin:], max(barren - begin, 0)
@@ -179,31 +199,36 @@ def sentences(documents: Iterable[TextPiece], language: str) -> Iterator[TextPie
             yield TextPiece(sentence, number == len(found), document.size if number == 1 else 0)
 
 
-def _is_cut(text: str, i: int) -> bool:
-    # A character that str.isspace refuses is no whitespace to the pattern either. One that it accepts may be.
-    return text[i] in _CUT_BEFORE and not text[i - 1].isspace() and not text[i + 1].isspace()
-
-
-def _last_cut(text: str, start: int, stop: int) -> int | None:
-    return next((i for i in range(min(stop, len(text) - 1) - 1, start - 1, -1) if _is_cut(text, i)), None)
-
-
-def _first_cut(text: str, start: int) -> int | None:
-    return next((i for i in range(start, len(text) - 1) if _is_cut(text, i)), None)
-
-
-def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+def _lines(path: str | os.PathLike[str], begin: int = 0) -> Iterator[tuple[int, int, str]]:
+    """(Its first byte, its bytes, its text) of each line from the first that begins at byte ``begin`` or after it."""
     with Path(path).open("rb") as file:
-        for number in itertools.count(1):
-            if not (raw := file.readline(LONGEST_LINE + 1)):
-                return
-            if len(raw) > LONGEST_LINE:
-                raise TextFileError(f"{os.fspath(path)}: line {number}{TOO_LONG}")
-            yield number, raw
+        at = begin
+        if at:
+            file.seek(at - 1)
+            at += len(_readline(file, path, at)) - 1
+        while raw := _readline(file, path, at):
+            try:
+                text = raw.decode("utf-8-sig" if at == 0 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise _at_line(path, at, f": not UTF-8 text: {error.reason}") from error
+            yield at, len(raw), text
+            at += len(raw)
 
 
-def _decode(path: str | os.PathLike[str], number: int, raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise TextFileError(f"{os.fspath(path)}: line {number}: not UTF-8 text: {error.reason}") from error
+def _readline(file: BinaryIO, path: str | os.PathLike[str], at: int) -> bytes:
+    raw = file.readline(LONGEST_LINE + 1)
+    if len(raw) > LONGEST_LINE:
+        raise _at_line(path, at, f": more than {LONGEST_LINE:,} bytes, the most that a line may have")
+    return raw
+
+
+def _at_line(path: str | os.PathLike[str], begin: int, said: str) -> TextFileError:
+    """The error about the line that begins at byte ``begin``, with its number."""
+    number = 1
+    with Path(path).open("rb") as file:
+        left = begin
+        while left:
+            part = file.read(min(left, 1 << 20))
+            number += part.count(b"\n")
+            left -= len(part)
+    return TextFileError(f"{os.fspath(path)}: line {number}{said}")

@@ -62,12 +62,8 @@ class Tokenizer:
         if Path(path).name == "vocab.json":
             return cls.from_gpt2(path, Path(path).with_name("merges.txt"))
         require_usable(_existing(path))
-        try:
+        with _told(f"{path}: not a tokenizer.json"):
             backend = tokenizers.Tokenizer.from_file(os.fspath(path))
-        except OSError:
-            raise
-        except Exception as error:  # the bindings raise nothing narrower
-            raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
         # Beside a tokenizer.json of another name, the file is another tokenizer's.
         settings = _settings_beside(path) if Path(path).name == "tokenizer.json" else {}
         return cls(backend, _token_of(settings, "bos_token", backend))
@@ -79,12 +75,8 @@ class Tokenizer:
         Raises FileNotFoundError, or ValueError if the two are not such files.
         """
         vocab, merges = os.fspath(_existing(encoder_json)), os.fspath(_existing(vocab_bpe))
-        try:
+        with _told(f"{vocab}, {merges}: not a BPE vocabulary and its merges"):
             backend = _byte_level(models.BPE.from_file(vocab, merges))
-        except OSError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{vocab}, {merges}: not a BPE vocabulary and its merges: {error}") from error
         if backend.token_to_id(END_OF_DOCUMENT) is not None:
             backend.add_special_tokens([END_OF_DOCUMENT])  # marks the entry; the vocabulary does not grow
         return cls(backend)
@@ -100,8 +92,6 @@ class Tokenizer:
             with path.open(encoding="utf-8") as file:
                 vocabulary = wordpiece.read(list(file))
             return cls(wordpiece.backend(vocabulary, lowercase=lowercase))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a tokenizer.json, nor a vocab.txt: not UTF-8: {error.reason}") from error
         except ValueError as error:
             raise ValueError(f"{path}: not a tokenizer.json, nor BERT's vocab.txt: {error}") from error
 
@@ -116,13 +106,8 @@ class Tokenizer:
         """Train a byte-level BPE. The same texts give the same tokenizer.
 
         vocab_size: the largest number of tokens, ``<|endoftext|>`` (id 0) and the 256 bytes included. A small corpus
-        may give fewer. Raises ValueError below 257.
+        may give fewer.
         """
-        if vocab_size < SMALLEST_BPE:
-            raise ValueError(
-                f"a byte-level BPE has at least {SMALLEST_BPE} tokens (256 bytes and {END_OF_DOCUMENT}), "
-                f"got {vocab_size}"
-            )
         backend = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -268,27 +253,16 @@ class Tokenizer:
         """The content of a ``tokenizer.json``."""
         return str(self._backend.to_str(pretty=True)).encode()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a ``tokenizer.json``, complete or not at all. Raises OSError."""
-        target = Path(path)
-        partial = Path(f"{target}.tmp")
-        try:
-            partial.write_bytes(self.to_bytes())
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _told(said: str = "the tokenizer cannot encode the text") -> Iterator[None]:
     """Raise ValueError where the library panics or raises a bare Exception, as for a word that has no token."""
     try:
         yield
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
+        raise ValueError(f"{said}: {error}") from error
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
@@ -303,7 +277,7 @@ def _settings_beside(path: str | os.PathLike[str]) -> dict[str, Any]:
     beside = Path(path).with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}
-    try:
+    try:  # not by read_json: transformers writes a model_max_length of more than 64 bits
         settings = json.loads(read_text(beside, SETTINGS_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{beside}: damaged: {str(error)[:100]}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,16 +73,6 @@ class Digester:
         self._hash = xxhash.xxh3_64()
 
 
-def of_file(path: str | os.PathLike[str]) -> list[Piece]:
-    """The pieces of a file, under its own name, read a few MB at a time. Raises OSError."""
-    path = Path(path)
-    made = Digester(path.name)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            made.update(block)
-    return made.pieces()
-
-
 def text(pieces: Iterable[Piece]) -> str:
     """The list of ``pieces``. The pieces of one file stand together, from its first byte to its last.
 
@@ -103,10 +94,12 @@ def read(path: str | os.PathLike[str]) -> list[Piece]:
     raw = Path(path).read_bytes()
     try:
         pieces = [_piece(line) for line in raw.decode().split("\n")[1:-2]]
-        whole = text(pieces).encode() == raw and all(_covers(list(of_one)) for _, of_one in groupby(pieces, _name))
+        whole = text(pieces).encode() == raw and all(
+            _covers(list(of_one)) for _, of_one in groupby(pieces, attrgetter("name"))
+        )
     except ValueError:
         whole = False
-    if not whole or len({piece.name for piece in pieces}) != sum(1 for _ in groupby(pieces, _name)):
+    if not whole or len({piece.name for piece in pieces}) != sum(1 for _ in groupby(pieces, attrgetter("name"))):
         raise ChecksumError(f"{os.fspath(path)}: damaged: not the list of checksums that was written")
     return pieces
 
@@ -118,7 +111,7 @@ def verify(path: str | os.PathLike[str], pieces: Sequence[Piece], part: int = 0,
     files. Raises ChecksumError that names the first file that differs, or that is missing; OSError where reading fails.
     """
     folder = Path(path).parent
-    for name, of_one in groupby(pieces, _name):
+    for name, of_one in groupby(pieces, attrgetter("name")):
         file, size = folder / name, list(of_one)[-1].stop
         if not file.is_file():
             raise ChecksumError(f"{file}: no such file; {os.fspath(path)} lists it")
@@ -143,10 +136,6 @@ def check(folder: Path, piece: Piece) -> None:
         raise ChecksumError(
             f"{folder / piece.name}: damaged: bytes {piece.start} to {piece.stop} do not have their checksum"
         )
-
-
-def _name(piece: Piece) -> str:
-    return piece.name
 
 
 def _covers(pieces: Sequence[Piece]) -> bool:

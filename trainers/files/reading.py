@@ -28,16 +28,14 @@ def require_regular(path: str | os.PathLike[str]) -> Path:
     """``path``, which must be a regular file that this process may read. Raises InputFileError."""
     found = Path(path)
     try:
-        if found.is_dir():
-            raise InputFileError(f"{found}: is a folder, not a file")
-        if found.exists() and not found.is_file():
-            raise InputFileError(f"{found}: is a pipe or a device; give a regular file")
-        if not found.exists():
-            raise InputFileError(f"{found}: there is no such file")
+        exists = found.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or that has a byte of 0
-        if isinstance(error, InputFileError):
-            raise
         raise InputFileError(f"{str(found)[:200]!r}: not the name of a file") from error
+    if found.is_dir():
+        raise InputFileError(f"{found}: is a folder, not a file")
+    if not found.is_file():
+        is_none = "is a pipe or a device; give a regular file" if exists else "there is no such file"
+        raise InputFileError(f"{found}: {is_none}")
     if not os.access(found, os.R_OK):
         raise InputFileError(f"{found}: may not be read")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,18 @@ from torch import Tensor
 from commengine import Communicator
 from commengine.errors import UsageError
 from tplayers import Randomness, class_cross_entropy
-from tplayers.host_copy import to_device
-from trainers.data.batches import DataGroup, GlobalBatches
-from trainers.data.samples import Samples
+from trainers.data.batches import GlobalBatches, TextMicrobatch
+from trainers.data.samples import IGNORED, Samples
 from trainers.data.stream import SampleStream
 
-from .encoding import EncodedSamples, TaskSample
-from .formats.pairs import NO_LABEL
+from .samples import EncodedSamples, TaskSample
 
 #: samples are filled up to a multiple of this many tokens
 _MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class LabelledMicrobatch:
+class LabelledMicrobatch(TextMicrobatch):
     """A micro-batch of b samples, or of b questions with c choices each; see `TaskSample`.
 
     tokens, token_types: int64 [b, s] or [b, c, s]. padding: int64 [b] or [b, c], the real tokens. labels: int64 [b],
@@ -54,18 +52,12 @@ class LabelledMicrobatch:
     @property
     def counts(self) -> tuple[int]:
         """The samples that have a label."""
-        return (int((self.labels.view(len(self.indices), -1)[:, 0] != NO_LABEL).sum()),)
+        return (int((self.labels.view(len(self.indices), -1)[:, 0] != IGNORED).sum()),)
 
     @property
     def usable(self) -> bool:
         """Whether all tokens lie within the vocabulary."""
         return bool(((self.tokens >= 0) & (self.tokens < self.vocab_size)).all())
-
-    def to(self, device: torch.device) -> LabelledMicrobatch:
-        """The same microbatch on ``device``."""
-        names = ("tokens", "token_types", "padding", "labels")
-        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
-        return replace(self, **moved)
 
 
 class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
@@ -74,16 +66,14 @@ class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
     part: the name of the samples. fixed: all samples keep their full length, as spans need, whose loss has a softmax
     over all positions. Otherwise the samples of a global batch are cut after the longest of them, at every number of
     ranks alike, so that no masks of dropout depend on the layout. multiple: the length is a multiple of this number.
-    vocab_size, unusable: as in `trainers.tasks.bert.MaskedBatches`. The other arguments are `GlobalBatches`'s.
+    The other arguments are `GlobalBatches`'s.
     """
 
     def __init__(
-        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, part: str, vocab_size: int,
-        unusable: str, fixed: bool, multiple: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, size=size, micro=micro, data=data)
-        self.part, self.vocab_size, self.unusable = part, vocab_size, unusable
-        self._fixed, self._multiple = fixed, math.lcm(multiple, _MULTIPLE)
+        self, samples: Samples | SampleStream, *, part: str, fixed: bool, multiple: int = 1, **arguments: Any
+    ) -> None:
+        super().__init__(samples, **arguments)
+        self.part, self._fixed, self._multiple = part, fixed, math.lcm(multiple, _MULTIPLE)
         self._longest: int | None = None
         #: this rank's samples of the global batch, where its longest one had to be found
         self._read: dict[int, TaskSample] = {}
@@ -116,7 +106,7 @@ class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
         tokens, types, lengths, labels = (
             torch.from_numpy(np.stack(column)) for column in zip(*(tuple(row) for row in rows), strict=True)
         )
-        labels[torch.tensor(past_end)] = NO_LABEL
+        labels[torch.tensor(past_end)] = IGNORED
         if self._longest is not None:
             tokens, types = (x[..., : self._longest].contiguous() for x in (tokens, types))
         indices = tuple(-1 if past else number for past, number in zip(past_end, numbers, strict=True))

@@ -9,18 +9,15 @@ from typing import Any, Self
 
 from commengine import UsageError
 from tplayers import BERTConfig, TransformerConfig
-from trainers import presets
-from trainers.checkpoints import run_folder
+from trainers.checkpoints import checkpoint, run_folder
 from trainers.config import of_other_program
-from trainers.options import given, require
+from trainers.options import given, require, words_of
 from trainers.tasks.transformer import require_split
 
 from . import source
 from .flags import SHAPE, TASKS, FinetuneFlags
-from .formats.squad import version_in
+from .formats import version_in
 
-#: tokens of a sample by default
-_LENGTHS = {"mnli": 512, "qqp": 512, "squad": 384, "race": 512}
 #: settings of a run that another use of its model does not have to repeat
 _OF_THE_RUN = ("seed", "global_batch_size")
 
@@ -37,12 +34,10 @@ class FinetuneConfig(FinetuneFlags):
     @property
     def members(self) -> list[str]:
         """The runs of ``--ensemble``."""
-        return [self.ensemble] if isinstance(self.ensemble, str) else list(self.ensemble or [])
+        return words_of(self.ensemble)
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        if self.preset is not None:
-            presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
         super().validate(ranks)
         require(self.data is not None, "--data: needed: the folder with the files of the task")
         folder = Path(self.data or "")
@@ -64,8 +59,6 @@ class FinetuneConfig(FinetuneFlags):
         require(self.output is None or self.predict is not None, "--output: needs --predict dev or --predict test")
         several = "--seeds: needs --save DIR, for a folder of each run"
         require(self.seeds == 1 or self.save is not None, several)
-        limits = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
-        require(limits, "--attention-dropout-mask fused: excludes --compile, as in pretrain_bert")
 
     def completed(self, ranks: int) -> Self:
         """These settings with those of the model, the length of samples and the version of files. It reads files.
@@ -82,7 +75,7 @@ class FinetuneConfig(FinetuneFlags):
             config = self.of_pretrained_load()
         elif (found := run_folder.checkpoint_to_load(self)) is None:
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
-        elif source.is_fine_tuned(source.settings_of(found, verify=verify)):
+        elif source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
             words = given(self, "load")
             several = "with --seeds, --load is the folder of all of them (that of --save), and --pretrained-checkpoint"
             require(self.seeds == 1, f"{words}: is one run; {several} the run of pretrain_bert that they start from")
@@ -125,9 +118,7 @@ class FinetuneConfig(FinetuneFlags):
         for name in SHAPE:
             mine, theirs = getattr(self, name), _default_of(name, saved)
             if mine is not None and mine != theirs:
-                own = given(self, name)
-                said = f"{own}: the model of {source} has {theirs}"
-                raise UsageError(f"{said}{presets.origin(self.preset, f'{own}:')}")
+                raise UsageError(f"{given(self, name)}: the model of {source} has {theirs}")
             found[name] = theirs
         if self.tokenizer_model is None:
             found["tokenizer_model"] = saved.get("tokenizer_model")
@@ -164,7 +155,7 @@ class FinetuneConfig(FinetuneFlags):
         assert self.task is not None and self.max_position_embeddings is not None
         require(self.tokenizer_model is not None, "--tokenizer-model: needed, as the pretrained run has no tokenizer")
         positions = self.max_position_embeddings
-        length = self.seq_length or min(_LENGTHS[self.task], positions)
+        length = self.seq_length or min(384 if self.task == "squad" else 512, positions)
         require(length <= positions, f"--seq-length {length}: must not exceed the {positions} positions of the model")
         tensor = self.tensor_model_parallel_size
         if self.sequence_parallel:
@@ -207,17 +198,8 @@ class FinetuneConfig(FinetuneFlags):
         """The model's shape, all of whose fields are known. Raises UsageError if it does not split over the ranks."""
         assert self.num_layers and self.hidden_size and self.num_attention_heads and self.vocab_size
         assert self.max_position_embeddings and self.make_vocab_size_divisible_by
-        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
-        found = BERTConfig(
-            self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size,
-            self.max_position_embeddings, ffn_hidden_size=self.ffn_hidden_size, hidden_dropout=self.hidden_dropout,
-            attention_dropout=self.attention_dropout, init_method_std=self.init_method_std,
-            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, sequence_parallel=self.sequence_parallel,
-            recompute=recompute, attention_dropout_mask=self.attention_dropout_mask,  # type: ignore[arg-type]
-            norm_placement=self.norm_placement, gelu=self.gelu,  # type: ignore[arg-type]
-            pad_attention_heads=self.pad_attention_heads,
-            norm_epsilon=TransformerConfig.norm_epsilon if self.norm_epsilon is None else self.norm_epsilon,
-        )  # fmt: skip
+        known = self.model_fields(BERTConfig)
+        found = BERTConfig(**known | {"norm_epsilon": self.norm_epsilon or TransformerConfig.norm_epsilon})
         require_split(found, self, ranks)
         return found
 

@@ -1,22 +1,30 @@
-"""DownstreamTask: the files, the model, the measures and the predictions of a task (paper, section 5.3)."""
+"""DownstreamTask: the files, the model, the measures and the predictions of a task (paper, section 5.3).
+
+MNLI, QQP and RACE, whose samples have one of a few answers, are here, too.
+"""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream
-from tplayers import BERTConfig, BERTSequenceClassifier, BERTSpans
+from tplayers import BERTConfig, BERTMultipleChoice, BERTSequenceClassifier, BERTSpans
+from trainers.data.samples import IGNORED
 from trainers.data.tokenizer import Tokenizer
-from trainers.weights.configuration_writer import TaskHead
+from trainers.run.metrics import left_out_text
+from trainers.weights.configurations import TaskHead
 
 from .config import FinetuneConfig
-from .encoding import EncodedSamples
+from .formats import LETTERS, LEVELS, MNLI, QQP, PairColumns, read_level, read_pairs
+from .samples import ChoiceSamples, EncodedSamples, PairSamples, RowSamples
 
 #: the logits of the samples of each part, float32 [n, ...]
 Logits = Mapping[str, Tensor]
@@ -43,10 +51,10 @@ class DownstreamTask(ABC):
     unit: ClassVar[str] = "nats/sample"
     softmax_dim: ClassVar[int] = -1
     fixed_length: ClassVar[bool] = False
-    #: the parameters that the pretrained model lacks
-    head: ClassVar[str] = "classifier"
-    #: the end of the name of transformers' class of the model
-    exported: ClassVar[str] = "ForSequenceClassification"
+    #: the class of the model
+    network: Callable[..., BERTSequenceClassifier | BERTSpans]
+    #: the head as transformers knows it
+    task_head: TaskHead
 
     def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
         assert config.data is not None and config.seq_length is not None
@@ -62,15 +70,11 @@ class DownstreamTask(ABC):
         Raises InputFileError that names the file.
         """
 
-    @abstractmethod
     def model(
         self, shape: BERTConfig, comm: Communicator, dtype: torch.dtype, stream: Stream | None = None
     ) -> BERTSequenceClassifier | BERTSpans:
         """A new model, without values. stream: as ``overlap_stream`` of `tplayers.BERT`."""
-
-    def task_head(self) -> TaskHead:
-        """The head as transformers knows it."""
-        return TaskHead(self.head, self.exported)
+        return self.network(shape, comm, overlap_stream=stream, dtype=dtype)
 
     @abstractmethod
     def measures(self, parts: Sequence[Part], logits: Logits) -> dict[str, float]:
@@ -87,3 +91,111 @@ class DownstreamTask(ABC):
             logs = torch.stack([logits[name].double().log_softmax(self.softmax_dim) for logits in every])
             found[name] = (logs.logsumexp(0) - torch.tensor(float(len(every))).log()).float()
         return found
+
+
+class ClassTask(DownstreamTask):
+    """A task whose samples are `RowSamples`: its measure is the share of labels that the model finds."""
+
+    def measures(self, parts: Sequence[Part], logits: Logits) -> dict[str, float]:
+        """``accuracy`` over all samples that have a label, and ``accuracy/NAME`` for each of several parts."""
+        right, counted = [], []
+        for part in parts:
+            pairs = [(row.label, best) for row, best in _predicted(part, logits)]
+            right.append(sum(label == best for label, best in pairs))
+            counted.append(sum(label != IGNORED for label, _ in pairs))
+        if not sum(counted):
+            return {}
+        found = {"accuracy": sum(right) / sum(counted)}
+        if len(parts) > 1:
+            shares = zip(parts, right, counted, strict=True)
+            found |= {f"accuracy/{part.name}": one / count for part, one, count in shares if count}
+        return found
+
+
+def _predicted(part: Part, logits: Logits) -> Iterator[tuple[Any, int]]:
+    """Each row of the part with the number of its most likely class."""
+    assert isinstance(part.samples, RowSamples)
+    return zip(part.samples.rows, logits[part.name].argmax(dim=1).tolist(), strict=True)
+
+
+class PairFiles(NamedTuple):
+    """The files of a task of pairs: for each split the file of each part, and the name of its submission in GLUE."""
+
+    columns: PairColumns
+    splits: Mapping[str, Mapping[str, tuple[str, str]]]
+
+
+#: by ``--task``: multi-genre natural language inference (Williams et al. 2018); are two questions the same?
+PAIRS = {
+    "mnli": PairFiles(MNLI, {"train": {"train": ("train.tsv", "")}} | {
+        split: {
+            "matched": (f"{split}_matched.tsv", "MNLI-m.tsv"), "mismatched": (f"{split}_mismatched.tsv", "MNLI-mm.tsv"),
+        }
+        for split in ("dev", "test")
+    }),
+    "qqp": PairFiles(QQP, {split: {split: (f"{split}.tsv", "QQP.tsv")} for split in ("train", "dev", "test")}),
+}  # fmt: skip
+
+
+class PairTask(ClassTask):
+    """A task of `PAIRS`: a pair of texts has one of a few classes."""
+
+    def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
+        super().__init__(config, tokenizer)
+        self.columns, self.splits = PAIRS[str(config.task)]
+        labels = self.columns.labels
+        self.network = partial(BERTSequenceClassifier, classes=len(labels))
+        self.task_head = TaskHead(
+            "classifier", "ForSequenceClassification", tuple(sorted(labels, key=labels.__getitem__))
+        )
+
+    def read(self, split: str) -> list[Part]:
+        """The parts of a split; where several belong to it, those whose files are there."""
+        parts = {name: self.folder / file for name, (file, _) in self.splits[split].items()}
+        there = {name: path for name, path in parts.items() if path.exists()}
+        found = []
+        for name, path in (there or parts).items():
+            skip = self.config.skip_damaged_rows
+            rows, left_out = read_pairs(path, self.columns, labelled=split != "test", skip=skip)
+            if left_out:
+                self.remarks.append(left_out_text(path, left_out))
+            found.append(Part(name, PairSamples(rows, self.tokenizer, self.seq_length, len(self.columns.labels))))
+        return found
+
+    def predictions(self, parts: Sequence[Part], logits: Logits, threshold: float | None) -> dict[str, str]:
+        del threshold
+        files = {name: file for of_split in self.splits.values() for name, (_, file) in of_split.items()}
+        found = {}
+        for part in parts:
+            rows = [f"{pair.identity}\t{self.task_head.labels[best]}" for pair, best in _predicted(part, logits)]
+            found[files[part.name]] = "\n".join(["index\tprediction", *rows, ""])
+        return found
+
+
+class RACETask(ClassTask):
+    """Reading comprehension from examinations: one of four answers to a question about an article (Lai et al. 2017)."""
+
+    network = BERTMultipleChoice
+    task_head = TaskHead("classifier", "ForMultipleChoice")
+    unit: ClassVar[str] = "nats/question"
+    fixed_length: ClassVar[bool] = True  # nearly every batch has an article that fills its sample
+
+    def read(self, split: str) -> list[Part]:
+        wanted = LEVELS if self.config.race_level == "both" else (self.config.race_level,)
+        every = {level: read_level(self.folder / split, level, labelled=split != "test") for level in wanted}
+        if split == "train":
+            every = {"train": [question for level in wanted for question in every[level]]}
+        longest = self.config.max_qa_length
+        return [
+            Part(name, ChoiceSamples(questions, self.tokenizer, self.seq_length, longest))
+            for name, questions in every.items()
+        ]
+
+    def predictions(self, parts: Sequence[Part], logits: Logits, threshold: float | None) -> dict[str, str]:
+        """RACE.json: for each article, by its file, the letters of the answers to its questions in order."""
+        del threshold
+        found: dict[str, list[str]] = {}
+        for part in parts:
+            for question, number in _predicted(part, logits):
+                found.setdefault(question.file, []).append(LETTERS[number])
+        return {"RACE.json": json.dumps(found, indent=1) + "\n"}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
@@ -108,10 +106,8 @@ def _logits(
     model.to(grid.world.device)
     kept = KeptLogits({part.name: part.samples for part in parts})
     sources = held_out(config, parts, task, grid.data)
-    with tqdm(
-        total=sum(part.iterations for part in sources), desc=found.parent.name, unit="batch", ncols=100,
-        file=sys.stderr, disable=grid.world.rank > 0, mininterval=1 if sys.stderr.isatty() else 15,
-    ) as bar:  # fmt: skip
+    total, active = sum(part.iterations for part in sources), grid.world.rank == 0
+    with metrics.progress_bar(total, "batch", active=active, title=found.parent.name) as bar:
         evaluate_sources(model, LabelLoss(task.unit, kept), sources, grid.data, bar.update)
     return kept.gathered(grid.data)
 
@@ -132,16 +128,10 @@ def _member(config: FinetuneConfig, saved: Mapping[str, Any], run: str) -> Finet
 
 def _threshold_of(run: str, option: str) -> float | None:
     """The threshold of SQuAD 2.0 that was the best one on the dev data when the checkpoint was saved."""
-    found = source.best_checkpoint(run, option)
-    iteration = int(found.stem.removeprefix("iter_"))
-    try:
-        rows, _ = metrics.read_rows(found.parent / "metrics.jsonl")
-    except OSError:
-        return None
-    values = [
-        row["validation_threshold"] for row in rows if row["iteration"] == iteration and "validation_threshold" in row
-    ]
-    return float(values[-1]) if values and values[-1] is not None else None
+    found, name = source.best_checkpoint(run, option), "validation_threshold"
+    path = found.parent / "metrics.jsonl"
+    rows = metrics.read_rows(path)[0] if path.is_file() else []
+    return {row["iteration"]: row[name] for row in rows if name in row}.get(pointer.iteration_of(found))
 
 
 def _title(config: FinetuneConfig, runs: list[str], split: str) -> str:

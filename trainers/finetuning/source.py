@@ -1,32 +1,31 @@
-"""The runs that fine-tuning starts from, goes on with, or uses: their folders and their settings."""
+"""The runs that fine-tuning starts from, goes on with, or uses: their folders, their settings, and how good they are.
+
+Of several runs that differ in their seed the median is the result (paper, section 5.3).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
-from trainers.checkpoints import checkpoint, pointer
+from commengine.errors import usage_errors
+from trainers.checkpoints import checkpoint, disk, pointer
 from trainers.config import of_other_program
+from trainers.files.schema import fault_in
+from trainers.run import metrics
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.other_models import require_kind, settings_of_other
-from trainers.trained import read_settings
+from trainers.trained import read_settings, saved_model
 from trainers.weights.opening import open_other
 
 from .flags import SHAPE, FinetuneFlags
 
-#: in the folder of several runs: how good each is, and which is the median (`trainers.finetuning.seeds`)
+#: in the folder of several runs: how good each is, and which is the median (`summarize`)
 SEEDS = "seeds.json"
-
-
-def settings_of(found: Path, *, verify: bool) -> Mapping[str, Any]:
-    """The settings of the run that wrote a checkpoint, as it saved them. Raises UsageError if they cannot be read.
-
-    verify: compare them with their checksum.
-    """
-    return checkpoint.saved_state(found, verify=verify).settings
+_PREFIX = "validation_"
 
 
 def is_fine_tuned(saved: Mapping[str, Any]) -> bool:
@@ -49,26 +48,16 @@ def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], 
         other.close()
         require_kind(folder, other, "bert")
         return settings_of_other(BERTTrainConfig, other, folder).to_json(), f"--load {folder}"
-    found = checkpoint.find(Path(folder))
-    if found is None:
-        raise UsageError(f"--load {folder}: {_nothing(Path(folder))}; valid: the --save folder of a run")
-    saved = settings_of(found, verify=verify)
-    if is_fine_tuned(saved):
-        raise UsageError(f"--pretrained-checkpoint {folder}: is a run of finetune; give one of pretrain_bert")
-    if "norm_placement" not in saved or not saved.get("vocab_size"):
-        kind = "a GPT" if "num_layers" in saved else "another model"
-        raise UsageError(
-            f"--load {folder}: holds {kind}, and a BERT is needed; give the --save folder of trainers.pretrain_bert"
-        )
-    return read_settings(found, BERTTrainConfig, saved).to_json(), f"--load {folder}"
+    found, _, state = saved_model(Path(folder), "bert", verify=verify)
+    return read_settings(found, BERTTrainConfig, state.settings).to_json(), f"--load {folder}"
 
 
 def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
     """The settings of the run of ``finetune`` that wrote a checkpoint. Raises UsageError for any other run.
 
-    words: the option that names the run, and its folder.
+    words: the option that names the run, and its folder. verify: compare the settings with their checksum.
     """
-    saved = settings_of(found, verify=verify)
+    saved = checkpoint.saved_state(found, verify=verify).settings
     if not is_fine_tuned(saved):
         raise UsageError(f"{words}: is no run of finetune, so it has learnt no task; to train it, give --save DIR")
     settings = read_settings(found, FinetuneFlags, saved)
@@ -91,20 +80,62 @@ def best_checkpoint(folder: str, option: str) -> Path:
         path = path / median_run(path / SEEDS)
     found = pointer.best(path) or checkpoint.find(path)
     if found is None:
-        raise UsageError(f"{option} {folder}: {_nothing(path)}; valid: the --save folder of a run of finetune")
+        problem = "holds no checkpoint" if path.is_dir() else "no such folder"
+        raise UsageError(f"{option} {folder}: {problem}; valid: the --save folder of a run of finetune")
     return found
 
 
 def median_run(summary: Path) -> str:
     """The name of the median run's folder. Raises UsageError if the file is damaged."""
-    try:
+    with fault_in(f"{summary}: cannot be read"):
         name = json.loads(summary.read_bytes())["median_run"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{summary}: cannot be read: {error!r}; run finetune --seeds again") from error
-    if not isinstance(name, str) or Path(name).name != name:
-        raise UsageError(f"{summary}: names no run")
-    return name
+        if Path(name).name != name:
+            raise ValueError("names no run")
+    return str(name)
 
 
-def _nothing(folder: Path) -> str:
-    return "holds no checkpoint" if folder.is_dir() else "no such folder"
+def summarize(folder: Path, runs: Sequence[Path], measure: str) -> dict[str, Any]:
+    """Write ``folder/seeds.json``: the measures of each run's best checkpoint, and the median run by ``measure``.
+
+    runs: their folders in ``folder``. Of an even number of runs, the median is the lower one of the two in the middle,
+    so that it is always a run. Rank 0 calls it. Raises UsageError where a run has no evaluation.
+    """
+    found = {run.name: best_measures(run, measure) for run in runs}
+    ordered = sorted(found, key=lambda name: (found[name][measure], name))
+    median = ordered[(len(ordered) - 1) // 2]
+    summary = {"measure": measure, "median": found[median][measure], "median_run": median, "runs": found}
+    disk.rewrite(folder / SEEDS, (json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def best_measures(run: Path, measure: str) -> dict[str, float]:
+    """The measures of the evaluation with the largest ``measure``, the first of equal ones, and its iteration.
+
+    The evaluation of a run that stopped early does not count, because another stop would have another one.
+    """
+    with usage_errors("--seeds: "):
+        rows, _ = metrics.read_rows(run / "metrics.jsonl")
+    key = f"{_PREFIX}{measure}"
+    rows = [row for row in rows if row.get(key) is not None and not row.get(metrics.AT_STOP)]
+    if not rows:
+        raise UsageError(
+            f"--seeds: {run} has no evaluation, so there is no median; leave out --eval-iters 0, and do not stop "
+            "the run before its first evaluation"
+        )
+    best = max(rows, key=lambda row: (row[key], -row["iteration"]))
+    return {name.removeprefix(_PREFIX): value for name, value in best.items()}
+
+
+def seeds_text(summary: dict[str, Any]) -> str:
+    """The table of a summary for people."""
+    runs: dict[str, dict[str, float]] = summary["runs"]
+    names = [name for name in next(iter(runs.values())) if name != "iteration"]
+    width = max(len("run"), *(len(name) for name in runs)) + 2
+    columns = [max(len(name), 10) + 2 for name in names]
+    head = "".join(f"{name:>{size}}" for name, size in zip(names, columns, strict=True))
+    lines = [f"{'run':<{width}}{'iteration':>11}{head}"]
+    for run, values in runs.items():
+        cells = "".join(f"{values[name]:>{size}.4f}" for name, size in zip(names, columns, strict=True))
+        lines.append(f"{run:<{width}}{values['iteration']:>11,}{cells}")
+    measure = summary["measure"].replace("_", " ")
+    return "\n".join([*lines, f"median {measure}: {summary['median']:.4f} ({summary['median_run']})"])

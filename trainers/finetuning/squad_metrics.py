@@ -10,12 +10,18 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = frozenset(string.punctuation)
 
 Score = Callable[[str, str, str], float]
+#: of the questions of a file
+Scores = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 
 def normalized(text: str) -> str:
@@ -49,35 +55,23 @@ def scored(score: Score, prediction: str, answers: Sequence[str], version: str) 
     return max((score(prediction, answer, version) for answer in answers), default=0.0)
 
 
-def best_threshold(
-    texts: Mapping[str, str], scores: Mapping[str, float], odds: Mapping[str, float], answerable: Mapping[str, bool]
-) -> tuple[float, float]:
+def best_threshold(said: Flags, scores: Scores, odds: Scores, answerable: Flags) -> tuple[float, float]:
     """(the largest mean of the scores, the threshold that gives it), as the official ``find_best_thresh``.
 
     A question counts as answered if its odds of having no answer do not exceed the threshold. It then has its score;
     otherwise it has 1 if it has no answer, else 0. The threshold is one of the odds, or 0 if all questions are best
     left unanswered. The mean is from 0 to 1.
 
-    All arguments are by the question's identity. texts: the best answers that are not "". scores: of the texts.
-    odds: of having no answer. answerable: whether the question has an answer.
+    All arguments are [questions]. said: whether the best answer is not "". scores: of the best answers. odds: of having
+    no answer. answerable: whether the question has an answer.
     """
-    current = best = float(sum(not has for has in answerable.values()))
-    threshold = 0.0
-    for identity in sorted(odds, key=lambda one: odds[one]):
-        if answerable[identity]:
-            current += scores[identity]
-        elif texts[identity]:
-            current -= 1
-        if current > best:
-            best, threshold = current, odds[identity]
-    return best / max(len(answerable), 1), threshold
+    order = np.argsort(odds, kind="stable")
+    gains = np.where(answerable, scores, -1.0 * said)[order]
+    sums = np.cumsum([np.count_nonzero(~answerable), *gains])  # entry n: the n questions of the least odds are answered
+    best = int(sums.argmax())
+    return float(sums[best]) / len(odds), float(odds[order[best - 1]]) if best else 0.0
 
 
-def thresholded(
-    scores: Mapping[str, float], odds: Mapping[str, float], answerable: Mapping[str, bool], threshold: float
-) -> dict[str, float]:
+def thresholded(scores: Scores, odds: Scores, answerable: Flags, threshold: float) -> Scores:
     """The score of each question when those with odds above ``threshold`` are left unanswered; see `best_threshold`."""
-    return {
-        identity: float(not answerable[identity]) if odds[identity] > threshold else score
-        for identity, score in scores.items()
-    }
+    return np.where(odds > threshold, ~answerable, scores)

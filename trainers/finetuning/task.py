@@ -5,37 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from commengine import Communicator, ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid
+from commengine.errors import usage_errors
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import initialize
-from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import run_folder
+from trainers.data.corpus import read_tokenizer, require_vocabulary
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
-from trainers.data.tokenizer import Tokenizer
 from trainers.files.reading import InputFileError
 from trainers.run.evaluation import HeldOut, Mean
-from trainers.run.report import Remarks
-from trainers.tasks.run_tokenizer import require_vocabulary
-from trainers.tasks.training import overlap_stream
+from trainers.run.task import Remarks
+from trainers.tasks.training import ExportedTask, new_model
 from trainers.trained import load_trained
-from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
-from trainers.weights.export import SmallFiles, export, require_exportable
+from trainers.weights.export import SmallFiles
 
 from .batches import KeptLogits, LabelledBatches, LabelLoss
-from .classes import MNLITask, QQPTask, RACETask
 from .config import FinetuneConfig
-from .downstream import DownstreamTask, Part
+from .downstream import DownstreamTask, PairTask, Part, RACETask
 from .spans import SQuADTask
 
-_TASKS: dict[str, type[DownstreamTask]] = {"mnli": MNLITask, "qqp": QQPTask, "squad": SQuADTask, "race": RACETask}
+_TASKS: dict[str, type[DownstreamTask]] = {"mnli": PairTask, "qqp": PairTask, "squad": SQuADTask, "race": RACETask}
 
 
 class TaskFiles(NamedTuple):
@@ -53,11 +50,9 @@ def open_task(config: FinetuneConfig) -> DownstreamTask:
     """
     path = config.tokenizer_model
     assert config.task is not None and path is not None
-    try:
-        tokenizer = Tokenizer.from_file(path)
+    tokenizer = read_tokenizer(path)
+    with usage_errors(f"{path}: "):
         tokenizer.wordpieces()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tokenizer-model: {error}" if path in str(error) else f"{path}: {error}") from error
     require_vocabulary(tokenizer, path, config.vocab_size)
     return _TASKS[config.task](config, tokenizer)
 
@@ -104,8 +99,8 @@ def task_batches(
     )  # fmt: skip
 
 
-class FinetuneTask:
-    """A `trainers.run.task.TrainingTask`. Collective over ``world``, as are its methods.
+class FinetuneTask(ExportedTask):
+    """The fine-tuning of a BERT. Collective over ``world``, as are its methods.
 
     The encoder of a new run begins with the parameters of ``--pretrained-checkpoint``, and its head with random ones.
 
@@ -114,11 +109,8 @@ class FinetuneTask:
 
     def __init__(self, config: FinetuneConfig, world: Communicator, files: TaskFiles) -> None:
         task, train = files.task, files.train
-        self.config, self.task, self.dev = config, task, files.dev
-        grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-        model = task.model(config.shape(world.size), grid.tensor, dtype, overlap_stream(config, grid))
-        initialize(model, config.seed)
+        self.config, self.task, self.dev, self.head = config, task, files.dev, task.task_head
+        grid, model = new_model(config, world, partial(task.model, config.shape(world.size)))
         if not on_rank_zero(world, lambda: run_folder.checkpoint_to_load(config) is not None):
             assert config.pretrained_checkpoint is not None
             new = copy_pretrained(config.pretrained_checkpoint, model, grid, verify=config.verify_checkpoints)
@@ -131,14 +123,10 @@ class FinetuneTask:
         batches = task_batches(config, stream, task, grid.data, train.name, config.global_batch_size)
         self.trainer = Trainer(config, grid, model, LabelLoss(task.unit), batches)
         self.held_out = held_out(config, self.dev, task, grid.data)
+        self.kept_by = task.kept_by
         self.tokens_per_sample = train.samples[0].tokens.size
         self._kept: KeptLogits | None = None
         self._measured: dict[str, float] = {}
-
-    @property
-    def kept_by(self) -> str | None:
-        """The task's measure."""
-        return self.task.kept_by
 
     def evaluation_objective(self) -> LabelLoss:
         """The training's loss, which also keeps the logits."""
@@ -152,20 +140,8 @@ class FinetuneTask:
         self._measured = on_rank_zero(self.trainer.grid.world, lambda: self.task.measures(self.dev, logits))
         return self._measured
 
-    def require_exportable(self) -> None:
-        """Raise ValueError unless transformers has a class for the model."""
-        require_exportable(self._model.config)
-
-    def export(self, folder: Path) -> None:
-        """See `TrainingTask.export`."""
-        small = SmallFiles(tokenizer_model=self.config.tokenizer_model)
-        export(self._model, self.trainer.grid, folder, small, self.task.task_head())
-
-    @property
-    def _model(self) -> BERTEncoder:
-        model = self.trainer.model
-        assert isinstance(model, BERTEncoder)
-        return model
+    def small_files(self) -> SmallFiles:
+        return SmallFiles(tokenizer_model=self.config.tokenizer_model)
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The measures of the last evaluation."""
@@ -177,7 +153,7 @@ def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify:
 
     Collective over the grid's world. Raises UsageError, on all ranks, if there is no BERT of this shape.
     """
-    trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify, tell_not_finite=True)
+    trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify)
     theirs = dict(trained.model.named_parameters())
     own = []
     with torch.no_grad():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import wait_for_json
+from commengine.rank_zero import broadcast_json
 
 #: lines that are commands and no text, as every line is that begins with "/"
 FORGET, QUIT = "/new", "/quit"
@@ -42,17 +42,19 @@ class Lines:
         read: dict[str, Any] = {}
         if self._world.rank == 0:
             try:
-                read = {"line": _require_text(self._read())}
+                line = self._read()
+                (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
+                read = {"line": line}
             except EOFError:
                 read = {"line": None}
             except KeyboardInterrupt:
                 print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
                 read = {"line": None, "interrupted": True}
-            except UnicodeDecodeError:
+            except UnicodeError:
                 read = {"error": "standard input: not UTF-8 text"}
             except (ValueError, OSError) as error:
                 read = {"error": f"standard input: {error}"}
-        read = wait_for_json(self._world, read)
+        read = broadcast_json(self._world, read)
         if "error" in read:
             raise UsageError(read["error"])
         self.interrupted = "interrupted" in read
@@ -66,14 +68,6 @@ class Lines:
             print("> ", end="", file=sys.stderr, flush=True)  # standard output has the texts alone
         line = self._source.readline()
         return line.rstrip("\r\n") if line else None
-
-
-def _require_text(line: str | None) -> str | None:
-    try:
-        (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
-    except UnicodeEncodeError:
-        raise ValueError("not UTF-8 text") from None
-    return line
 
 
 class History:

@@ -1,15 +1,57 @@
-"""Texts: what a model writes after prompts, with strings that end a text."""
+"""Texts: prompts as tokens that fit into a model, and what it writes after them, with strings that end a text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from commengine import ProcessGrid, UsageError
+from commengine.rank_zero import gather_json, on_every_rank
 from tplayers import GPT, Sampling, generate
+from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
 
+#: the key of a prompt in a file of JSON lines
+KEY = "prompt"
 #: what a tokenizer writes for bytes that are no whole character
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+class Prompt(NamedTuple):
+    """A text that the model continues. where: the option, or the file and the line, that it came from."""
+
+    where: str
+    text: str
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """The prompts of a file, at least one.
+
+    A file whose name ends in .jsonl or .json has an object with text under "prompt" in each line; any other file has
+    one prompt in each line. Blank lines are left out. Raises ValueError that names the file, and the line if one is at
+    fault, and OSError.
+    """
+    found = [Prompt(where, text) for where, text in text_files.read_lines(path, KEY)]
+    if not found:
+        raise ValueError(f"{path}: holds no prompt; want one in each line")
+    return found
+
+
+def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int) -> list[list[int]]:
+    """The tokens of each prompt. Raises UsageError for one without a token, or with more than ``positions``."""
+    found = []
+    for prompt in prompts:
+        tokens = tokenizer.encode(prompt.text)
+        if not tokens:
+            raise UsageError(f"{prompt.where}: holds no token; a prompt has at least one")
+        if len(tokens) > positions:
+            raise UsageError(
+                f"{prompt.where}: has {len(tokens)} tokens; the model knows {positions} positions, and a prompt has "
+                "at most one token for each"
+            )
+        found.append(tokens)
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +123,7 @@ def generate_texts(
     change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments, the
     errors, and which ranks must call it: as for `tplayers.generate`.
     """
-    strings, end = StopStrings(tokenizer, stop), _end(tokenizer)
+    strings, end = StopStrings(tokenizer, stop), [] if tokenizer.end_token is None else [tokenizer.eod]
     shown = [0] * (len(prompts) * samples)
 
     def text_of(row: int, tokens: Sequence[int]) -> str:
@@ -122,6 +164,17 @@ def generate_texts(
     return texts
 
 
-def _end(tokenizer: Tokenizer) -> list[int]:
-    """The token that ends a document, if there is one."""
-    return [] if tokenizer.end_token is None else [tokenizer.eod]
+def in_rounds(
+    grid: ProcessGrid, batches: Sequence[Sequence[int]], work: Callable[[Sequence[int]], list[Any]]
+) -> Iterator[list[Any]]:
+    """What ``work`` gives for the batches, on rank 0; other ranks get nothing. Collective over the grid's world.
+
+    In each round each data rank has one batch, so that no rank waits longer than for a batch. work: gives a list that
+    is representable in JSON. Its errors are raised on all ranks.
+    """
+    for first in range(0, len(batches), grid.data.size):
+        mine: Sequence[int] = [*batches[first : first + grid.data.size], *[()] * grid.data.size][grid.data.rank]
+        # An error is the same on all ranks of a tensor group, and reaches those of the other groups.
+        found = on_every_rank(grid.world, lambda mine=mine: work(mine) if mine else [])  # type: ignore[misc]
+        gathered = gather_json(grid.world, [] if grid.tensor.rank else found)
+        yield [one for of_rank in gathered for one in of_rank]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from commengine import UsageError
+from commengine.errors import usage_errors
 from commengine.rank_zero import on_rank_zero
 from trainers.checkpoints import pointer
 from trainers.checkpoints.run_state import CheckpointSaver
-from trainers.weights.export_folder import remove_leftovers
+from trainers.weights.export import remove_leftovers
 
 from .metrics import Metrics
 from .task import TrainingTask
@@ -19,12 +20,9 @@ FOLDER = "hf"
 
 def require_possible(task: TrainingTask) -> None:
     """Raise UsageError if ``--save-hf`` asks for a folder that transformers could not read. Not collective."""
-    if not task.trainer.config.save_hf:
-        return
-    try:
-        task.require_exportable()
-    except ValueError as error:
-        raise UsageError(f"--save-hf: {error}") from error
+    if task.trainer.config.save_hf:
+        with usage_errors("--save-hf: "):
+            task.require_exportable()
 
 
 class Exports:
@@ -42,10 +40,9 @@ class Exports:
         def possible() -> bool:
             if config.save is None or config.save_hf is False:
                 return False
-            require_possible(task)
             try:
                 task.require_exportable()
-            except ValueError as error:
+            except ValueError as error:  # not with --save-hf: see `require_possible`
                 metrics.say(f"the run ends without a folder {FOLDER} for transformers: {error}")
                 return False
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +15,13 @@ from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig, traced_interval
 from trainers.options import make_writable
-from trainers.training.compiler import require_compiler
-from trainers.training.trainer import Trainer
+from trainers.training.trainer import Trainer, require_compiler
 
-from .ending import Course, report, stopped
 from .evaluation import Evaluation, evaluate_sources, total
 from .exports import Exports, require_possible
-from .metrics import AT_STOP, Metrics
-from .report import communication_rows, is_written
-from .step_agreement import StepAgreement
-from .step_file import StepFile
+from .metrics import AT_STOP, Metrics, StepFile
+from .report import Course, communication_rows, is_written, report
+from .step_agreement import agree
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
 
@@ -36,13 +33,9 @@ class _EvaluationLeft(Exception):
 
 
 def train(
-    config: Config,
-    world: Communicator,
-    new_task: Callable[[Config, Communicator], TrainingTask],
-    stopping: StopRequests,
-    *,
-    go_on: str | None = None,
-) -> int:
+    config: Config, world: Communicator, new_task: Callable[[Config, Communicator], TrainingTask],
+    stopping: StopRequests, *, go_on: str | None = None,
+) -> int:  # fmt: skip
     """Train until ``--train-iters`` (or ``--exit-interval``), save, evaluate, report. Collective over ``world``.
 
     config: valid and complete (`trainers.run.startup.read_config`). new_task: called with these arguments, on every
@@ -56,17 +49,15 @@ def train(
     that there is nothing to train and leaves all files as they are. Raises UsageError, on all ranks, where an option or
     a file does not fit, or a file cannot be written.
     """
-    agreement = StepAgreement(world)
     on_rank_zero(world, lambda: run_folder.require_free(config))
     if config.compile:
         on_every_rank(world, require_compiler)
     folder = Path(config.save) if config.save else None
     with contextlib.ExitStack() as held:
-        locked = folder is not None and on_rank_zero(world, folder.is_dir)
         lost: Callable[[], str | None] = lambda: None  # noqa: E731
-        if folder is not None and locked:
+        if folder is not None:
+            on_rank_zero(world, lambda: make_writable("--save", folder))
             lost = held.enter_context(folder_lock.hold(world, folder)).problem
-            agreement.add_failure(lost)
             on_rank_zero(world, lambda: run_folder.require_free(config))  # another run may just have ended
         task = new_task(config, world)
         trainer = task.trainer
@@ -85,13 +76,8 @@ def train(
             return 0
         if folder is not None:
             on_rank_zero(world, lambda: require_possible(task))  # before anything is written
-            on_rank_zero(world, lambda: make_writable("--save", folder))
         if config.tensorboard_dir:
             on_rank_zero(world, lambda: make_writable("--tensorboard-dir", Path(config.tensorboard_dir or "")))
-        if folder is not None and not locked:
-            lost = held.enter_context(folder_lock.hold(world, folder)).problem
-            agreement.add_failure(lost)
-            on_rank_zero(world, lambda: run_folder.require_new(config))
         on_rank_zero(world, lambda: _tidy(config, lost))  # last, when nothing can be refused any more
         board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
         metrics = on_every_rank(
@@ -105,7 +91,7 @@ def train(
             metrics.say(stopping.limit)
         saver = run_state.CheckpointSaver(trainer, lost)
         try:
-            status = _Run(task, metrics, saver, agreement, stopping, goes_on=goes_on, go_on=go_on).run()
+            status = _Run(task, metrics, saver, lost, stopping, goes_on=goes_on, go_on=go_on).run()
         except UsageError:  # on all ranks; what is being written in the background is of a step before the error
             with contextlib.suppress(UsageError):
                 saver.finish()
@@ -140,17 +126,13 @@ class _Run:
     """
 
     def __init__(
-        self, task: TrainingTask, metrics: Metrics, saver: run_state.CheckpointSaver, agreement: StepAgreement,
-        stopping: StopRequests, *, goes_on: bool, go_on: str | None,
+        self, task: TrainingTask, metrics: Metrics, saver: run_state.CheckpointSaver,
+        lost: Callable[[], str | None], stopping: StopRequests, *, goes_on: bool, go_on: str | None,
     ) -> None:  # fmt: skip
         self.task, self.trainer, self.config = task, task.trainer, task.trainer.config
-        self.metrics, self.saver, self.agreement, self.stopping = metrics, saver, agreement, stopping
+        self.metrics, self.saver, self.lost, self.stopping = metrics, saver, lost, stopping
         self.folder = Path(self.config.save) if self.config.save else None
         self.checks = InRunChecks(self.trainer, self.folder, metrics.say)
-        agreement.add("stop", stopping.reason)
-        agreement.add("writing", saver.state)
-        agreement.add_failure(metrics.problem)
-        agreement.add_failure(self.checks.problem)
         self.course = Course()
         self.goes_on, self.go_on = goes_on, go_on
         asked, device = self.config.log_communication_interval, self.trainer.grid.world.device
@@ -172,19 +154,19 @@ class _Run:
             if self.goes_on and self.trainer.iteration:
                 with log.paused():
                     self.exports.go_on()
-            if self.goes_on and self._lacks_evaluation():  # the run was ended in it
-                with log.paused():
-                    self._evaluate()
-            for iteration in _iterations(self.trainer) if not self.stop else ():
+                    if self._lacks_evaluation():  # the run was ended in it
+                        self._evaluate()
+            while not self.stop and self.trainer.iteration < self.config.train_iters:
+                iteration = self.trainer.iteration + 1
                 begun.begin(iteration)
                 self._step(iteration, log)
                 with log.paused():
-                    self._look()
+                    stops = self._stops()
                     if self.config.save_interval and iteration % self.config.save_interval == 0:
                         self._save()
-                    if not self.stop and iteration % self.config.eval_interval == 0:
+                    if not stops and iteration % self.config.eval_interval == 0:
                         self._evaluate()
-                if self.stop:
+                if self.config.exit_interval and iteration % self.config.exit_interval == 0:
                     break
             begun.close()
         return self._end(communication_rows(log.totals()))
@@ -206,22 +188,20 @@ class _Run:
             found = digests(trainer, step) | layout(trainer) if config.digests else {}
         speed = trainer.batches.size * self.task.tokens_per_sample / seconds
         self.metrics.progress(step.loss, speed)
+        row = {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm}
         if iteration % config.log_interval == 0 or iteration == config.train_iters:
-            self.metrics.log(
-                {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm,
-                 "learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
-                | ({"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {})
-                | checked | found
-            )  # fmt: skip
+            row |= {"learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
+            row |= {"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {}
+            self.metrics.log(row | checked | found)
         elif found:
-            norm = None if step.skipped else step.norm
-            self.metrics.log({"iteration": iteration, **step.losses, "grad_norm": norm} | found)
+            self.metrics.log(row | found)
 
-    def _look(self) -> None:
+    def _stops(self) -> bool:
         """Learn from the ranks' agreement whether the run stops, and how far the checkpoint in the background is."""
-        agreed = self.agreement.exchange()
-        self.saver.settle(agreed["writing"])
-        self.stop = agreed["stop"]
+        problem = self.lost() or self.metrics.problem() or self.checks.problem()
+        self.stop, writing = agree(self.trainer.grid.world, problem, self.stopping.reason(), self.saver.state())
+        self.saver.settle(writing)
+        return self.stop != 0
 
     def _save(self) -> None:
         self.saver.start()
@@ -240,8 +220,7 @@ class _Run:
         """Each term's mean on the held-out samples, logged once; nothing if there are none or the run stops in it."""
 
         def between() -> None:
-            self._look()
-            if self.stop:
+            if self._stops():
                 raise _EvaluationLeft
 
         trainer = self.trainer
@@ -318,15 +297,17 @@ class _Run:
             self.exports.at_end()
         if self.stop:
             # A line of its own at the bar.
-            self.metrics.say(stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
+            self.metrics.say(_stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
             return TEMPORARY
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
         return 0
 
 
-def _iterations(trainer: Trainer) -> Iterator[int]:
-    """The numbers, from 1, of the steps to come; each must be done before the next is asked for."""
-    while trainer.iteration < trainer.config.train_iters:
-        yield trainer.iteration + 1
-        if trainer.config.exit_interval and trainer.iteration % trainer.config.exit_interval == 0:
-            return
+def _stopped(trainer: Trainer, reason: str, folder: Path | None, go_on: str | None) -> str:
+    """The line that says that the run stopped early. folder: of ``--save``. go_on: as for `train`."""
+    config, iteration = trainer.config, trainer.iteration
+    left = "the evaluation and the report are left" if iteration >= config.train_iters else ""
+    at = f"stopped by {reason} after step {iteration} of {config.train_iters}" + (f" ({left})" if left else "")
+    if folder is None:
+        return f"{at}; nothing is saved, because there is no --save (exit status {TEMPORARY})"
+    return f"{at}; the checkpoint is saved, go on with {go_on or f'--load {folder}'} (exit status {TEMPORARY})"

@@ -1,22 +1,22 @@
-"""The records of a run while it runs, on rank 0 only: metrics.jsonl, TensorBoard, the progress bar."""
+"""The records of a run while it runs, on rank 0 only: metrics.jsonl, TensorBoard, progress bar, the step under way."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import socket
 import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from trainers.checkpoints import disk
 from trainers.checks.digests import LAYOUT, SUFFIX
-
-#: seconds after which TensorBoard writes, and those that it may take to write what is left at the end
-FLUSH_SECONDS, CLOSE_SECONDS = 120, 10.0
 
 #: 1 in the row of an evaluation that a run has only because it stopped there; such a row is never the best one
 AT_STOP = "at_stop"
@@ -36,11 +36,11 @@ class Metrics:
         self._active = active
         self._problem: str | None = None
         self._path = folder / "metrics.jsonl" if folder is not None and active else None
-        self._board = _board(tensorboard, start) if active and tensorboard is not None else None
-        self._bar = tqdm(
-            total=total, initial=start, unit="step", disable=not active, ncols=100, file=sys.stderr,
-            mininterval=1 if sys.stderr.isatty() else 15,  # so that a log file does not fill with bars
-        )  # fmt: skip
+        self._board: _Board | None = None
+        if active and tensorboard is not None:
+            with contextlib.suppress(ImportError):  # TensorBoard is an extra, and not installed
+                self._board = _Board(tensorboard, start)
+        self._bar = progress_bar(total, "step", active=active, initial=start)
         if self._path is not None:
             damaged: list[int] = []
             if start and self._path.is_file():
@@ -48,8 +48,7 @@ class Metrics:
                 self.rows = [row for row in every if row["iteration"] <= start]
             write_rows(self._path, self.rows)
             if damaged:
-                shown = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
-                self.say(f"{self._path}: {len(damaged)} damaged rows are left out (lines {shown})")
+                self.say(left_out_text(self._path, damaged))
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row: an ``iteration`` and numbers. A value that is None, infinite or NaN is written as null.
@@ -67,8 +66,9 @@ class Metrics:
             except OSError as error:
                 self._problem = f"{self._path} cannot be written: {error.strerror}; the last checkpoint is as it was"
         if self._board is not None:
-            self._board.add(row)
-            if self._board.failed:
+            try:
+                self._board.add(row)
+            except OSError:
                 self.say(f"{self._board.folder}: TensorBoard's files cannot be written; the run goes on without them")
                 self._board = None
 
@@ -85,15 +85,10 @@ class Metrics:
 
         Rows with AT_STOP are left out. before: look at rows of earlier iterations only. Always None on all ranks but 0.
         """
-        found = [
-            (row[name], -row["iteration"])
-            for row in self.rows
-            if row.get(name) is not None and not row.get(AT_STOP) and (before is None or row["iteration"] < before)
-        ]
-        if not found:
-            return None
-        value, iteration = max(found)
-        return value, -iteration
+        rows = [row for row in self.rows if row.get(name) is not None and not row.get(AT_STOP)]
+        found = [row for row in rows if before is None or row["iteration"] < before]
+        best = max(found, key=lambda row: (row[name], -row["iteration"]), default=None)
+        return None if best is None else (best[name], best["iteration"])
 
     def progress(self, loss: float, tokens_per_second: float) -> None:
         """Advance the bar by one step."""
@@ -113,6 +108,22 @@ class Metrics:
             self._board = None
 
 
+def progress_bar(
+    total: int, unit: str, *, active: bool, initial: int = 0, title: str | None = None
+) -> tqdm[NoReturn]:  # fmt: skip
+    """A progress bar on standard error, if it is ``active``. It is seldom drawn in a log file, which it would fill."""
+    return tqdm(
+        total=total, initial=initial, unit=unit, desc=title, disable=not active, ncols=100, file=sys.stderr,
+        mininterval=1 if sys.stderr.isatty() else 15,
+    )  # fmt: skip
+
+
+def left_out_text(path: Path, lines: Sequence[int]) -> str:
+    """The sentence about damaged rows of a file, by the numbers of their lines, that are left out."""
+    shown = ", ".join(map(str, lines[:8])) + (", ..." if len(lines) > 8 else "")
+    return f"{path}: {len(lines)} damaged rows are left out (lines {shown})"
+
+
 def as_json(value: Any) -> Any:
     """``value``, or None for infinities and NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -124,17 +135,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     A row is an object of numbers and nulls with a whole, positive ``iteration``. A last line without its end, as a
     crash leaves it, counts as neither.
     """
-    rows, damaged = [], []
-    *lines, last = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
-            damaged.append(number)
-        else:
-            rows.append(row)
-    if (row := _row(last)) is not None:
-        rows.append(row)
-    return rows, damaged
+    found = [_row(line) for line in path.read_bytes().split(b"\n")]
+    return [row for row in found if row is not None], [n for n, row in enumerate(found[:-1], 1) if row is None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -157,39 +159,56 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 class _Board:
-    """TensorBoard's files in ``folder``. They are not worth a run: an error of writing only sets ``failed``.
+    """A file of TensorBoard's in ``folder``, which is written at once. It raises OSError where it cannot be written."""
 
-    TensorBoard writes in a thread of its own. An error ends that thread, and from then on its other functions wait for
-    it for ever.
-    """
+    def __init__(self, folder: Path, start: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def __init__(self, writer: Callable[[], Any], folder: Path) -> None:
-        before = set(threading.enumerate())
-        self.folder = folder
-        self._writer = writer()
-        self._threads = set(threading.enumerate()) - before
+        self.folder, self._event, self._summary = folder, Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("wb"))
+        self._write(file_version="brain.Event:2")
+        self._write(step=start + 1, session_log=SessionLog(status=SessionLog.START))  # it hides later rows of before
 
-    @property
-    def failed(self) -> bool:
-        return not all(thread.is_alive() for thread in self._threads)
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            # A digest has no curve, and neither has the layout.
-            shown = name not in ("iteration", AT_STOP, *LAYOUT) and not name.endswith(SUFFIX)
-            if shown and value is not None and not self.failed:
-                self._writer.add_scalar(name, value, row["iteration"])
+        # A digest has no curve, and neither has the layout.
+        hidden = ("iteration", AT_STOP, *LAYOUT)
+        shown = {name: value for name, value in row.items() if name not in hidden and not name.endswith(SUFFIX)}
+        values = [{"tag": name, "simple_value": value} for name, value in shown.items() if value is not None]
+        self._write(step=row["iteration"], summary=self._summary(value=values))
 
     def close(self) -> None:
-        if not self.failed:  # in a thread, because it fails in the last write, too
-            closing = threading.Thread(target=self._writer.close, name="TensorBoard's end", daemon=True)
-            closing.start()
-            closing.join(CLOSE_SECONDS)
+        self._records.close()
 
 
-def _board(folder: Path, start: int) -> _Board | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # TensorBoard is an extra, and not installed
-        return None
-    return _Board(lambda: SummaryWriter(str(folder), purge_step=start + 1, flush_secs=FLUSH_SECONDS), folder)
+class StepFile:
+    """A file that holds the number of the last step that has begun. It costs a few microseconds a step.
+
+    path: None for no file. The number outlives a crash of the process. It may be lost with the host, because nothing
+    waits for the disk. A file that cannot be written is left out, because training does not depend on it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._handle: int | None = None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+
+    def begin(self, step: int) -> None:
+        """Write that ``step``, from 1, begins."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._handle, b"%-20d\n" % step, 0)
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

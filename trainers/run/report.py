@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from commengine.rank_zero import on_rank_zero
 from commengine.trace import Total
 from trainers.checkpoints import disk
+from trainers.data.batches import GlobalBatches
+from trainers.training.trainer import Step, Trainer
 
-from .metrics import as_json
+from .evaluation import Evaluation, total
+from .metrics import Metrics, as_json
+from .task import Remarks, TrainingTask
 
 #: the report for programs, written last
 NAME = "report.json"
@@ -23,35 +30,26 @@ WORSE = (
 )
 
 
-@dataclass(frozen=True)
-class Remarks:
-    """The part of a report that only the task can tell; a field that means nothing for a task keeps its default.
+@dataclass
+class Course:
+    """The steps that this process has done: the last one, and the seconds of all and of the traced ones."""
 
-    unigram_entropy: the loss of a unigram model on the held-out tokens of the first term, in nats per token.
-    sample_prompt, sample: a text, and the model's continuation of it, or the same text as the model completes it.
-    measures: other numbers of the last evaluation, by name; each is a key of report.json.
-    completes: the sample is the whole text, and not only what follows the prompt.
-    """
-
-    unigram_entropy: float | None = None
-    sample_prompt: str = ""
-    sample: str = ""
-    measures: Mapping[str, float] = field(default_factory=dict)
-    completes: bool = False
+    step: Step | None = None
+    seconds: list[float] = field(default_factory=list)
+    traced: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Report:
-    """The outcome of a run. Losses are in the objective's unit (`Objective.unit`).
+@dataclass(frozen=True, kw_only=True)
+class Report(Remarks):
+    """The outcome of a run, with the task's `Remarks`. Losses are in the objective's unit (`Objective.unit`).
 
     "Held-out" means: of the validation split.
 
     train_loss: of the last step. validation_loss: of the last evaluation; token_loss, validation_tokens: of its first
-    term, which for GPT is all of it. unigram_entropy, sample_prompt, sample, measures, completes: see `Remarks`.
-    tokens_per_second: of the median step. communication: of rank 0 in the traced steps (`communication_rows`;
-    ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds: of the ``traced_steps``.
-    loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight, samples and epochs read, and
-    held-out loss; empty for one data set.
+    term, which for GPT is all of it. tokens_per_second: of the median step. communication: of rank 0 in the traced
+    steps (`communication_rows`; ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds:
+    of the ``traced_steps``. loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight, samples
+    and epochs read, and held-out loss; empty for one data set.
     """
 
     iteration: int
@@ -60,21 +58,16 @@ class Report:
     data_parallel_size: int
     train_loss: float | None
     validation_loss: float | None
-    unigram_entropy: float | None
+    token_loss: float | None = None
     validation_tokens: int
     tokens_per_second: float
-    sample_prompt: str
-    sample: str
     communication: list[dict[str, Any]]
     step_seconds: float
-    loss_scale: float | None = None
-    skipped_steps: int = 0
     traced_steps: int = 0
     traced_seconds: float = 0.0
+    loss_scale: float | None = None
+    skipped_steps: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
-    token_loss: float | None = None
-    measures: Mapping[str, float] = field(default_factory=dict)
-    completes: bool = False
 
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
@@ -149,6 +142,80 @@ class Report:
         disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
 
 
+def report(
+    task: TrainingTask, metrics: Metrics, folder: Path | None, course: Course, evaluated: Evaluation | None,
+    communication: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    """Print the report, and write it into ``folder``. Collective over the trainer's world; rank 0 prints and writes.
+
+    A run that was ended before its report and does no step any more takes the losses and the throughput of its steps
+    from its metrics. Raises UsageError, on all ranks, where rank 0 cannot write a file.
+    """
+    trainer = task.trainer
+    trainer.optimizer.wait_for_parameters()
+    means = None if evaluated is None else evaluated.means
+    first = None if means is None else next(iter(means.values()))
+    remarks = dict(vars(task.remarks(means)))
+    saved = folder is not None and task.kept_by is not None  # without a folder no checkpoint is kept
+    if saved and (kept := metrics.best(f"validation_{task.kept_by}")) is not None:
+        remarks["measures"] = {**remarks["measures"], f"kept_{task.kept_by}": kept[0], "kept_iteration": kept[1]}
+    train_loss, speed = _from_rows(trainer, metrics)
+    if course.step is not None:
+        train_loss = course.step.loss
+        speed = trainer.batches.size * task.tokens_per_sample / statistics.median(course.seconds)
+    made = Report(
+        **remarks,
+        iteration=trainer.iteration,
+        parameters=trainer.parameters(),
+        tensor_model_parallel_size=trainer.grid.tensor.size,
+        data_parallel_size=trainer.grid.data.size,
+        train_loss=train_loss,
+        validation_loss=None if means is None else total(means),
+        token_loss=None if first is None else first.loss,
+        validation_tokens=0 if first is None else first.items,
+        tokens_per_second=speed,
+        communication=communication,
+        step_seconds=sum(course.seconds),
+        traced_steps=len(course.traced),
+        traced_seconds=sum(course.traced),
+        loss_scale=trainer.loss_scale if trainer.config.fp16 else None,
+        skipped_steps=trainer.skipped,
+        sources=_sources(trainer, evaluated),
+    )
+
+    def publish() -> None:
+        metrics.close()
+        unit = trainer.objective.unit
+        print("\n" + made.text(unit), flush=True)
+        if folder is not None:
+            made.save(folder, metrics.rows, trainer.objective.names, unit)
+            print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
+
+    on_rank_zero(trainer.grid.world, publish)
+
+
+def _from_rows(trainer: Trainer, metrics: Metrics) -> tuple[float | None, float]:
+    """The training loss of the trainer's iteration, if it was logged, and the median throughput of the logged steps."""
+    steps = {row["iteration"]: row for row in metrics.rows if row.get("tokens_per_second") is not None}
+    loss = None
+    if (last := steps.get(trainer.iteration)) is not None:
+        loss = sum(math.nan if last.get(name) is None else last[name] for name in trainer.objective.names)
+    speeds = [row["tokens_per_second"] for row in steps.values()]
+    return loss, statistics.median(speeds) if speeds else 0.0
+
+
+def _sources(trainer: Trainer, evaluated: Evaluation | None) -> list[dict[str, Any]]:
+    """What the run read of each of its sources, and the held-out loss there; empty if it has read one source only."""
+    if not isinstance(trainer.batches, GlobalBatches) or len(read := trainer.batches.sources(trainer.iteration)) == 1:
+        return []
+    held_out = {} if evaluated is None else {name: total(means) for name, means in evaluated.by_source.items()}
+    return [
+        {"name": source.name, "weight": float(source.probability), "samples": source.consumed,
+         "epochs": source.epochs, "validation_loss": held_out.get(source.name) if source.probability else None}
+        for source in sorted(read, key=lambda source: (-source.probability, source.name))
+    ]  # fmt: skip
+
+
 def _count(number: int) -> str:
     """A number in the unit that leaves it at least one digit before the point: 25.4 k, 4.2 M, 8.3 B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -178,11 +245,9 @@ def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:
 def _plot(
     path: Path, rows: list[dict[str, Any]], losses: Sequence[str], unit: str, unigram_entropy: float | None
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel=unit.replace("/", " per "))
     curves = [(name, "training" if len(losses) == 1 else f"training, {name}", "-") for name in losses]
     held_out = [("validation_loss", "held-out", "o-")]

@@ -1,4 +1,4 @@
-"""Why a run stops before its last step: a signal, or the time. Each rank asks for itself; `StepAgreement` decides."""
+"""Why a run stops before its last step: a signal, or the time. Each rank asks for itself, and `agree` decides."""
 
 from __future__ import annotations
 

@@ -1,25 +1,34 @@
-"""The adapter of lm-evaluation-harness, which runs on rank 0, to a model that all ranks hold."""
+"""lm-evaluation-harness, which runs on rank 0, on a model that all ranks hold."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
+from commengine import UsageError
+from trainers.checkpoints import disk
 from trainers.data.tokenizer import Tokenizer
 
 from .passages import Passage
 from .service import ModelService
+from .settings import EvaluateConfig
 
 #: tokens of a text that a task does not limit, as in the harness
 MAX_GEN_TOKS = 256
+#: samples of the standard errors that are not computed in closed form
+BOOTSTRAP_ITERS = 1000
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A language model as lm-evaluation-harness asks for one. On rank 0, while the other ranks serve.
 
     service: the model. length: the most tokens that it reads at once. The results are those of the harness's own
@@ -45,11 +54,6 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The token before a text without a context."""
         return self.own_tokenizer.vocabulary()[str(self.own_tokenizer.start_token)]
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The key of the harness's cache of requests."""
-        return f"commengine-{self.own_tokenizer.vocab_size}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The tokens of a text, and around it what the tokenizer puts there, as <s>, but for a text that has it."""
@@ -78,9 +82,6 @@ class HarnessModel(TemplateLM):
         for place, number in enumerate(counted):
             greedy = scores.predicted_of(place) == requests[number][2]
             results[number] = (-float(scores.nll[place]), greedy)
-        for (key, _, _), result in zip(requests, results, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -100,8 +101,6 @@ class HarnessModel(TemplateLM):
         found = [0.0] * len(requests)
         for number, (log_likelihood, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
             found[number] += log_likelihood
-        for request, total in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -127,10 +126,39 @@ class HarnessModel(TemplateLM):
             asked.append({"count": count, "stop": stops, "sampling": sampling})
             ends.append(stops)
         texts = []
-        for request, stops, tokens in zip(requests, ends, self.service.generate(prompts, asked), strict=True):
+        for stops, tokens in zip(ends, self.service.generate(prompts, asked), strict=True):
             text = self.own_tokenizer.decode(tokens, special=False)
             for stop in stops:
                 text = text.partition(stop)[0]
             texts.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+
+def evaluate_tasks(config: EvaluateConfig, service: ModelService, length: int) -> None:
+    """Run the harness on ``config.names``, print its tables, and write the files that are asked for. On rank 0.
+
+    length: the most tokens that the model reads at once. Raises UsageError for an unknown task, and what the harness
+    raises.
+    """
+    manager = TaskManager(include_path=config.include_path)
+    if unknown := [name for name in config.names if not manager.match_tasks([name])]:
+        where = "" if config.include_path is None else f" and in {config.include_path}"
+        raise UsageError(f"no such task: {', '.join(unknown)} (looked for among the harness's{where})")
+    limit = config.limit if config.limit is None or config.limit < 1 else int(config.limit)
+    results: dict[str, Any] = simple_evaluate(
+        model=HarnessModel(service, length=length, max_gen_toks=config.max_gen_toks), tasks=config.names,
+        num_fewshot=config.num_fewshot, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS,
+        log_samples=config.samples is not None, task_manager=manager, random_seed=config.seed,
+        numpy_random_seed=config.seed, torch_random_seed=config.seed, fewshot_random_seed=config.seed,
+    )  # fmt: skip
+    samples = results.pop("samples", {})
+    print(make_table(results), flush=True)
+    if results.get("groups"):
+        print(make_table(results, "groups"), flush=True)
+    if config.json is not None:
+        content = json.dumps(results, indent=1, default=handle_non_serializable, ensure_ascii=False) + "\n"
+        disk.rewrite(Path(config.json), content.encode())
+    if config.samples is not None:
+        rows = ({"task": task} | row for task, of_task in samples.items() for row in of_task)
+        lines = (json.dumps(row, default=handle_non_serializable, ensure_ascii=False) for row in rows)
+        disk.rewrite(Path(config.samples), "".join(f"{line}\n" for line in lines).encode())

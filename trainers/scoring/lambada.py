@@ -36,11 +36,12 @@ class LastWord:
     cut: bool
 
 
-def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tuple[Tokens, Tokens, Tokens]]:
+def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) -> list[tuple[Tokens, Tokens, Tokens]]:
     """(Context, last word, whole text) of each example as tokens, int32.
 
     texts: as `trainers.data.text_files.read_lines` gives them. White space at the end of a text does not count. Raises
-    ValueError, which names the place, for a text without a word before the last one.
+    ValueError, which names the place, for a text without a word before the last
+    one, and for a last word that leaves no room for a token before it. length: the most tokens that the model reads.
     """
     contexts, joined, wholes = [], [], []
     for where, text in texts:
@@ -62,19 +63,14 @@ def encoded(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[tupl
         if first is None:
             raise ValueError(f"{where}: the tokenizer has no token of its last word")
         before, word_ids, all_ids = (np.array(part, dtype=np.int32) for part in (ids[:first], ids[first:], last))
+        if len(word_ids) > length:
+            raise ValueError(f"{where}: its last word has {len(word_ids)} tokens, and the model reads {length}")
         rows.append((before, word_ids, all_ids))
     return rows
 
 
-def require_fits(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int, where: Sequence[str]) -> None:
-    """Raise ValueError for a last word that leaves no room for a token before it. where: the place of each example."""
-    for place, (_, word, _) in zip(where, rows, strict=True):
-        if len(word) > length:
-            raise ValueError(f"{place}: its last word has {len(word)} tokens, and the model reads {length}")
-
-
 def examples(rows: Sequence[tuple[Tokens, Tokens, Tokens]], length: int) -> list[LastWord]:
-    """The examples, which must fit (`require_fits`), with as much of their context as ``length`` tokens hold."""
+    """The examples, as `encoded` gives them, with as much of their context as ``length`` tokens hold."""
     found = []
     for context, word, whole in rows:
         joined = np.concatenate([context, word])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,6 @@ class Windows(Sequence[Passage]):
     """
 
     def __init__(self, texts: Sequence[Tokens], length: int, stride: int) -> None:
-        if not 1 <= stride <= length:
-            raise ValueError(f"stride must be at least 1, and at most the length {length}, got {stride}")
         self.length, self.stride = length, stride
         self._texts = [tokens for tokens in texts if len(tokens) > 1]
         counts = (max(-(-(len(tokens) - 1 - length) // stride), 0) + 1 for tokens in self._texts)
@@ -49,16 +47,8 @@ class Windows(Sequence[Passage]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, n: int) -> Passage: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Passage]: ...
-    def __getitem__(self, n: int | slice) -> Passage | list[Passage]:
+    def __getitem__(self, n: int) -> Passage:  # type: ignore[override]
         """Window n. Raises IndexError."""
-        if isinstance(n, slice):
-            return [self[number] for number in range(*n.indices(len(self)))]
-        if not 0 <= n < len(self):
-            raise IndexError(f"window {n} of {len(self)}")
         which = bisect_right(self._ends, n)
         tokens, k = self._texts[which], n - (self._ends[which - 1] if which else 0)
         begin = k * self.stride

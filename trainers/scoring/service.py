@@ -10,10 +10,10 @@ from itertools import groupby
 from typing import Any
 
 from commengine import Communicator, ProcessGrid, UsageError
-from commengine.rank_zero import gather_json, on_every_rank, wait_for_json
+from commengine.rank_zero import broadcast_json
 from tplayers import GPT, Sampling
 from trainers.data.tokenizer import Tokenizer
-from trainers.generation.texts import generate_texts
+from trainers.generation.texts import generate_texts, in_rounds
 
 from .passages import Passage
 from .scorer import Scores, score
@@ -39,8 +39,8 @@ class ModelService:
 
     def score(self, passages: Sequence[Passage]) -> Scores:
         """The scores of the passages, with the most likely tokens. On rank 0."""
-        order = {"do": "score", "scored": [one.scored for one in passages]}
-        return self._scores(order, passages)
+        found: Scores = self._ask({"do": "score", "scored": [one.scored for one in passages]}, passages)
+        return found
 
     def generate(self, prompts: Sequence[Sequence[int]], asked: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """The tokens that continue each prompt, with those that end a text. On rank 0.
@@ -49,70 +49,53 @@ class ModelService:
         that end it; and the fields of `tplayers.Sampling`, as ``sampling``.
         """
         order = {"do": "generate", "asked": [dict(one) for one in asked], "prompts": [list(one) for one in prompts]}
-        return self._tokens(order)
+        found: list[list[int]] = self._ask(order)
+        return found
 
     def stop(self, problem: str = "") -> None:
         """Let the other ranks leave `serve`. On rank 0. problem: raises UsageError with this text, on all ranks."""
-        wait_for_json(self.world, {"do": "stop", "problem": problem})
+        broadcast_json(self.world, {"do": "stop", "problem": problem})
         if problem:
             raise UsageError(problem)
 
     def serve(self) -> None:
         """Compute what rank 0 asks for, until it says `stop`. On all ranks but 0. Raises UsageError as they do."""
-        while True:
-            order = wait_for_json(self.world, None)
-            if order["do"] == "stop":
-                if order["problem"]:
-                    raise UsageError(order["problem"])
-                return
-            if order["do"] == "score":
-                self._scored(order, [])
-            else:
-                self._generated(order)
+        while (order := broadcast_json(self.world, None))["do"] != "stop":
+            self._answer(order, [])
+        if order["problem"]:
+            raise UsageError(order["problem"])
 
-    def _scores(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
+    def _ask(self, order: dict[str, Any], passages: Sequence[Passage] = ()) -> Any:
         self.busy = True
-        found = self._scored(wait_for_json(self.world, order), passages)
+        found = self._answer(broadcast_json(self.world, order), passages)
         self.busy = False
         return found
 
-    def _tokens(self, order: dict[str, Any]) -> list[list[int]]:
-        self.busy = True
-        found = self._generated(wait_for_json(self.world, order))
-        self.busy = False
-        return found
+    def _answer(self, order: dict[str, Any], passages: Sequence[Passage]) -> Any:
+        """Compute what rank 0 asks for. Collective. passages: rank 0's."""
+        return self._scored(order, passages) if order["do"] == "score" else self._generated(order)
 
     def _scored(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
-        """Collective. passages: rank 0's."""
         tokens = broadcast_tokens(self.world, [one.tokens for one in passages])
         every = [Passage(*one) for one in zip(tokens, order["scored"], strict=True)]
         return score(self.model, every, self.grid.data, batch=self.batch, predict=True)
 
     def _generated(self, order: dict[str, Any]) -> list[list[int]]:
-        """Collective: the tokens, on rank 0; each batch on one replica."""
+        """The tokens, on rank 0; each batch on one replica."""
         prompts, asked = order["prompts"], order["asked"]
+
+        def generated(numbers: Sequence[int]) -> list[tuple[int, list[int]]]:
+            how = asked[numbers[0]]
+            texts = generate_texts(
+                self.model, self.tokenizer, [prompts[number] for number in numbers], how["count"],
+                sampling=Sampling(**how["sampling"]), seed=self.seed, numbers=numbers, stop=how["stop"],
+            )  # fmt: skip
+            return [(text.number, text.tokens) for text in texts]
+
         batches = list(_alike(asked, [len(prompt) for prompt in prompts], self.batch))
-
-        data, found = self.grid.data, []
-        for first in range(0, len(batches), data.size):
-            place = first + data.rank
-            numbers = batches[place] if place < len(batches) else []
-
-            def generated(numbers: Sequence[int] = numbers) -> list[tuple[int, list[int]]]:
-                if not numbers:
-                    return []
-                how = asked[numbers[0]]
-                texts = generate_texts(
-                    self.model, self.tokenizer, [prompts[number] for number in numbers], how["count"],
-                    sampling=Sampling(**how["sampling"]), seed=self.seed, numbers=numbers, stop=how["stop"],
-                )  # fmt: skip
-                return [(text.number, text.tokens) for text in texts]
-
-            # An error is the same on all ranks of a tensor group, and reaches those of the other groups.
-            mine = on_every_rank(self.grid.world, generated)
-            for of_rank in gather_json(self.grid.world, mine if self.grid.tensor.rank == 0 else []):
-                found += of_rank
-        return [tokens for _, tokens in sorted(found)]
+        return [
+            tokens for _, tokens in sorted(one for found in in_rounds(self.grid, batches, generated) for one in found)
+        ]
 
 
 def _alike(asked: Sequence[Mapping[str, Any]], lengths: Sequence[int], batch: int) -> Iterator[list[int]]:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Self
 
-from commengine import UsageError
+from commengine.errors import usage_errors
 from trainers.files.writing import check_writable
-from trainers.options import BATCH, LENGTH, NOT_EMPTY, given, option, require
+from trainers.options import (
+    Batch,
+    Length,
+    Natural,
+    NotNegative,
+    Seed,
+    Text,
+    ValidRange,
+    given,
+    option,
+    require,
+)
 from trainers.tasks.transformer import TransformerTrainConfig
 from trainers.trained import LoadConfig
 
 #: the tasks, and whether each reads a file
 TASKS = {"wikitext": True, "lambada": True, "perplexity": True, "jsonl": True, "held-out": False}
 LAMBADA, HELD_OUT, WIKITEXT = "lambada", "held-out", "wikitext"
+#: the beginning of a task of lm-evaluation-harness
+LM_EVAL = "lm-eval:"
+TASK = ValidRange(
+    lambda task: task in TASKS or (task.startswith(LM_EVAL) and task != LM_EVAL),
+    f"must be {', '.join(TASKS)}, or {LM_EVAL}NAME,NAME,...",
+)
 #: the stride of WikiText's windows in the paper (appendix E.1, which calls it an overlap)
 WIKITEXT_STRIDE = 32
 
@@ -22,70 +41,82 @@ WIKITEXT_STRIDE = 32
 class EvaluateConfig(LoadConfig):
     """The settings of `trainers.evaluate`. A field is the flag of the same name, with dashes."""
 
-    task: str | None = option(
+    task: Annotated[str, TASK] | None = option(
         None,
         "wikitext: WikiText's raw text, detokenized; lambada: last words of passages; perplexity: a file as it is; "
-        "jsonl: a text in each line; held-out: the run's own validation documents",
-        choices=tuple(TASKS),
-    )
-    data: str | None = option(None, "the task's file", valid=NOT_EMPTY)
-    json_key: str = option("text", "key of the text in a line of a .jsonl or .json file", valid=NOT_EMPTY)
-    seq_length: int | None = option(
-        None, "most tokens that the model reads at once (default: the --seq-length of its training)", valid=LENGTH
-    )
-    stride: int | None = option(
-        None, "targets of every window but the first (default: 32 for wikitext, as in the paper; else --seq-length)",
-        valid=LENGTH,
+        "jsonl: a text in each line; held-out: the run's own validation documents; lm-eval:NAME,NAME,...: tasks, "
+        "groups or tags of lm-evaluation-harness",
     )  # fmt: skip
-    micro_batch_size: int = option(8, "windows or examples that a rank takes through the model at once", valid=BATCH)
-    json: str | None = option(None, "write all numbers to this file", valid=NOT_EMPTY)
-    plot: str | None = option(
-        None, "draw the loss by position in the window: a file .png, .svg or .pdf", valid=NOT_EMPTY
+    data: Text | None = option(None, "the task's file")
+    json_key: Text = option("text", "key of the text in a line of a .jsonl or .json file")
+    seq_length: Length | None = option(
+        None, "most tokens that the model reads at once (default: the --seq-length of its training)"
     )
-    predictions: str | None = option(
-        None, "of lambada: write what the model predicts for each example, as JSON lines", valid=NOT_EMPTY
+    stride: Length | None = option(
+        None, "targets of every window but the first (default: 32 for wikitext, as in the paper; else --seq-length)"
     )
+    micro_batch_size: Batch = option(8, "windows, examples or requests that a rank takes through the model at once")
+    json: Text | None = option(None, "write all numbers to this file")
+    plot: Text | None = option(None, "draw the loss by position in the window: a file .png, .svg or .pdf")
+    predictions: Text | None = option(None, "of lambada: write what the model predicts for each example, as JSON lines")
+    # lm-evaluation-harness
+    include_path: Text | None = option(None, "lm-eval: a folder with task files (YAML) of your own")
+    num_fewshot: Natural | None = option(
+        None, "lm-eval: examples before each question (default: the task's own number)"
+    )
+    limit: NotNegative | None = option(
+        None, "lm-eval: only this number of documents of each task, or this share below 1; for trials"
+    )
+    max_gen_toks: Length = option(256, "lm-eval: new tokens of a text, where the task has no number of its own")
+    offline: bool = option(False, "lm-eval: never look for data sets on the network")
+    seed: Seed = option(1234, "lm-eval: seed of few-shot examples and of text that is drawn")
+    samples: Text | None = option(None, "lm-eval: write every request and answer to this file, as JSON lines")
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks of lm-evaluation-harness; none where the task is one of ours."""
+        names = (self.task or "").partition(LM_EVAL)[2]
+        return [name for name in names.split(",") if name]
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
         super().validate(ranks)
-        require(self.task is not None, f"--task: needed; valid: {', '.join(TASKS)}")
-        assert self.task is not None
-        if TASKS[self.task]:
+        require(self.task is not None, f"--task: needed; valid: {', '.join(TASKS)}, {LM_EVAL}NAME,NAME,...")
+        if TASKS.get(str(self.task), False):
             require(self.data is not None, f"--data FILE: needed with --task {self.task}")
             require(Path(self.data or "").exists(), f"{given(self, 'data')}: no such file")
         else:
-            own = f"--task {self.task} reads the run's own data; leave it out"
+            whose = "its" if self.names else "the run's"
+            own = f"--task {self.task} reads {whose} own data; leave it out"
             require(self.data is None, f"{given(self, 'data')}: {own}")
         lambada = self.task == LAMBADA
         for name in ("stride", "plot"):
-            without = getattr(self, name) is None or not lambada
-            require(without, f"{given(self, name)}: --task lambada has no windows; leave it out")
+            without = getattr(self, name) is None or not (lambada or self.names)
+            require(without, f"{given(self, name)}: --task {self.task} has no windows; leave it out")
         require(self.predictions is None or lambada, f"{given(self, 'predictions')}: needs --task lambada")
+        for item in fields(self):
+            changed = item.metadata["help"].startswith("lm-eval") and getattr(self, item.name) != item.default
+            require(bool(self.names) or not changed, f"{given(self, item.name)}: needs --task {LM_EVAL}NAME")
+        folder = self.include_path is None or Path(self.include_path).is_dir()
+        require(folder, f"{given(self, 'include_path')}: no such folder")
         fits = self.seq_length is None or self.stride is None or self.stride <= self.seq_length
         require(fits, f"{given(self, 'stride')}: must not exceed {given(self, 'seq_length')}")
-        try:
-            check_writable(json=self.json, plot=self.plot, predictions=self.predictions)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        with usage_errors(""):
+            check_writable(json=self.json, plot=self.plot, predictions=self.predictions, samples=self.samples)
+
+    def completed(self, ranks: int) -> Self:
+        """These settings. Raises UsageError if the harness is needed and not installed."""
+        found = not self.names or importlib.util.find_spec("lm_eval") is not None
+        require(found, f"--task {LM_EVAL}: needs lm-evaluation-harness; install it with: pip install '.[lm-eval]'")
+        return super().completed(ranks)
 
     def window(self, trained: TransformerTrainConfig) -> tuple[int, int]:
         """The length and the stride of the windows for a model of this run. Raises UsageError."""
-        length = window_length(self, self.seq_length, trained)
+        length, positions = self.seq_length or trained.seq_length, trained.positions
+        fits = self.seq_length is None or length <= positions  # a run may have more positions than it trained
+        require(fits, f"{given(self, 'seq_length')}: the model knows {positions} positions")
         stride = self.stride
         if stride is None:
             stride = min(WIKITEXT_STRIDE, length) if self.task == WIKITEXT else length
         require(stride <= length, f"{given(self, 'stride')}: must not exceed the {length} tokens that the model reads")
         return length, stride
-
-
-def window_length(config: LoadConfig, asked: int | None, trained: TransformerTrainConfig) -> int:
-    """The most tokens that the model of a run reads at once: ``asked``, or what it was trained on. Raises UsageError.
-
-    config: has ``asked`` as its ``seq_length``. A run may have more positions than it trained.
-    """
-    positions = trained.positions
-    require(
-        asked is None or asked <= positions, f"{given(config, 'seq_length')}: the model knows {positions} positions"
-    )
-    return trained.seq_length if asked is None else asked

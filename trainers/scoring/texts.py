@@ -1,7 +1,9 @@
-"""The texts that are scored: read and encoded on rank 0, and sent as tokens to all ranks."""
+"""The texts that are scored: read and encoded on rank 0, and sent as tokens to all ranks; and how words are counted."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -10,7 +12,8 @@ import numpy as np
 import torch
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import on_rank_zero
+from commengine.errors import usage_errors
+from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.data import text_files
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import split_documents
@@ -20,7 +23,58 @@ from trainers.files.reading import require_regular
 from trainers.tasks.transformer import TransformerTrainConfig
 
 from .passages import Tokens
-from .words import detokenized_wikitext, harness_words, paper_words, wikitext_documents
+
+#: in order, from Megatron-LM's `wikitext_detokenizer` (tasks/zeroshot_gpt/detokenizer.py), a pattern and its
+#: replacement. lm-evaluation-harness has the same function. Neither can be inverted.
+_WIKITEXT = [
+    (re.escape("s '"), "s'"), (r"/' [0-9]/", r"/'[0-9]/"),
+    (" @-@ ", "-"), (" @,@ ", ","), (re.escape(" @.@ "), "."),
+    (" : ", ": "), (" ; ", "; "), (re.escape(" . "), ". "), (" ! ", "! "), (re.escape(" ? "), "? "), (" , ", ", "),
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"), (r"\[\s*([^\]]*?)\s*\]", r"[\1]"), (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'), (r"'\s*([^']*?)\s*'", r"'\1'"),
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"),
+    (" N ", " 1 "), (" 's", "'s"),
+]  # fmt: skip
+
+
+def detokenized_wikitext(text: str) -> str:
+    """WikiText's text with punctuation where a writer puts it."""
+    for pattern, replacement in _WIKITEXT:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def paper_words(text: str) -> int:
+    """The words of a text as Megatron-LM counts them (the paper's T_o, equation 4): what single spaces separate."""
+    return len(text.strip().split(" "))
+
+
+def harness_words(text: str) -> int:
+    """The words of a document as lm-evaluation-harness counts them: what white space separates."""
+    return len(re.split(r"\s+", text))
+
+
+def wikitext_documents(text: str) -> list[str]:
+    """WikiText's articles, as the data set of lm-evaluation-harness has them: a line "= Title =" begins one."""
+    found: list[str] = []
+    lines: list[str] = []
+    for line in text.split("\n"):
+        short = line.replace("= = =", "===").replace("= =", "==").strip()
+        if short.startswith("= ") and short.endswith(" ="):
+            found.append("\n".join(lines))
+            lines = []
+        lines.append(line)
+    return [one for one in (*found, "\n".join(lines)) if one.strip()]
+
+
+def perplexity(nll: float, items: int) -> float:
+    """exp(nll / items); infinity where a float has no room for it, NaN for no items."""
+    if not items:
+        return math.nan
+    try:
+        return math.exp(nll / items)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -44,18 +98,16 @@ class Texts(NamedTuple):
     counts: TextCounts
 
 
-def read_plain(path: str, tokenizer: Tokenizer) -> Texts:
-    """A file as one text. Raises ValueError that names the file, and OSError."""
-    text = _text_of(path)
-    tokens = encoded(tokenizer, text)
-    return Texts([tokens], TextCounts(1, paper_words(text), harness_words(text), len(tokens)))
+def read_whole(path: str, tokenizer: Tokenizer, *, wikitext: bool) -> Texts:
+    """A file as one text. wikitext: it is WikiText's raw text, and is detokenized.
 
-
-def read_wikitext(path: str, tokenizer: Tokenizer) -> Texts:
-    """A file of WikiText's raw text as one text, detokenized. Raises ValueError that names the file, and OSError."""
-    text = _text_of(path)
-    tokens = encoded(tokenizer, detokenized_wikitext(text))
-    harness = sum(harness_words(document) for document in wikitext_documents(text))
+    Raises ValueError that names the file if it has no text or is not UTF-8, and OSError.
+    """
+    text = "".join(piece.text for piece in text_files.read_text(require_regular(path)))
+    if not text.strip():
+        raise ValueError(f"{path}: has no text")
+    tokens = encoded(tokenizer, detokenized_wikitext(text) if wikitext else text)
+    harness = sum(map(harness_words, wikitext_documents(text) if wikitext else [text]))
     return Texts([tokens], TextCounts(1, paper_words(text), harness, len(tokens)))
 
 
@@ -126,14 +178,6 @@ def _require_trained_on(dataset: IndexedDataset, sources: Sequence[tuple[str, st
         )
 
 
-def _text_of(path: str) -> str:
-    """The text of a file. Raises ValueError that names the file if it has none or is not UTF-8."""
-    text = "".join(piece.text for piece in text_files.read_text(require_regular(path)))
-    if not text.strip():
-        raise ValueError(f"{path}: has no text")
-    return text
-
-
 def encoded(tokenizer: Tokenizer, text: str) -> Tokens:
     """The tokens of a text, int32, encoded whole and without special tokens; on several threads where that can be."""
     pieces: Iterable[str] = [text]
@@ -152,15 +196,8 @@ def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) ->
     kept: list[Tokens] = []
 
     def work() -> dict[str, Any]:
-        try:
+        with usage_errors(f"{option} "):
             tokens, counts = read()
-        except UsageError:
-            raise
-        except OSError as error:
-            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise UsageError(f"{option} {said}") from error
-        except ValueError as error:
-            raise UsageError(f"{option} {error}") from error
         kept.extend(tokens)
         return asdict(counts)
 
@@ -170,17 +207,11 @@ def on_all_ranks(world: Communicator, option: str, read: Callable[[], Texts]) ->
 
 def broadcast_tokens(world: Communicator, tokens: Sequence[Tokens]) -> list[Tokens]:
     """Rank 0's arrays of tokens, int32, on every rank. Collective over ``world``; the other ranks' are not read."""
-    sizes = torch.tensor([len(tokens)])
-    world.broadcast(sizes)
-    lengths = torch.zeros(int(sizes), dtype=torch.int64)
+    lengths = broadcast_json(world, [len(one) for one in tokens])
+    flat = torch.zeros(sum(lengths), dtype=torch.int32)
+    if not len(flat):
+        return [np.zeros(0, dtype=np.int32) for _ in lengths]
     if world.rank == 0:
-        lengths = torch.tensor([len(one) for one in tokens], dtype=torch.int64)
-    if not len(lengths):
-        return []
-    world.broadcast(lengths)
-    flat = torch.zeros(int(lengths.sum()), dtype=torch.int32)
-    if world.rank == 0 and len(flat):
-        flat = torch.from_numpy(np.concatenate([one.astype(np.int32) for one in tokens]))
-    if len(flat):
-        world.broadcast(flat)
-    return list(np.split(flat.numpy(), np.cumsum(lengths.numpy())[:-1]))
+        flat = torch.from_numpy(np.concatenate(tokens).astype(np.int32))
+    world.broadcast(flat)
+    return np.split(flat.numpy(), np.cumsum(lengths)[:-1])

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from commengine import UsageError
 from trainers import options
 from trainers.checkpoints import pointer
 from trainers.config import TrainConfig
-from trainers.options import OptionError, require
+from trainers.options import require
 
-from .settings import Host, Size, SuperviseConfig
+from .settings import Size, SuperviseConfig
 
 #: the commands that can be supervised; each module has the type of its settings as CONFIG
 COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune")
-PLACES = ("ranks", "tensor", "hosts")
 #: the file in the folder of --save into which the run writes its step
 STEP_FILE = "supervised-step"
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """How far a run has come. step: the step under way when it ended, from 1; None if no step had begun.
 
     saved: the iteration of the newest checkpoint, 0 if there is none.
@@ -45,30 +43,29 @@ class TrainingCommand:
     def __init__(self, words: Sequence[str], settings: SuperviseConfig) -> None:
         self.words = list(words)
         sizes = settings.sizes()
-        at = [n for n, word in enumerate(words) if word in COMMANDS and n and words[n - 1] == "-m"]
+        at = [n for n, pair in enumerate(itertools.pairwise(words), 1) if pair[0] == "-m" and pair[1] in COMMANDS]
         require(
             len(at) == 1,
             f"the command after -- must start python -m {' or -m '.join(COMMANDS)}, as in: mpirun -n {{ranks}} "
             f"python -m {COMMANDS[0]} --save DIR --load DIR --save-interval 100 ...",
         )
         self._at = at[0]
-        self._require_places(settings, sizes)
-        each: list[Size | None] = [*sizes] or [None]
-        for size in each:
-            config = self._config(size)
+        tensor = bool(sizes) and sizes[0].tensor is not None
+        filled = (("{ranks}", "--ranks", bool(sizes)), ("{tensor}", "--ranks N:T", tensor),
+                  ("{hosts}", "--hosts", settings.hosts is not None))  # fmt: skip
+        for place, option, given in filled:
+            there = any(place in word for word in words)
+            require(there == given, f"{option}, and {place} in the command after --: give both of them, or none")
+        config = [self._config(size) for size in sizes][-1] if sizes else self._config(None)
         #: the folder of --save
         self.folder = Path(config.save or "")
         #: the signal of --exit-signal, or None
         self.exit_signal = config.exit_signal
-        require(config.save is not None, "the command after -- needs --save DIR, the folder for its checkpoints")
+        goes_on = config.save and config.load and Path(config.load).resolve() == self.folder.resolve()
         require(
-            config.load is not None and Path(config.load).resolve() == self.folder.resolve(),
-            f"the command after -- needs --load {self.folder}, the folder of its --save, so that it goes on there when "
-            "it is started again",
-        )
-        require(
-            config.save_interval is not None,
-            "the command after -- needs --save-interval N: otherwise each restart begins at the first step",
+            goes_on and config.save_interval,
+            "the command after -- needs --save DIR --load DIR, of one folder, and --save-interval N: so it goes on "
+            "there when it is started again",
         )
         require(
             len(sizes) < 2 or config.global_batch_size is not None,
@@ -76,50 +73,37 @@ class TrainingCommand:
             "number of ranks",
         )
 
-    def _require_places(self, settings: SuperviseConfig, sizes: Sequence[Size]) -> None:
-        """Raise UsageError unless the command has those places that the options fill."""
-        filled = {
-            "ranks": ("--ranks", bool(sizes)),
-            "tensor": ("--ranks N:T", bool(sizes and sizes[0].tensor)),
-            "hosts": ("--hosts", settings.hosts is not None),
-        }
-        for place, (option, given) in filled.items():
-            there = any(f"{{{place}}}" in word for word in self.words)
-            require(there or not given, f"{option}: the command after -- has no {{{place}}}, which it stands for")
-            require(given or not there, f"the command after -- has {{{place}}}: give {option}, which says its value")
-
     def _config(self, size: Size | None) -> TrainConfig:
         """The settings of the run at this size; valid, if the size is known."""
         module = self.words[self._at]
-        words = self.filled(size, [], with_step_file=False)
+        words = self.filled(size, {})[self._at + 1 :]
         try:
-            config = options.parse(importlib.import_module(module).CONFIG, words[self._at + 1 :], module.split(".")[1])
+            config: TrainConfig = options.parse(importlib.import_module(module).CONFIG, words, module.split(".")[1])
             if size is not None:
                 config.validate(size.ranks)
                 config.completed(size.ranks)  # the vocabulary and the heads, which this size must divide
-        except (OptionError, UsageError, ValueError) as error:
+        except (UsageError, ValueError) as error:
             at = f" on {size.ranks} ranks" if size is not None else ""
             raise UsageError(f"{module}{at}: {error}") from error
-        assert isinstance(config, TrainConfig)
         return config
 
-    def filled(self, size: Size | None, hosts: Sequence[Host], *, with_step_file: bool = True) -> list[str]:
-        """The words to start: the places filled, and, unless that is turned off, the run asked for its step."""
-        values = {"hosts": ",".join(f"{host.name}:{host.slots}" for host in hosts) or "HOSTS"}
-        if size is not None:
-            values |= {"ranks": str(size.ranks), "tensor": str(size.tensor)}
-        place = re.compile("|".join(f"{{{name}}}" for name in PLACES))
-        words = [place.sub(lambda found: values.get(found[0][1:-1], found[0]), word) for word in self.words]
-        return [*words, "--step-file", str(self.folder / STEP_FILE)] if with_step_file else words
+    def filled(self, size: Size | None, hosts: Mapping[str, int]) -> list[str]:
+        """The words with their places filled. hosts: how many ranks each takes."""
+        ranks, tensor = size or (None, None)
+        listed = ",".join(f"{name}:{slots}" for name, slots in hosts.items())
+        words = self.words
+        for place, value in (("{ranks}", ranks), ("{tensor}", tensor), ("{hosts}", listed)):
+            words = [word.replace(place, str(value)) for word in words]
+        return words
+
+    def to_start(self, size: Size | None, hosts: Mapping[str, int]) -> list[str]:
+        """The words to start: the places filled, and the run asked for its step."""
+        return [*self.filled(size, hosts), "--step-file", str(self.folder / STEP_FILE)]
 
     def forget_step(self) -> None:
         """Remove the file with the step, so that the next one is of the next start."""
         with contextlib.suppress(OSError):
             (self.folder / STEP_FILE).unlink(missing_ok=True)
-
-    def position(self) -> Position:
-        """How far the run has come since `forget_step`."""
-        return Position(self.step(), self._saved())
 
     def step(self) -> int | None:
         """The number of the last step that has begun since `forget_step`, or None."""
@@ -127,8 +111,9 @@ class TrainingCommand:
             return int((self.folder / STEP_FILE).read_text())
         return None
 
-    def _saved(self) -> int:
+    def position(self) -> Position:
+        """How far the run has come since `forget_step`."""
+        found = None
         with contextlib.suppress(OSError, ValueError, UsageError):
             found = pointer.latest(self.folder)
-            return 0 if found is None else int(found.stem.removeprefix("iter_"))
-        return 0
+        return Position(self.step(), 0 if found is None else pointer.iteration_of(found) or 0)

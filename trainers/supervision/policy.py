@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from .command import Position
 from .settings import SuperviseConfig
 
-#: the status of a wrong option, of Ctrl-C, of a collective that took too long
-USAGE, INTERRUPTED, TIMEOUT = 2, 130, 124
-
-
-class Action(Enum):
-    """What is done next. END: nothing, the run is at its end, or shall not go on now."""
-
-    END = auto()
-    AGAIN = auto()
-    SMALLER = auto()
-    GIVE_UP = auto()
+#: the status of a wrong option, and of Ctrl-C
+USAGE, INTERRUPTED = 2, 130
+#: the statuses of runs that are not started again
+_ENDS = {
+    0: "the run has ended", os.EX_TEMPFAIL: "the run has stopped before its end; started again, it goes on",
+    INTERRUPTED: "the run was interrupted",
+}  # fmt: skip
+_CRASHES = {
+    None: "the run took too long to begin a step (--start-minutes)",
+    124: "a collective took too long (status 124)",
+}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done next, why, after how many seconds, and, if nothing is started, the supervisor's own status."""
+    """What is done next, and why. status: the supervisor's own, where nothing is started any more.
 
-    action: Action
+    Otherwise the run is started again after ``wait`` seconds; smaller: on the next number of ranks.
+    """
+
     text: str
+    status: int | None = None
     wait: float = 0.0
-    status: int = 0
+    smaller: bool = False
 
 
 class Policy:
@@ -49,67 +51,39 @@ class Policy:
         status: of the launcher; negative: the number of the signal that killed it; None: the supervisor ended it,
         because it began no step in time. smaller: whether the next size of ``--ranks`` may be taken.
         """
-        self._began = self._began or position.step is not None
-        if status == 0:
-            return Decision(Action.END, "the run has ended")
-        if status == os.EX_TEMPFAIL:
-            return Decision(Action.END, "the run has stopped before its end; started again, it goes on", status=status)
-        if status == INTERRUPTED:
-            return Decision(Action.END, "the run was interrupted", status=status)
-        how, at = _how(status), _where(position)
+        step, saved = position
+        self._began = self._began or step is not None
+        if status in _ENDS:
+            return Decision(_ENDS[status], status)
+        said = _CRASHES.get(status, f"the run crashed (status {status})")
         if status == USAGE and not self._began:
-            return Decision(Action.GIVE_UP, f"the run does not start: {how}", status=USAGE)
-        self._count(position)
-        said = f"{how} {at}"
+            return Decision(f"the run does not start: {said}", USAGE)
+        last, self._last = self._last, position
+        self._same = self._same + 1 if last is not None and last.step == step else 1
+        self._idle = 1 if last is not None and saved > last.saved else self._idle + 1
+        said += " before its first step" if step is None else f" in or after step {step}"
         if self._same > 1:
-            said += f", for the {_ordinal(self._same)} time in a row"
-        elif self._restarts:
-            said += ", not where the last one was"
-        if self._same >= self._settings.repeats:
-            if position.step is None and smaller:
-                self._same = 0
-                return Decision(Action.SMALLER, f"{said}: taking fewer ranks", self._wait())
-            hint = "a restart does not help" if position.step is not None else "the run does not start"
-            return Decision(Action.GIVE_UP, f"{said}: {hint} (--repeats {self._settings.repeats})", status=1)
-        if self._restarts >= self._settings.restarts:
-            return Decision(Action.GIVE_UP, f"{said}, after {self._restarts} restarts (--restarts)", status=1)
-        self._restarts += 1
-        wait = self._wait()
-        again = f"restart {self._restarts} of {self._settings.restarts} in {wait:g} s"
-        return Decision(Action.AGAIN, f"{said}; the newest checkpoint is of step {position.saved}; {again}", wait)
+            said += f", {self._same} times in a row"
+        if self._same < self._settings.repeats:
+            return self._again(f"{said}; the newest checkpoint is of step {saved}")
+        if step is None and smaller:
+            self._same = 0
+            return Decision(f"{said}: taking fewer ranks", wait=self._wait(), smaller=True)
+        return Decision(f"{said}: a restart does not help (--repeats {self._settings.repeats})", 1)
 
     def after_no_room(self) -> Decision:
         """The decision where too few hosts are there for any size of ``--ranks``."""
-        if self._restarts >= self._settings.restarts:
-            return Decision(Action.GIVE_UP, f"too few hosts, after {self._restarts} restarts (--restarts)", status=1)
-        self._restarts, self._idle = self._restarts + 1, self._idle + 1
-        wait = self._wait()
-        return Decision(Action.AGAIN, f"too few hosts: asking again in {wait:g} s", wait)
+        self._idle += 1
+        return self._again("too few hosts")
 
-    def _count(self, position: Position) -> None:
-        last, self._last = self._last, position
-        self._same = self._same + 1 if last is not None and last.step == position.step else 1
-        newer = last is not None and position.saved > last.saved
-        self._idle = 1 if newer else self._idle + 1
+    def _again(self, said: str) -> Decision:
+        """Start again, if there are restarts left."""
+        most, wait = self._settings.restarts, self._wait()
+        if self._restarts >= most:
+            return Decision(f"{said}, after {most} restarts (--restarts)", 1)
+        self._restarts += 1
+        return Decision(f"{said}; restart {self._restarts} of {most} in {wait:g} s", wait=wait)
 
     def _wait(self) -> float:
         doubled = self._settings.back_off * 2.0 ** min(max(self._idle - 1, 0), 60)
         return min(doubled, self._settings.longest_back_off)
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "the run took too long to begin a step (--start-minutes)"
-    if status < 0:
-        return f"the launcher was killed by signal {-status}"
-    if status == TIMEOUT:
-        return "a collective took too long (status 124)"
-    return f"the run crashed (status {status})"
-
-
-def _where(position: Position) -> str:
-    return "before its first step" if position.step is None else f"in or after step {position.step}"
-
-
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 #: the signals that a batch system or a person sends to stop a run
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,16 +37,12 @@ class Signals:
         self.received: signal.Signals | None = None
         self._translated = translated
         self._pending: list[signal.Signals] = []
-        before = {number: signal.getsignal(number) for number in PASSED_ON}
-        self._before = {
-            number: handler
-            for number, handler in before.items()
-            if handler is not signal.SIG_IGN or number not in LEFT_IGNORED
-        }
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in self._before:
-            signal.signal(number, self._take)
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN or number not in LEFT_IGNORED:
+                self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -86,20 +83,18 @@ def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start
     )  # fmt: skip
     signals.child = child
     signals.pass_on()  # what came while the launcher was started
+    deadline, late = time.monotonic() + start_seconds, False
     try:
-        deadline: float | None = time.monotonic() + start_seconds
-        ended = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(LOOK_SECONDS)
-                return None if ended else status
-            if deadline is not None and begun():
-                deadline = None
-            if deadline is not None and time.monotonic() > deadline:
-                print(
-                    "supervise: no step has begun (--start-minutes): ending the launcher", file=sys.stderr, flush=True
-                )
-                deadline, ended = None, True
+                return None if late else status
+            if deadline < math.inf and begun():
+                deadline = math.inf
+            if time.monotonic() > deadline:
+                said = "no step has begun (--start-minutes): ending the launcher"
+                print(f"supervise: {said}", file=sys.stderr, flush=True)
+                deadline, late = math.inf, True
                 _end(child)
     except BaseException:
         _end(child)

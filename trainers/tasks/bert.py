@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, UsageError
-from commengine.rank_zero import on_every_rank
+from commengine import Communicator, Stream, UsageError
 from tplayers import BERT, BERTConfig, Randomness
-from tplayers.block import NORM_PLACEMENTS
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
-from trainers.data.batches import DataGroup, GlobalBatches
+from tplayers.models.config import NORM_PLACEMENTS
+from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, shared_tokenizer
-from trainers.data.samples import Samples
-from trainers.data.sentence_samples import IGNORED, SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
+from trainers.data.samples import IGNORED, Samples
+from trainers.data.sentence_samples import SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
-from trainers.options import FRACTION, LENGTH, OPEN_FRACTION, given, option, require
+from trainers.options import OPEN_FRACTION, Length, Share, given, option, require
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
-from trainers.run.report import Remarks
-from trainers.training.trainer import Trainer
+from trainers.run.task import Remarks
 
-from .training import TransformerTask, transformer_trainer
+from .training import TransformerTask
 from .transformer import TransformerTrainConfig
 from .unigram import unigram_entropy
 
@@ -44,14 +42,12 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     task = "bert"
 
-    seq_length: int = option(512, "tokens of a sample, [CLS] and [SEP] included", valid=LENGTH, fixed=True)
+    seq_length: Length = option(512, "tokens of a sample, [CLS] and [SEP] included", fixed=True)
     vocab_file: str | None = option(
         None, "BERT's vocab.txt, for a data set without a tokenizer beside it; in place of --tokenizer-model"
     )
-    mask_prob: float = option(0.15, "share of a sample's tokens that are masked", valid=OPEN_FRACTION)
-    short_seq_prob: float = option(
-        0.1, "share of samples whose length is drawn from 2 to the full one", valid=FRACTION, fixed=True
-    )
+    mask_prob: Annotated[float, OPEN_FRACTION] = option(0.15, "share of a sample's tokens that are masked")
+    short_seq_prob: Share = option(0.1, "share of samples whose length is drawn from 2 to the full one", fixed=True)
     bert_no_binary_head: bool = option(
         False, "train on masked tokens alone: samples of one part, and no sentence order", fixed=True
     )
@@ -101,8 +97,20 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     def model(self) -> BERTConfig:
         """The model's shape. ``vocab_size`` must be known."""
-        own: dict[str, Any] = {"norm_placement": self.norm_placement, "gelu": self.gelu, "head_gelu": self.head_gelu}
-        return BERTConfig(**self.shape(), **own, binary_head=not self.bert_no_binary_head)
+        return BERTConfig(**self.shape(BERTConfig), binary_head=not self.bert_no_binary_head)
+
+    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> BERT:
+        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap)
+
+    def open_corpus(self) -> Corpus:
+        return open_masked_corpus(self, self.wordpieces(), self.rules())
+
+    def objective(self) -> MaskedTokens:
+        return MaskedTokens(binary_head=not self.bert_no_binary_head)
+
+    @property
+    def batches(self) -> Callable[..., MaskedBatches]:
+        return partial(MaskedBatches, binary_head=not self.bert_no_binary_head)
 
     def wordpieces(self) -> WordPieces:
         """The tokens of the vocabulary by their use. Raises UsageError if [MASK], or one like it, is missing."""
@@ -126,7 +134,7 @@ class BERTTrainConfig(TransformerTrainConfig):
 
 
 @dataclass(frozen=True)
-class BERTMicrobatch:
+class BERTMicrobatch(TextMicrobatch):
     """A micro-batch of samples of s tokens, of which at most K are masked; see `MaskedSample`.
 
     tokens, token_types: int64 [b, s]. padding: int64 [b], the real tokens of each sample. labels: int64 [b, K].
@@ -149,35 +157,16 @@ class BERTMicrobatch:
         labels = (self.labels,) if self.order_labels is None else (self.labels, self.order_labels)
         return tuple(int((of_term != IGNORED).sum()) for of_term in labels)
 
-    @property
-    def usable(self) -> bool:
-        """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
-        real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
-        return bool(((real >= 0) & (real < self.vocab_size)).all())
-
-    def to(self, device: torch.device) -> BERTMicrobatch:
-        """The same microbatch on ``device``."""
-        moved: dict[str, Any] = {
-            item.name: to_device(value, device)
-            for item in fields(self)
-            if isinstance(value := getattr(self, item.name), Tensor)
-        }
-        return replace(self, **moved)
-
 
 class MaskedBatches(GlobalBatches[BERTMicrobatch]):
     """Global batches of `MaskedSample`.
 
-    binary_head: whether the model learns the order of the parts. vocab_size: a microbatch with tokens outside of it is
-    not usable. unusable: the error message about such tokens. The other arguments are `GlobalBatches`'s.
+    binary_head: whether the model learns the order of the parts. The other arguments are `GlobalBatches`'s.
     """
 
-    def __init__(
-        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, binary_head: bool,
-        vocab_size: int, unusable: str,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, size=size, micro=micro, data=data)
-        self.binary_head, self.vocab_size, self.unusable = binary_head, vocab_size, unusable
+    def __init__(self, samples: Samples | SampleStream, *, binary_head: bool, **arguments: Any) -> None:
+        super().__init__(samples, **arguments)
+        self.binary_head = binary_head
 
     def microbatch(self, rows: Sequence[MaskedSample], numbers: range, past_end: Sequence[bool]) -> BERTMicrobatch:
         tokens, types, positions, labels = (
@@ -214,37 +203,8 @@ class MaskedTokens:
         return (masked,) if order is None else (masked, order)
 
 
-def bert_trainer(config: BERTTrainConfig, world: Communicator, corpus: Corpus) -> Trainer:
-    """A trainer of a new BERT on the training samples of ``corpus``. Collective over ``world``.
-
-    config: valid for ``world``, with its vocabulary known (`BERTTrainConfig.validate`, `BERTTrainConfig.completed`).
-    """
-    return transformer_trainer(
-        config, world, corpus,
-        lambda tensor, dtype, overlap: BERT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
-        MaskedTokens(binary_head=not config.bert_no_binary_head), partial(_batches, config),
-    )  # fmt: skip
-
-
-def _batches(
-    config: BERTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
-) -> MaskedBatches:
-    return MaskedBatches(
-        samples, size=config.batch_size(data.size), micro=config.samples_at_once, data=data,
-        binary_head=not config.bert_no_binary_head, vocab_size=config.model().vocab_size, unusable=unusable,
-    )  # fmt: skip
-
-
-class BERTTask(TransformerTask):
-    """The training of a BERT as `trainers.run.loop.train` runs it. Collective over ``world``, as are its methods.
-
-    config: as for `bert_trainer`.
-    """
-
-    def __init__(self, config: BERTTrainConfig, world: Communicator) -> None:
-        corpus = on_every_rank(world, lambda: open_masked_corpus(config, config.wordpieces(), config.rules()))
-        super().__init__(config, corpus, bert_trainer(config, world, corpus), partial(_batches, config))
-        self.config = config
+class BERTTask(TransformerTask[BERTTrainConfig]):
+    """The training of a BERT as `trainers.run.loop.train` runs it."""
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""

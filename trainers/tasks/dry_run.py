@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from commengine import Communicator, ProcessGrid, UsageError, cost
+from commengine import Communicator, cost
 from commengine.cost import Collective, FittedModel, KeptTensors
+from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
-from trainers.config import bucket_size
+from trainers.config import bucket_size, overlapped
 from trainers.training.precision import parameter_dtype
 
 from .transformer import TransformerTrainConfig
@@ -61,7 +62,7 @@ class Forecast:
             "hidden behind compute"
         )
         if self.communication is None:
-            yield "the collectives take no time here: --cost-model FILE tells it, a model of bench.fit or bench.study"
+            yield "the collectives take no time here: --cost-model FILE tells it, a model of bench.study"
 
 
 def _gb(size: float) -> str:
@@ -112,32 +113,22 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
 
 
 def forecast(
-    config: TransformerTrainConfig,
-    ranks: int,
-    rate: float,
-    device: torch.device,
-    model: FittedModel | None = None,
-    in_window: Callable[[str, Collective], bool] = lambda group, one: False,
+    config: TransformerTrainConfig, ranks: int, rate: float, device: torch.device, model: FittedModel | None = None
 ) -> Forecast:
     """The forecast for ``config``, which is valid and complete for ``ranks`` ranks. Not collective.
 
-    rate: FLOP/s of a rank. model: of the collectives. in_window: whether the tensor of a group's collective lies in
-    memory that the ranks of a node share. The few positions at which a BERT predicts count as all, and the
+    rate: FLOP/s of a rank. model: of the collectives. The few positions at which a BERT predicts count as all, and the
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
     tensor = config.tensor_model_parallel_size
     data = ranks // tensor
-    overlap = device.type != "cpu" if config.overlap_grad_reduce is None else config.overlap_grad_reduce
-    kept = kept_tensors(config, overlap=overlap)
+    kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
     shape = config.model().cost_shape(config.seq_length, config.task, tensor)
     batch, groups = config.batch_size(data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
-        each = ((group, one) for group, found in groups.items() for one in found)
-        communication = sum(
-            one.count * model.seconds(one.operation, one.size, one.ranks, window=in_window(group, one))
-            for group, one in each
-        )
+        every = (one for found in groups.values() for one in found)
+        communication = sum(one.count * model.seconds(one.operation, one.size, one.ranks) for one in every)
     return Forecast(
         cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept),
         cost.model_flops(shape, batch, kept.recompute) / ranks, rate, groups, communication, batch * config.seq_length,
@@ -165,26 +156,6 @@ def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
     return 2.0 * rows * columns * width / slowest
 
 
-def windows(config: TransformerTrainConfig, comm: Communicator) -> set[tuple[str, str, float]]:
-    """The (group, operation, bytes) of a step's collectives whose tensors lie in memory that ranks share. Collective.
-
-    Layers ask `Communicator.operand` for their tensors, gradients lie in `Communicator.empty`, and numbers of a loss in
-    private memory.
-    """
-    if comm.device.type != "cpu":
-        return set()
-    found = set()
-    with ProcessGrid(comm, config.tensor_model_parallel_size) as grid:
-        for name, each in collectives(config, comm.size, comm.device).items():
-            group = grid.tensor if name == "tensor" else grid.data
-            for one in each:
-                in_fp32 = one.part == "gradients" and config.grad_reduce_in_fp32
-                dtype = torch.float32 if in_fp32 else _dtype(config)
-                if one.part != "loss" and group.shares_operand(one.operation, int(one.size), dtype):
-                    found.add((name, one.operation, one.size))
-    return found
-
-
 def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
     """Print the forecast on rank 0 if ``--dry-run`` asks for it, and return whether it does. Collective.
 
@@ -193,17 +164,11 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
     if not config.dry_run:
         return False
     rate = broadcast_json(comm, product_rate(config, comm))
-    shared = set() if config.cost_model is None else windows(config, comm)
 
     def show() -> None:
-        try:
+        with usage_errors("--cost-model "):
             model = None if config.cost_model is None else FittedModel.load(Path(config.cost_model))
-            found = forecast(
-                config, comm.size, rate, comm.device, model,
-                lambda group, one: (group, one.operation, one.size) in shared,
-            )  # fmt: skip
-        except ValueError as error:
-            raise UsageError(f"--cost-model {error}") from error
+            found = forecast(config, comm.size, rate, comm.device, model)
         tensor = config.tensor_model_parallel_size
         print(f"--dry-run on {comm.size} ranks, tensor {tensor} x data {comm.size // tensor}: nothing is trained")
         print("\n".join(found.lines()), flush=True)

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator
-from commengine.rank_zero import on_every_rank
+from commengine import Communicator, Stream
 from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
-from tplayers.host_copy import to_device
 from tplayers.models.config import POSITION_EMBEDDINGS
 from tplayers.norm import NORMS
-from trainers.data.batches import DataGroup, GlobalBatches
+from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, open_corpus
-from trainers.data.samples import Samples
-from trainers.data.stream import SampleStream
-from trainers.options import ABOVE_ZERO, HEADS, LENGTH, WIDTH, at_least, between, given, option, require
+from trainers.data.samples import IGNORED
+from trainers.options import (
+    Heads,
+    Length,
+    Positive,
+    Width,
+    at_least,
+    between,
+    given,
+    option,
+    require,
+)
 from trainers.run.evaluation import Mean
-from trainers.run.report import Remarks
-from trainers.training.trainer import Trainer
+from trainers.run.task import Remarks
 
-from .training import TransformerTask, transformer_trainer
+from .training import TransformerTask
 from .transformer import TransformerTrainConfig
 from .unigram import unigram_entropy
 
@@ -37,9 +42,6 @@ PROMPT_TOKENS = 16
 #: How that text is drawn.
 SAMPLING = Sampling(temperature=0.8, top_k=40)
 
-#: A label that does not count.
-IGNORED = -100
-
 
 @dataclass(frozen=True)
 class GPTTrainConfig(TransformerTrainConfig):
@@ -47,7 +49,9 @@ class GPTTrainConfig(TransformerTrainConfig):
 
     task = "gpt"
 
-    sample_tokens: int = option(64, "length of the text that continues the report's sample", valid=between(0, 2**16))
+    sample_tokens: Annotated[int, between(0, 2**16)] = option(
+        64, "length of the text that continues the report's sample"
+    )
 
     # the Llama family
     normalization: str = option("LayerNorm", "the norm of all layers", choices=tuple(NORMS), fixed=True)
@@ -56,30 +60,30 @@ class GPTTrainConfig(TransformerTrainConfig):
         "learned_absolute", "positions: a table that is added to the embedding, or rotary positions",
         choices=POSITION_EMBEDDINGS, fixed=True,
     )  # fmt: skip
-    rotary_base: float = option(10000.0, "theta of rotary positions", valid=at_least(1), fixed=True)
+    rotary_base: Annotated[float, at_least(1)] = option(10000.0, "theta of rotary positions", fixed=True)
     use_rope_scaling: bool = option(False, "scale the frequencies of rotary positions", fixed=True)
     rope_scaling_type: str = option(
         "llama3", "with --use-rope-scaling: divide all frequencies, or the low ones alone as Llama 3.1 does",
         choices=SCALING_KINDS, fixed=True,
     )  # fmt: skip
-    rope_scaling_factor: float = option(
-        8.0, "with --use-rope-scaling: what frequencies are divided by", valid=at_least(1), fixed=True
+    rope_scaling_factor: Annotated[float, at_least(1)] = option(
+        8.0, "with --use-rope-scaling: what frequencies are divided by", fixed=True
     )
-    rope_low_freq_factor: float = option(
-        1.0, "with llama3: waves longer than the original positions by this are divided", valid=ABOVE_ZERO, fixed=True
+    rope_low_freq_factor: Positive = option(
+        1.0, "with llama3: waves longer than the original positions by this are divided", fixed=True
     )
-    rope_high_freq_factor: float = option(
-        4.0, "with llama3: waves shorter than the original positions by this stay", valid=ABOVE_ZERO, fixed=True
+    rope_high_freq_factor: Positive = option(
+        4.0, "with llama3: waves shorter than the original positions by this stay", fixed=True
     )
-    rope_original_max_position_embeddings: int = option(
-        8192, "with llama3: the positions before the context was made longer", valid=LENGTH, fixed=True
+    rope_original_max_position_embeddings: Length = option(
+        8192, "with llama3: the positions before the context was made longer", fixed=True
     )
     group_query_attention: bool = option(False, "several query heads share a head of keys and values", fixed=True)
-    num_query_groups: int | None = option(
-        None, "with --group-query-attention: the heads of keys and values (default 1)", valid=HEADS, fixed=True
+    num_query_groups: Heads | None = option(
+        None, "with --group-query-attention: the heads of keys and values (default 1)", fixed=True
     )
-    kv_channels: int | None = option(
-        None, "size of an attention head (default hidden-size / num-attention-heads)", valid=WIDTH, fixed=True
+    kv_channels: Width | None = option(
+        None, "size of an attention head (default hidden-size / num-attention-heads)", fixed=True
     )
     disable_bias_linear: bool = option(False, "no biases in linear layers", fixed=True)
     add_qkv_bias: bool = option(
@@ -111,18 +115,25 @@ class GPTTrainConfig(TransformerTrainConfig):
     def model(self) -> GPTConfig:
         """The model's shape. ``vocab_size`` must be known."""
         groups = (self.num_query_groups or 1) if self.group_query_attention else None
-        return GPTConfig(
-            **self.shape(), normalization=self.normalization, swiglu=self.swiglu,  # type: ignore[arg-type]
-            position_embedding_type=self.position_embedding_type,  # type: ignore[arg-type]
-            rotary_base=self.rotary_base, rope_scaling=self.rope_scaling(), num_query_groups=groups,
-            kv_channels=self.kv_channels, add_bias_linear=not self.disable_bias_linear,
-            add_qkv_bias=self.add_qkv_bias,
-            untie_embeddings_and_output_weights=self.untie_embeddings_and_output_weights,
-        )  # fmt: skip
+        own = {"rope_scaling": self.rope_scaling(), "num_query_groups": groups}
+        return GPTConfig(**self.shape(GPTConfig) | own, add_bias_linear=not self.disable_bias_linear)
+
+    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> GPT:
+        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap)
+
+    def open_corpus(self) -> Corpus:
+        return open_corpus(self)
+
+    def objective(self) -> NextToken:
+        return NextToken()
+
+    @property
+    def batches(self) -> type[TokenBatches]:
+        return TokenBatches
 
 
 @dataclass(frozen=True)
-class TokenMicrobatch:
+class TokenMicrobatch(TextMicrobatch):
     """tokens, labels: int64 [b, s]. numbers: the global number of each sample. vocab_size: without padding."""
 
     tokens: Tensor
@@ -135,31 +146,9 @@ class TokenMicrobatch:
         """The labels that the loss counts."""
         return (int((self.labels != IGNORED).sum()),)
 
-    @property
-    def usable(self) -> bool:
-        """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
-        real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))
-        return bool(((real >= 0) & (real < self.vocab_size)).all())
-
-    def to(self, device: torch.device) -> TokenMicrobatch:
-        """The same microbatch on ``device``."""
-        return TokenMicrobatch(
-            to_device(self.tokens, device), to_device(self.labels, device), self.numbers, self.vocab_size
-        )
-
 
 class TokenBatches(GlobalBatches[TokenMicrobatch]):
-    """Global batches of samples of s + 1 tokens; the label of each token is the token after it.
-
-    vocab_size: a microbatch with tokens outside of it is not usable. unusable: the error message about such tokens.
-    The other arguments are `GlobalBatches`'s.
-    """
-
-    def __init__(
-        self, samples: Samples | SampleStream, *, size: int, micro: int, data: DataGroup, vocab_size: int, unusable: str
-    ) -> None:
-        super().__init__(samples, size=size, micro=micro, data=data)
-        self.vocab_size, self.unusable = vocab_size, unusable
+    """Global batches of samples of s + 1 tokens; the label of each token is the token after it."""
 
     def microbatch(
         self, rows: Sequence[np.ndarray[Any, Any]], numbers: range, past_end: Sequence[bool]
@@ -180,37 +169,8 @@ class NextToken:
         return (model(batch.tokens, batch.labels, randomness),)
 
 
-def gpt_trainer(config: GPTTrainConfig, world: Communicator, corpus: Corpus) -> Trainer:
-    """A trainer of a new GPT on the training samples of ``corpus``. Collective over ``world``.
-
-    config: valid for ``world``, with its vocabulary known (`GPTTrainConfig.validate`, `GPTTrainConfig.completed`).
-    """
-    return transformer_trainer(
-        config, world, corpus,
-        lambda tensor, dtype, overlap: GPT(config.model(), tensor, dtype=dtype, overlap_stream=overlap),
-        NextToken(), partial(_batches, config),
-    )  # fmt: skip
-
-
-def _batches(
-    config: GPTTrainConfig, samples: Samples | SampleStream, data: Communicator, unusable: str
-) -> TokenBatches:
-    return TokenBatches(
-        samples, size=config.batch_size(data.size), micro=config.samples_at_once, data=data,
-        vocab_size=config.model().vocab_size, unusable=unusable,
-    )  # fmt: skip
-
-
-class GPTTask(TransformerTask):
-    """The training of a GPT as `trainers.run.loop.train` runs it. Collective over ``world``, as are its methods.
-
-    config: as for `gpt_trainer`.
-    """
-
-    def __init__(self, config: GPTTrainConfig, world: Communicator) -> None:
-        corpus = on_every_rank(world, lambda: open_corpus(config))
-        super().__init__(config, corpus, gpt_trainer(config, world, corpus), partial(_batches, config))
-        self.config = config
+class GPTTask(TransformerTask[GPTTrainConfig]):
+    """The training of a GPT as `trainers.run.loop.train` runs it."""
 
     def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
         """A text that the model continues, and the loss of a unigram model on the held-out samples."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
+from commengine.errors import usage_errors
 from trainers.checkpoints import checkpoint
 from trainers.config import of_other_program
 from trainers.options import require_ranges
@@ -56,11 +57,9 @@ def require_kind(load: str, other: OtherModel, wanted: str | None) -> None:
 def settings_of_other(kind: Any, other: OtherModel, load: str) -> Any:
     """The settings, of the class ``kind``, of the model ``other``. Raises UsageError where a value is out of range."""
     settings = kind(**_of_fields(kind, other.settings))
-    try:
+    with usage_errors(f"--load {load}: "):
         require_ranges(settings)
         settings.model()
-    except ValueError as error:
-        raise UsageError(f"--load {load}: {error}") from error
     return settings
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commengine.dtypes import Order
+from commengine.host.wire import Order
 from tplayers import TransformerConfig
 from trainers.config import TrainConfig
-from trainers.options import AT_LEAST_ONE, given, option, require
+from trainers.options import AtLeastOne, given, option, require
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class SameBitsConfig(TrainConfig):
     deterministic: bool = option(
         False, "the same bits at every tensor-parallel and data-parallel size: see docs/same-bits.md"
     )
-    deterministic_shards: int | None = option(
+    deterministic_shards: AtLeastOne | None = option(
         None, "with --deterministic: shards in which the model computes, a power of two that the tensor-parallel size "
-        "divides (default: the smallest one from 4 on)", valid=AT_LEAST_ONE,
+        "divides (default: the smallest one from 4 on)",
     )  # fmt: skip
 
     @property

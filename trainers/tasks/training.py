@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -14,54 +15,34 @@ from torch import nn
 from commengine import Communicator, ProcessGrid, Stream
 from commengine.rank_zero import on_every_rank
 from tplayers import BERT, GPT, initialize, use_canonical_shards
+from tplayers.models.bert import BERTEncoder
 from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus
-from trainers.data.samples import Samples
-from trainers.data.stream import SampleStream
 from trainers.options import given, require
 from trainers.run.evaluation import HeldOut
-from trainers.training.interfaces import FiniteBatchSource, Objective
+from trainers.run.task import TrainingTask
 from trainers.training.precision import parameter_dtype
 from trainers.training.trainer import Trainer
+from trainers.weights.configurations import TaskHead
 from trainers.weights.export import SmallFiles, export, require_exportable
 from trainers.weights.opening import fill_model
 
 from .transformer import TransformerTrainConfig
 
-
-class NewBatches(Protocol):
-    """Makes the batches of ``samples`` for one rank of ``data``, the data group.
-
-    unusable: the error message about a batch with tokens outside of the vocabulary.
-    """
-
-    def __call__(
-        self, samples: Samples | SampleStream, data: Communicator, unusable: str
-    ) -> FiniteBatchSource[Any]: ...
+Config = TypeVar("Config", bound=TransformerTrainConfig)
 
 
-def transformer_trainer(
-    config: TransformerTrainConfig,
-    world: Communicator,
-    corpus: Corpus,
-    new_model: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
-    objective: Objective[Any],
-    new_batches: NewBatches,
-) -> Trainer:
+def transformer_trainer(config: TransformerTrainConfig, world: Communicator, corpus: Corpus) -> Trainer:
     """A trainer of a new model on training samples of ``corpus``. Collective over ``world``.
 
     The model has its initial values, or those of ``--load hf:FOLDER``.
 
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
-    new_model: called with the tensor group, the parameters' dtype, and the stream on which the backward communicates.
     """
 
     def fresh() -> Trainer:
         samples = corpus.stream(config.seed)
-        grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
-        dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-        model = new_model(grid.tensor, dtype, overlap_stream(config, grid))
-        initialize(model, config.seed)
+        grid, model = new_model(config, world, config.network)
         if config.canonical_shards is not None:
             require(
                 world.device.type == "cpu",
@@ -69,8 +50,8 @@ def transformer_trainer(
                 f"on {world.device} products and reductions have orders of their own",
             )
             use_canonical_shards(model, grid.tensor, config.canonical_shards)
-        unusable = outside_vocabulary(config, "", given(config, "data_path"))
-        return Trainer(config, grid, model, objective, new_batches(samples, grid.data, unusable))
+        batches = config.new_batches(samples, grid.data, given(config, "data_path"))
+        return Trainer(config, grid, model, config.objective(), batches)
 
     if config.load is None or not of_other_program(config.load):
         return fresh()
@@ -79,49 +60,31 @@ def transformer_trainer(
         model = trainer.model
         assert isinstance(model, GPT | BERT)
         fill = partial(trainer.optimizer.fill, "master")
-        fill_model(config.load, other, model, model.config, world, fill, tell_not_finite=True)
+        fill_model(config.load, other, model, model.config, world, fill)
     return trainer
 
 
-def overlap_stream(config: TrainConfig, grid: ProcessGrid) -> Stream | None:
-    """The stream on which column-parallel layers communicate in the backward; None for no overlap. Collective."""
-    asked = config.async_tensor_model_parallel_allreduce
-    return grid.tensor.new_stream() if overlapped(asked, grid.world.device) and grid.tensor.size > 1 else None
+def new_model(
+    config: TrainConfig, world: Communicator,
+    network: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
+) -> tuple[ProcessGrid, Any]:  # fmt: skip
+    """The grid of a run's ranks, and its model with initial values. Collective over ``world``.
 
-
-class TransformerTask:
-    """The part of a `trainers.run.loop.TrainingTask` that all transformers share; a subclass adds ``remarks``.
-
-    config: valid and complete. corpus: its sources. trainer: on the corpus's training samples. new_batches: as for
-    `transformer_trainer`.
+    network: called with the tensor group, the parameters' dtype, and the stream on which column-parallel layers
+    communicate in the backward; None for no overlap.
     """
+    grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+    overlaps = overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1
+    dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+    model = network(grid.tensor, dtype, grid.tensor.new_stream() if overlaps else None)
+    initialize(model, config.seed)
+    return grid, model
 
-    def __init__(
-        self, config: TransformerTrainConfig, corpus: Corpus, trainer: Trainer, new_batches: NewBatches
-    ) -> None:
-        self.corpus, self.trainer, self._config = corpus, trainer, config
-        self.tokens_per_sample = config.seq_length
-        self._evaluated = corpus.held_out(config.eval_iters, trainer.batches.size)
-        self.held_out = [
-            HeldOut(
-                part.name, part.weight,
-                new_batches(
-                    part.held_out, trainer.grid.data,
-                    outside_vocabulary(config, "held-out ", f"--data-path {part.name}"),
-                ),
-                part.iterations,
-            )
-            for part in self._evaluated
-        ]  # fmt: skip
 
-    @property
-    def kept_by(self) -> str | None:
-        """No measure: the run keeps its newest checkpoints."""
-        return None
+class ExportedTask(TrainingTask):
+    """A task whose model transformers has, too. A subclass gives what is missing here."""
 
-    def evaluation_objective(self) -> Objective[Any]:
-        """The trainer's."""
-        return self.trainer.objective
+    head: TaskHead | None = None
 
     def require_exportable(self) -> None:
         """Raise ValueError unless transformers has a class for the model."""
@@ -129,23 +92,34 @@ class TransformerTask:
 
     def export(self, folder: Path) -> None:
         """See `TrainingTask.export`."""
-        config = self._config
-        export(self._model, self.trainer.grid, folder, SmallFiles(config.hf_files, config.tokenizer_model))
+        export(self._model, self.trainer.grid, folder, self.small_files(), self.head)
+
+    @abstractmethod
+    def small_files(self) -> SmallFiles:
+        """The files of an export besides the weights."""
 
     @property
-    def _model(self) -> GPT | BERT:
+    def _model(self) -> GPT | BERTEncoder:
         model = self.trainer.model
-        assert isinstance(model, GPT | BERT)
+        assert isinstance(model, GPT | BERTEncoder)
         return model
 
-    def measures(self) -> Mapping[str, float]:
-        """None: the losses say all, until the report."""
-        return {}
 
+class TransformerTask(ExportedTask, Generic[Config]):
+    """The part of a task that all transformers share; a subclass adds ``remarks``.
 
-def outside_vocabulary(config: TransformerTrainConfig, kind: str, data_path: str) -> str:
-    """The error message about a token of ``data_path`` that is outside of the vocabulary."""
-    return (
-        f"a {kind}token lies outside the vocabulary of {config.vocab_size}: was {data_path} made with another "
-        "tokenizer, or is --vocab-size too small?"
-    )
+    config: valid and complete. Collective over ``world``, as are its methods.
+    """
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        self.config, self.corpus = config, on_every_rank(world, config.open_corpus)
+        self.trainer = trainer = transformer_trainer(config, world, self.corpus)
+        self.tokens_per_sample = config.seq_length
+        self._evaluated = self.corpus.held_out(config.eval_iters, trainer.batches.size)
+        self.held_out = []
+        for part in self._evaluated:
+            batches = config.new_batches(part.held_out, trainer.grid.data, f"--data-path {part.name}", "held-out ")
+            self.held_out.append(HeldOut(part.name, part.weight, batches, part.iterations))
+
+    def small_files(self) -> SmallFiles:
+        return SmallFiles(self.config.hf_files, self.config.tokenizer_model)

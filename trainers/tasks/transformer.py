@@ -4,104 +4,80 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
-from commengine import UsageError, cost
-from tplayers import TransformerConfig
-from tplayers.attention.self_attention import DROPOUT_MASKS
+from commengine import Communicator, Stream, UsageError, cost
+from tplayers import BERT, GPT, TransformerConfig
 from trainers import presets
-from trainers.config import TrainConfig, of_other_program
-from trainers.data.corpus import TextConfig
+from trainers.config import LOAD, TrainConfig, of_other_program
+from trainers.data.batches import GlobalBatches
+from trainers.data.corpus import Corpus, TextConfig
+from trainers.data.samples import Samples
+from trainers.data.stream import SampleStream
 from trainers.options import (
-    ABOVE_ZERO,
-    FRACTION,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    VOCABULARY,
-    WIDTH,
+    Heads,
+    Layers,
+    Length,
+    Positive,
+    Text,
+    Vocabulary,
+    Width,
     as_flags,
-    between,
     given,
     option,
     require,
 )
+from trainers.training.interfaces import Objective
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
+from .layers import LayerConfig
 from .other_models import require_same, settings_of_load
 from .same_bits import SameBitsConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
-    """A training run of a transformer on text: the settings that GPT and BERT share. A subclass gives `model`.
+class TransformerTrainConfig(SameBitsConfig, TextConfig, LayerConfig, ABC):
+    """A training run of a transformer on text: the settings that GPT and BERT share.
+
+    A subclass says what is trained: `model`, `network`, `open_corpus`, `batches` and `objective`.
 
     task: the kind of model whose presets the run may name (`trainers.presets`).
     """
 
     task: ClassVar[str]
 
-    load: str | None = option(
-        None,
-        "continue from the newest checkpoint of this folder, or from this iter_* folder; it is an error if there is no "
-        "checkpoint, unless this is also the folder of --save: then a new run starts. hf:FOLDER or megatron:FOLDER "
-        "starts a new run with the weights, the shape and the tokenizer of another program's model",
-        valid=NOT_EMPTY,
-        sets=settings_of_load,
-    )
-    hf_files: str | None = option(
-        None, "folder of Hugging Face whose config.json and tokenizer the exports repeat (default: that of --load)",
-        valid=NOT_EMPTY,
+    load: Text | None = option(
+        None, f"{LOAD}. hf:FOLDER or megatron:FOLDER starts a new run with the weights, the shape and the tokenizer of "
+        "another program's model", sets=settings_of_load,
     )  # fmt: skip
+    hf_files: Text | None = option(
+        None, "folder of Hugging Face whose config.json and tokenizer the exports repeat (default: that of --load)"
+    )
     preset: str | None = option(
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name, _: presets.settings(name, settings.task),
     )  # fmt: skip
-    num_layers: int = option(12, "transformer layers", valid=LAYERS, fixed=True)
-    hidden_size: int = option(768, "width of the residual stream", valid=WIDTH, fixed=True)
-    num_attention_heads: int = option(12, "attention heads", valid=HEADS, fixed=True)
-    ffn_hidden_size: int | None = option(
-        None, "width of the feed-forward block (default 4 * hidden size)", valid=WIDTH, fixed=True
+    num_layers: Layers = option(12, "transformer layers", fixed=True)
+    hidden_size: Width = option(768, "width of the residual stream", fixed=True)
+    num_attention_heads: Heads = option(12, "attention heads", fixed=True)
+    ffn_hidden_size: Width | None = option(
+        None, "width of the feed-forward block (default 4 * hidden size)", fixed=True
     )
-    max_position_embeddings: int | None = option(
-        None, "positions that the model knows (default seq-length)", valid=LENGTH, fixed=True,
-        default_of="seq_length",
-    )  # fmt: skip
-    hidden_dropout: float = option(0.1, "dropout on the embedding and after each branch", valid=FRACTION)
-    attention_dropout: float = option(0.1, "dropout on attention probabilities", valid=FRACTION)
-    attention_dropout_mask: str = option(
-        "position",
-        "how attention dropout draws its mask: by position, the same at every parallel size, or in the fused kernel, "
-        "which is faster on devices",
-        choices=DROPOUT_MASKS,
+    max_position_embeddings: Length | None = option(
+        None, "positions that the model knows (default seq-length)", fixed=True, default_of="seq_length"
     )
-    pad_attention_heads: bool = option(
-        False, "pad heads that the tensor-parallel size does not divide with heads of zeros"
-    )
-    init_method_std: float = option(
-        0.02, "standard deviation of the initial weights", valid=(NOT_NEGATIVE, between(0, 1000))
-    )
-    norm_epsilon: float = option(1e-5, "added to the variance in all norms", valid=ABOVE_ZERO, fixed=True)
-    make_vocab_size_divisible_by: int = option(
-        1024, "pad the vocabulary to a multiple of this, at every TP size", valid=VOCABULARY, fixed=True
-    )
-    recompute_granularity: str | None = option(
-        None,
-        "compute again in the backward instead of keeping in memory: each whole layer, the inside of attention, or "
-        "nothing (default none)",
-        choices=("full", "selective", "none"),
+    norm_epsilon: Positive = option(1e-5, "added to the variance in all norms", fixed=True)
+    make_vocab_size_divisible_by: Vocabulary = option(
+        1024, "pad the vocabulary to a multiple of this, at every TP size", fixed=True
     )
 
     dry_run: bool = option(False, "print the memory of a rank and the predicted time of a step, and train nothing")
-    cost_model: str | None = option(
-        None, "with --dry-run: a model of bench.fit or bench.study, for the time of the collectives", valid=NOT_EMPTY
-    )
+    cost_model: Text | None = option(None, "with --dry-run: a model of bench.study, for the time of the collectives")
 
     @property
     def positions(self) -> int:
@@ -110,14 +86,9 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        if self.preset is not None:
-            presets.require_ranks(self.preset, ranks, self.tensor_model_parallel_size)
-        try:
-            super().validate(ranks)
-            longest = given(self, "max_position_embeddings")
-            require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
-        except UsageError as error:
-            raise UsageError(f"{error}{presets.origin(self.preset, str(error))}") from error
+        super().validate(ranks)
+        longest = given(self, "max_position_embeddings")
+        require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
         require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
         require(
             self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.deterministic,
@@ -128,12 +99,6 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
             f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
             "--sequence-parallel",
         )
-        compiles = self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.compile
-        require(
-            compiles,
-            f"{given(self, 'attention_dropout_mask')}: excludes --compile, because a compiled graph cannot seed the "
-            "mask of each layer; leave one of them out",
-        )
 
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
@@ -143,7 +108,7 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
         config.require_split(ranks)
         config.require_shards(config.model())
         config = replace(config, deterministic_shards=config.canonical_shards)
-        config.require_memory(ranks)
+        config.require_memory()
         return config
 
     def require_split(self, ranks: int) -> None:
@@ -178,22 +143,43 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, ABC):
     def model(self) -> TransformerConfig:
         """The model's shape. ``vocab_size`` must be known."""
 
-    def shape(self) -> dict[str, Any]:
-        """The fields of the model's configuration that all transformers have, by name. ``vocab_size`` must be known."""
-        assert self.vocab_size is not None
-        recompute = None if self.recompute_granularity == "none" else self.recompute_granularity
-        return {
-            "num_layers": self.num_layers, "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.positions, "ffn_hidden_size": self.ffn_hidden_size,
-            "hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout,
-            "init_method_std": self.init_method_std, "norm_epsilon": self.norm_epsilon,
-            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
-            "sequence_parallel": self.sequence_parallel, "recompute": recompute,
-            "attention_dropout_mask": self.attention_dropout_mask, "pad_attention_heads": self.pad_attention_heads,
-        }  # fmt: skip
+    @abstractmethod
+    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
+        """A new model over a tensor group. overlap: the stream on which the backward communicates. Collective."""
 
-    def require_memory(self, ranks: int) -> None:
+    @abstractmethod
+    def open_corpus(self) -> Corpus:
+        """The data sets of the run. Not collective. Raises ValueError, naming what does not fit."""
+
+    @property
+    @abstractmethod
+    def batches(self) -> Callable[..., GlobalBatches[Any]]:
+        """The class of the batches, which takes `GlobalBatches`'s arguments."""
+
+    @abstractmethod
+    def objective(self) -> Objective[Any]:
+        """What the run minimizes."""
+
+    def new_batches(
+        self, samples: Samples | SampleStream, data: Communicator, path: str, kind: str = ""
+    ) -> GlobalBatches[Any]:
+        """The batches of ``samples`` for a rank of ``data``, the data group. path, kind: of them, for errors."""
+        unusable = (
+            f"a {kind}token lies outside the vocabulary of {self.vocab_size}: was {path} made with another tokenizer, "
+            "or is --vocab-size too small?"
+        )
+        return self.batches(
+            samples, size=self.batch_size(data.size), micro=self.samples_at_once, data=data,
+            vocab_size=self.vocab_size, unusable=unusable,
+        )  # fmt: skip
+
+    def shape(self, kind: type[Any]) -> dict[str, Any]:
+        """The fields of the model's configuration ``kind`` that are settings. ValueError without ``vocab_size``."""
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is missing")
+        return self.model_fields(kind) | {"max_position_embeddings": self.positions}
+
+    def require_memory(self) -> None:
         """Raise UsageError if the parameters, or what a layer keeps of a micro-batch, exceed all memory of a machine.
 
         A lower bound, so that no run that is possible is refused: weights and gradients in the parameters' dtype, the

@@ -74,9 +74,6 @@ def _sum(
     for first in range(0, items, max(share, 1) * world.size):
         begin = min(first + world.rank * share, items)
         part = slice(begin, min(begin + share, items))
-        if part.start < part.stop:
-            total += on_every_rank(world, lambda part=part: count(part))  # type: ignore[misc]
-        else:
-            on_every_rank(world, lambda: None)
+        total += on_every_rank(world, lambda part=part: count(part))  # type: ignore[misc]
     world.all_reduce(torch.from_numpy(total))
     return total

@@ -46,7 +46,7 @@ class BucketLayout:
         it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
-    flat: the parameters are to be views of one buffer (`trainers.training.parameters.FlatParameters`): those in half
+    flat: the parameters are to be views of one buffer (`trainers.training.optimizer.FlatParameters`): those in half
         precision, and all if the optimizer is sharded or ``flat`` is given.
     starts: the first element of each parameter. mine: the elements of which this rank keeps masters and moments.
     """
@@ -73,8 +73,8 @@ class BucketLayout:
         end = 0
         for parameter in self.names:
             self.starts[parameter] = end
-            end += _rounded_up(parameter.numel(), unit)
-        self.size = _rounded_up(end, unit * shares)
+            end += rounded_up(parameter.numel(), unit)
+        self.size = rounded_up(end, unit * shares)
         width = self.size // shares
         first_of_mine = data.rank * width if shard else 0
         self.mine = slice(first_of_mine, first_of_mine + width)
@@ -138,6 +138,19 @@ def viewed_as(flat: Tensor, one: Tensor) -> Tensor:
     return flat.as_strided(one.shape, one.stride(), flat.storage_offset())
 
 
+def put_back(one: Tensor, place: Tensor, address: int) -> bool:
+    """Let ``one``, which was the view ``place`` of a buffer at ``address``, be that again, with the values it has now.
+
+    A program may give it other memory, as ``module.to(...)`` does. False: it has another dtype, shape or device now.
+    """
+    if one.data_ptr() != address:
+        if (one.dtype, one.shape, one.device) != (place.dtype, place.shape, place.device):
+            return False
+        place.copy_(one.detach())
+        one.data = place
+    return True
+
+
 def new_buffer(size: int, dtype: torch.dtype, device: torch.device, data: Communicator) -> Tensor:
     """A flat buffer of zeros. Collective over the data group ``data``.
 
@@ -148,5 +161,6 @@ def new_buffer(size: int, dtype: torch.dtype, device: torch.device, data: Commun
     return data.empty((size,), dtype).zero_()
 
 
-def _rounded_up(number: int, unit: int) -> int:
+def rounded_up(number: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``number``."""
     return -(-number // unit) * unit

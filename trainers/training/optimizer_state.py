@@ -73,10 +73,7 @@ class OptimizerState:
             raise ValueError(f"the state of {name} has shape {list(shape)}, and the parameter is split over ranks")
         return Placement(tuple(shape))
 
-    # Saving: `trainers.checkpoints.checkpoint_writer.SavedOptimizer` ------------------------------------------------
-
-    def wait_for_parameters(self) -> None:
-        """Do nothing: a step has ended when it returns."""
+    # Saving: `trainers.checkpoints.checkpoint_writer` ---------------------------------------------------------------
 
     def described(self) -> dict[str, tuple[torch.dtype, Placement]]:
         """The dtype and placement of what `tensors` gives, by its names."""

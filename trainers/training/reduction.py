@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
 
-from .layout import BucketLayout, Treatment, new_buffer, parts
+from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
 from .sample_tree import SampleTree
 
 
@@ -117,16 +117,12 @@ class GradientBucket:
         Raises RuntimeError that names the parameter if its gradient has another dtype, shape or device now.
         """
         for parameter, view, place, address in self._places:
-            if view.data_ptr() == address:
-                continue
-            if (view.dtype, view.shape, view.device) != (place.dtype, place.shape, place.device):
+            if not put_back(view, place, address):
                 raise RuntimeError(
                     f"{self.layout.names[parameter]}: the module has been converted from {place.dtype} on "
                     f"{place.device} to {view.dtype} on {view.device} after its gradients got their buffer; convert "
                     "it before"
                 )
-            place.copy_(view.detach())
-            view.data = place
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Move the half-precision gradient that autograd left into the fp32 sum.
@@ -138,13 +134,11 @@ class GradientBucket:
         assert grad is not None
         if self.tree is not None:
             self.tree.put(parameter, grad)
-            return
-        total = self.views[parameter]
-        if parameter in self._fresh:
+        elif parameter in self._fresh:
             self._fresh.discard(parameter)
-            total.copy_(grad)
+            self.views[parameter].copy_(grad)
         else:
-            total.add_(grad)
+            self.views[parameter].add_(grad)
 
 
 def _incomplete(missing: Sequence[str]) -> RuntimeError:
@@ -182,30 +176,20 @@ class GradientBuckets:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        data: Communicator,
-        *,
-        overlap: bool,
-        bucket_size: int,
-        tensor: Communicator | None = None,
-        shard: bool = False,
-        reduce_in_fp32: bool = False,
-        masters: bool = True,
-        op: str = "sum",
-        run: int | None = None,
-    ) -> None:
+        self, module: nn.Module, data: Communicator, *, overlap: bool, bucket_size: int,
+        tensor: Communicator | None = None, shard: bool = False, reduce_in_fp32: bool = False, masters: bool = True,
+        op: str = "sum", run: int | None = None,
+    ) -> None:  # fmt: skip
         self.data, self.tensor = data, tensor
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
         self.named = dict(module.named_parameters())
         self.placements = placements(module)
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
-        self.buckets = [
-            GradientBucket(
-                BucketLayout(part, self.placements, data, shard=shard, masters=masters, flat=run is not None), data, run
-            )
+        layouts = (
+            BucketLayout(part, self.placements, data, shard=shard, masters=masters, flat=run is not None)
             for part in parts(reversed(trained), bucket_size)
-        ]
+        )
+        self.buckets = [GradientBucket(layout, data, run) for layout in layouts]
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
         if tensor is None and any(placed.partial for placed in self.placements.values()):
@@ -278,11 +262,6 @@ class GradientBuckets:
     def _missing(self) -> list[str]:
         return [name for bucket in self.buckets for name in bucket.missing]
 
-    def sent(self, parameter: Tensor) -> str | None:
-        """The parameter's name, if this step has sent its bucket already."""
-        names = (bucket.layout.names.get(parameter) for bucket in self.buckets[: len(self._in_flight)])  # type: ignore[call-overload]
-        return next((name for name in names if name is not None), None)
-
     def remove(self) -> None:
         """Take the hooks off the module."""
         for hook in self._hooks:
@@ -294,14 +273,12 @@ class GradientBuckets:
             bucket.accumulate(parameter)
         else:
             bucket.adopt(parameter)
-        if bucket.tree is not None:
-            bucket.waiting.discard(parameter)
-            if not bucket.waiting:
-                bucket.tree.end()
-                if not self._last:
-                    bucket.begin_sample(last=False)
+        bucket.waiting.discard(parameter)
+        if bucket.tree is not None and not bucket.waiting:
+            bucket.tree.end()
+            if not self._last:
+                bucket.begin_sample(last=False)
         if self._last:
-            bucket.waiting.discard(parameter)
             self._send_complete()
 
     def _send_complete(self) -> None:
@@ -315,22 +292,17 @@ class GradientBuckets:
         """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result.
 
         On the host, gradients that are not rounded are summed in their buffer: the ranks of a node then hold one copy
-        of a sharded sum together, and no other. A rounded copy lies in memory that they share until it is summed.
+        of a sharded sum together, and no other.
         """
         assert bucket.gradients is not None
         sent, dtype = bucket.gradients, bucket.layout.dtype
         rounded = not self.reduce_in_fp32 and sent.dtype != dtype
-        if rounded and sent.is_cpu:
-            operation = "reduce_scatter" if self.shard else "all_reduce"
-            sent = self.data.operand(operation, sent.shape, dtype).copy_(sent)
-        elif rounded:
+        if rounded:
             sent = sent.to(dtype)
         if not self.shard:
             return self.data.all_reduce(sent, self.op, stream=self.stream), sent if rounded else None
-        if sent.is_cpu:
-            received = sent[bucket.layout.mine]
-        else:
-            received = sent.new_empty(bucket.layout.size // self.data.size)
+        mine = bucket.layout.mine
+        received = sent[mine] if sent.is_cpu else sent.new_empty(mine.stop - mine.start)
         work = self.data.reduce_scatter(received, sent, self.op, stream=self.stream)
         return work, received if rounded or not sent.is_cpu else None
 
@@ -339,6 +311,6 @@ class GradientBuckets:
 
         A bucket's segments have the same bounds on all ranks of a tensor group, sharded over the data group or not.
         """
-        gradients = [segment.gradient for segment in self.segments if segment.treatment.partial]
         if self.tensor is not None:
+            gradients = (segment.gradient for segment in self.segments if segment.treatment.partial)
             all_reduce_together([gradient for gradient in gradients if gradient is not None], self.tensor)

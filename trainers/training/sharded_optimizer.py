@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 
-from .layout import ALIGNMENT, new_buffer, viewed_as
+from .layout import ALIGNMENT, new_buffer, put_back, rounded_up, viewed_as
 
 #: PyTorch's optimizers whose update of a parameter depends on that parameter and its gradient alone
 SEPARATE = frozenset({
@@ -56,9 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.owner = dict(zip(every, owners, strict=True))
         self._flat, self._views = _flattened(self.owner, data)
         #: the optimizer of this rank's parameters; its groups are those of all, without the other ranks' parameters
-        self.local = kind(
-            [{**group, **self._mine(group)} for group in self.param_groups], **options
-        )  # fmt: skip
+        self.local = kind([{**group, **self._mine(group)} for group in self.param_groups], **options)
         for group, mine in zip(self.param_groups, self.local.param_groups, strict=True):
             group.update({name: value for name, value in mine.items() if name not in LISTS})
         self.defaults = self.local.defaults
@@ -89,21 +87,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Each rank does this without the others: the places in the buffers are those of the construction.
         """
         for parameter, view, address in self._views:
-            if parameter.data_ptr() == address:
-                continue
-            now, before = _described(parameter), _described(view)
-            if now != before:
+            if not put_back(parameter, view, address):
                 raise RuntimeError(
-                    f"ShardedOptimizer: a parameter is {now} now, and was {before} when the optimizer was made; "
-                    "convert the module before that"
+                    f"ShardedOptimizer: a parameter is {_described(parameter)} now, and was {_described(view)} when "
+                    "the optimizer was made; convert the module before that"
                 )
-            view.copy_(parameter.detach())
-            parameter.data = view
 
     def publish(self) -> None:
         """Give all ranks the values that the owners have. Collective over the data group."""
-        if self._data.size == 1:
-            return
         for owner, flat in self._flat:
             self._data.broadcast(flat, owner)
         torch.autograd.graph.increment_version([p for p, owner in self.owner.items() if owner != self._data.rank])
@@ -131,9 +122,8 @@ def _owners(sizes: list[int], ranks: int) -> list[int]:
     """The rank of each size: the largest first, each to the rank that has least."""
     owners, loads = [0] * len(sizes), [0] * ranks
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        owner = loads.index(min(loads))
-        owners[number] = owner
-        loads[owner] += sizes[number]
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
     return owners
 
 
@@ -155,13 +145,10 @@ def _flattened(
         together.setdefault((rank, parameter.dtype, parameter.device), []).append(parameter)
     buffers, views = [], []
     for (rank, dtype, device), parameters in together.items():
-        starts, end = [], 0
-        for parameter in parameters:
-            starts.append(end)
-            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        flat = new_buffer(end, dtype, device, data)
-        for parameter, start in zip(parameters, starts, strict=True):
-            view = viewed_as(flat[start : start + parameter.numel()], parameter)
+        sizes = [rounded_up(parameter.numel(), ALIGNMENT) for parameter in parameters]
+        flat = new_buffer(sum(sizes), dtype, device, data)
+        for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
+            view = viewed_as(part[: parameter.numel()], parameter)
             view.copy_(parameter.detach())
             parameter.data = view
             views.append((parameter, view, view.data_ptr()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,13 +105,7 @@ class Trainer:
         microbatches = list(self.batches(self.iteration))
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
-        self.gradients.zero()
-        # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
-        shares = [self._backward(batch, counts) for batch in microbatches[:-1]]
-        with self.gradients.last_microbatch():
-            shares.append(self._backward(microbatches[-1], counts))
-        self.gradients.finish()
-        losses = tree_of_samples(shares, self.run or len(shares)).cpu()
+        losses = self._forward_and_backward(microbatches, counts)
         data.all_reduce(losses)
         norm_of = gradient_norm if self.run is None else exact_gradient_norm
         shards = data if self.gradients.shard else None
@@ -133,6 +130,19 @@ class Trainer:
         if unusable:
             raise UsageError(f"step {self.iteration + 1}: {self.batches.unusable}")
         return of_terms
+
+    def _forward_and_backward(self, microbatches: Sequence[Microbatch], counts: Sequence[int]) -> Tensor:
+        """Fill the gradients, in the order of a schedule: here one microbatch after the other.
+
+        Returns this replica's share of each term's mean over the global batch: float64 [terms], on the host.
+        """
+        self.gradients.zero()
+        # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
+        shares = [self._backward(batch, counts) for batch in microbatches[:-1]]
+        with self.gradients.last_microbatch():
+            shares.append(self._backward(microbatches[-1], counts))
+        self.gradients.finish()
+        return tree_of_samples(shares, self.run or len(shares)).cpu()
 
     def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
         """Add the gradient of one microbatch. Returns its share of each term's mean: float64 [terms]."""
@@ -195,3 +205,13 @@ def _loss_scaler(config: TrainConfig) -> LossScaler:
     if config.loss_scale is not None:
         return LossScaler(config.loss_scale, window=None)
     return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, config.least_loss_scale)
+
+
+def require_compiler() -> None:
+    """Raise UsageError unless this rank's machine has the C++ compiler that torch.compile calls."""
+    command = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(command) is None:
+        raise UsageError(
+            f"--compile: needs a C++ compiler, and there is no {command} on PATH; install one, name it in CXX, or "
+            "train without --compile"
+        )

@@ -1,19 +1,26 @@
-"""``config.json`` of Hugging Face, read into the shape of our model.
+"""``config.json`` of Hugging Face: read into the shape of our model, and written from it.
 
-A key that changes what a model computes is either read or must have the value that our models have; a key that is not
-known is refused by its name, unless it is null, false or empty. The names of transformers 4 and of 5 are read.
+A table says for each family which key is which of our fields; both directions follow from it. A key that changes what a
+model computes is either read or must have the value that our models have; a key that is not known is refused by its
+name, unless it is null, false or empty. The names of transformers 4 and of 5 are read and written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tplayers import BERTConfig, GPTConfig, RopeScaling
-from trainers.files.reading import SETTINGS_BYTES, read_text
+from tplayers.mlp import Gelu
+from trainers.files.reading import SETTINGS_BYTES, read_json
 from trainers.options import LAYERS
+
+from .hugging_face import family
 
 CONFIG = "config.json"
 
@@ -43,6 +50,50 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+#: the numbers of each kind of scaling of rotary positions, which are our fields, too
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}  # fmt: skip
+
+#: a key's field of our configuration, its type, and its default; `...` where the key must be there
+_Field = tuple[str, type, Any]
+_SIZES: dict[str, _Field] = {
+    "num_hidden_layers": ("num_layers", int, ...), "hidden_size": ("hidden_size", int, ...),
+    "num_attention_heads": ("num_attention_heads", int, ...), "vocab_size": ("vocab_size", int, ...),
+    "intermediate_size": ("ffn_hidden_size", int, ...),
+}  # fmt: skip
+_BERT: dict[str, _Field] = _SIZES | {
+    "max_position_embeddings": ("max_position_embeddings", int, ...), "layer_norm_eps": ("norm_epsilon", float, 1e-12),
+    "hidden_dropout_prob": ("hidden_dropout", float, 0.1),
+    "attention_probs_dropout_prob": ("attention_dropout", float, 0.1),
+}  # fmt: skip
+
+
+def _decoder_fields(positions: int, groups: int | None = None) -> dict[str, _Field]:
+    return _SIZES | {
+        "max_position_embeddings": ("max_position_embeddings", int, positions),
+        "num_key_value_heads": ("num_query_groups", int, groups), "head_dim": ("kv_channels", int, None),
+        "rms_norm_eps": ("norm_epsilon", float, 1e-6), "attention_dropout": ("attention_dropout", float, 0.0),
+    }  # fmt: skip
+
+
+#: by ``model_type``
+_FIELDS: dict[str, dict[str, _Field]] = {
+    "gpt2": {
+        "n_layer": ("num_layers", int, ...), "n_embd": ("hidden_size", int, ...),
+        "n_head": ("num_attention_heads", int, ...), "vocab_size": ("vocab_size", int, ...),
+        "n_positions": ("max_position_embeddings", int, ...), "n_inner": ("ffn_hidden_size", int, None),
+        "resid_pdrop": ("hidden_dropout", float, 0.1), "attn_pdrop": ("attention_dropout", float, 0.1),
+        "layer_norm_epsilon": ("norm_epsilon", float, 1e-5),
+    },
+    "bert": _BERT, "megatron-bert": _BERT,
+    "llama": _decoder_fields(2048), "mistral": _decoder_fields(131072, 8), "qwen2": _decoder_fields(32768),
+}  # fmt: skip
+#: the properties that say what follows from other fields where a field is None
+_COMPLETE = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "kv_channels": "head_size"}
+
+
 class _Keys:
     """The keys of a configuration, of which each must be taken, be harmless, or be null, false or empty."""
 
@@ -53,68 +104,58 @@ class _Keys:
     def fault(self, key: str, said: str) -> ValueError:
         return ValueError(f"{self.path}: {key} {json.dumps(self.values.get(key))[:100]}: {said}")
 
-    def take(self, key: str, kind: type, default: Any = None, *, needed: bool = False) -> Any:
-        """The value of ``key``, of type ``kind``; null counts as missing."""
+    def take(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of ``key``, of type ``kind``; null counts as missing. default: `...` where the key must be there.
+
+        An integer is a size, and positive.
+        """
         self.taken.add(key)
         value = self.values.get(key)
         if value is None:
-            if needed:
+            if default is ...:
                 raise ValueError(f"{self.path}: lacks {key}")
             return default
         right = type(value) is kind or (kind is float and type(value) is int)
         if not right:
             raise self.fault(key, f"must be of type {kind.__name__}")
+        if kind is int and not 0 < value < 2**31:
+            raise self.fault(key, "must be a positive number")
         if kind is float and not abs(value) < 2.0**1000:  # also not a number; an integer may be too large for a float
             raise self.fault(key, "must be a finite number")
         return kind(value)
 
-    def size(self, key: str, default: int | None = None, *, needed: bool = False) -> Any:
-        """A positive integer, or ``default``, as `take` gives it."""
-        value = self.take(key, int, default, needed=needed)
-        if value is not None and not 0 < value < 2**31:
-            raise self.fault(key, "must be a positive number")
-        return value
-
-    def layers(self, key: str) -> int:
-        """The number of layers, of which each has tensors with names."""
-        value: int = self.size(key, needed=True)
-        if not LAYERS.holds(value):
-            raise self.fault(key, LAYERS.text)
-        return value
+    def fields(self, model_type: str) -> dict[str, Any]:
+        """The fields of our configuration that the keys of a family tell, by name."""
+        found: dict[str, Any] = {}
+        for key, (name, kind, default) in _FIELDS[model_type].items():
+            found[name] = self.take(key, kind, default)
+            if name == "num_layers" and not LAYERS.holds(found[name]):  # each of them has tensors with names
+                raise self.fault(key, LAYERS.text)
+        return found
 
     def must(self, key: str, *valid: Any) -> None:
         """Refuse ``key`` if it is there with another value than one of ``valid``."""
         self.taken.add(key)
-        if key in self.values and not any(
-            self.values[key] == one and type(self.values[key]) is type(one) for one in valid
-        ):
+        if self.values.get(key, valid[0]) not in valid:
             words = " or ".join(json.dumps(one) for one in valid)
             raise self.fault(key, f"is not supported, because it changes what the model computes; supported: {words}")
 
     def finish(self) -> None:
-        """Raise ValueError, naming all of them, if there are keys that are not known."""
+        """Raise ValueError, naming all of them, if there are keys that were not taken and ask for something."""
         unknown = {
-            key: value
-            for key, value in self.values.items()
-            if key not in self.taken and key not in _HARMLESS and value not in (None, False, 0, [], {}, "")
+            key: value for key, value in self.values.items() if value and key not in self.taken and key not in _HARMLESS
         }
         if unknown:
             shown = ", ".join(f"{key} {json.dumps(value)[:100]}" for key, value in unknown.items())
             raise ValueError(
-                f"{self.path}: {shown[:2000]}: not known, and may change what the model computes; remove from the file "
-                "what does not"
+                f"{self.path}: {shown[:2000]}: not supported, and may change what the model computes; remove from the "
+                "file what does not"
             )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, Any]:
     """The keys of a JSON object in a file. Raises ValueError that names the file."""
-    text = read_text(path, SETTINGS_BYTES * 16)
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply") from None
-    except ValueError as error:  # not JSON, or an integer of more digits than Python converts
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    found = read_json(path, SETTINGS_BYTES * 16)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: want keys with values")
     return found
@@ -127,15 +168,12 @@ def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig 
     Raises ValueError that names the file and the key: also for a model that is none of `ARCHITECTURES`.
     """
     path = folder / CONFIG
-    values = read_json(path)
+    values = read_keys(path)
     keys = _Keys(path, values)
     model_type = _model_type(path, values)
-    for key in ("quantization_config", "pruned_heads", "is_encoder_decoder", "add_cross_attention", "is_decoder"):
-        keys.must(key, None, False, {})
-    if "rope_interleaved" in values and not interleaved:
-        keys.must("rope_interleaved", False, None)
-    keys.taken.add("rope_interleaved")
-    found = _READERS[model_type](keys)
+    if interleaved:
+        keys.taken.add("rope_interleaved")
+    found = _READERS[model_type](keys, keys.fields(model_type))
     if interleaved and found.position_embedding_type != "rope":
         raise ValueError(f"{path}: --rotary-interleaved needs a model with rotary positions; this is a {model_type}")
     keys.finish()
@@ -143,101 +181,61 @@ def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig 
 
 
 def _model_type(path: Path, values: Mapping[str, Any]) -> str:
-    classes, told = values.get("architectures") or [], values.get("model_type")
-    known, shown = ", ".join(ARCHITECTURES), json.dumps(told)[:100]
-    if not isinstance(classes, list) or not classes:
+    known, classes, told = ", ".join(ARCHITECTURES), values.get("architectures"), values.get("model_type")
+    if not classes:
         if not isinstance(told, str) or told not in _READERS:
-            raise ValueError(f"{path}: model_type {shown} is not supported; architectures: {known}")
+            raise ValueError(f"{path}: model_type {json.dumps(told)[:100]} is not supported; architectures: {known}")
         return told
-    first = classes[0]
-    if not isinstance(first, str) or first not in ARCHITECTURES:
-        raise ValueError(f"{path}: architecture {json.dumps(first)[:100]} is not supported; supported: {known}")
-    if told not in (None, ARCHITECTURES[first]):
-        raise ValueError(
-            f'{path}: model_type {shown} contradicts architecture "{first}"; valid: "{ARCHITECTURES[first]}"'
-        )
-    return ARCHITECTURES[first]
+    found = ARCHITECTURES.get(str(classes[0])) if isinstance(classes, list) else None
+    if found is None:
+        raise ValueError(f"{path}: architectures {json.dumps(classes)[:100]} is not supported; supported: {known}")
+    if told not in (None, found):
+        raise ValueError(f"{path}: model_type {json.dumps(told)[:100]} contradicts architecture {classes[0]}: {found}")
+    return found
 
 
-def _gpt2(keys: _Keys) -> GPTConfig:
+def _gpt2(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     keys.must("activation_function", *GELU_NAMES["tanh"])
     keys.must("scale_attn_weights", True)
-    keys.must("scale_attn_by_inverse_layer_idx", False)
-    dropout = keys.take("resid_pdrop", float, 0.1)
-    if keys.take("embd_pdrop", float, 0.1) != dropout:
-        keys.must("embd_pdrop", dropout)
-    return GPTConfig(
-        num_layers=keys.layers("n_layer"), hidden_size=keys.size("n_embd", needed=True),
-        num_attention_heads=keys.size("n_head", needed=True), vocab_size=keys.size("vocab_size", needed=True),
-        max_position_embeddings=keys.size("n_positions", needed=True), ffn_hidden_size=keys.size("n_inner"),
-        hidden_dropout=dropout, attention_dropout=keys.take("attn_pdrop", float, 0.1),
-        norm_epsilon=keys.take("layer_norm_epsilon", float, 1e-5),
-        untie_embeddings_and_output_weights=not keys.take("tie_word_embeddings", bool, True),
-    )  # fmt: skip
+    if keys.take("embd_pdrop", float, 0.1) != (dropout := fields["hidden_dropout"]):
+        raise keys.fault("embd_pdrop", f"must be resid_pdrop, {dropout}")
+    return GPTConfig(**fields, untie_embeddings_and_output_weights=not keys.take("tie_word_embeddings", bool, True))
 
 
-def _bert(keys: _Keys, placement: str) -> BERTConfig:
+def _bert(keys: _Keys, fields: dict[str, Any]) -> BERTConfig:
     keys.must("hidden_act", *GELU_NAMES["erf"], *GELU_NAMES["tanh"])
     keys.must("position_embedding_type", "absolute")
     keys.must("type_vocab_size", 2)
     keys.must("tie_word_embeddings", True)
-    gelu = "tanh" if keys.values.get("hidden_act") in GELU_NAMES["tanh"] else "erf"
-    return BERTConfig(
-        **_sizes(keys), max_position_embeddings=keys.size("max_position_embeddings", needed=True),
-        hidden_dropout=keys.take("hidden_dropout_prob", float, 0.1),
-        attention_dropout=keys.take("attention_probs_dropout_prob", float, 0.1),
-        norm_epsilon=keys.take("layer_norm_eps", float, 1e-12),
-        norm_placement=placement, gelu=gelu,  # type: ignore[arg-type]
-    )  # fmt: skip
+    gelu: Gelu = "tanh" if keys.values.get("hidden_act") in GELU_NAMES["tanh"] else "erf"
+    return BERTConfig(**fields, norm_placement="post", gelu=gelu)
 
 
-def _sizes(keys: _Keys) -> dict[str, Any]:
-    return {
-        "num_layers": keys.layers("num_hidden_layers"), "hidden_size": keys.size("hidden_size", needed=True),
-        "num_attention_heads": keys.size("num_attention_heads", needed=True),
-        "vocab_size": keys.size("vocab_size", needed=True),
-        "ffn_hidden_size": keys.size("intermediate_size", needed=True),
-    }  # fmt: skip
-
-
-def _llama(keys: _Keys) -> GPTConfig:
-    keys.must("attention_bias", False)
-    keys.must("mlp_bias", False)
-    return _decoder(keys, keys.size("num_key_value_heads"), positions=2048)
-
-
-def _mistral(keys: _Keys) -> GPTConfig:
-    positions = keys.size("max_position_embeddings", 131072)
+def _mistral(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     window = keys.take("sliding_window", int, None if "sliding_window" in keys.values else 4096)
-    if window is not None and window < positions:
-        keys.must("sliding_window", None)
-        raise ValueError(f"{keys.path}: lacks sliding_window, which is then {window}; supported: null")
-    return _decoder(keys, keys.size("num_key_value_heads", 8), positions=131072)
+    if window is not None and window < fields["max_position_embeddings"]:
+        raise ValueError(f"{keys.path}: sliding_window is {window}, also where it is missing; supported: null")
+    return _decoder(keys, fields)
 
 
-def _qwen2(keys: _Keys) -> GPTConfig:
-    keys.must("use_sliding_window", False)
-    keys.taken.add("sliding_window")  # not used then
-    kinds = keys.take("layer_types", list, [])
-    if any(kind != "full_attention" for kind in kinds):
+def _qwen2(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+    keys.taken.add("sliding_window")  # not used without use_sliding_window, which no model here takes
+    if any(kind != "full_attention" for kind in keys.take("layer_types", list, [])):
         raise keys.fault("layer_types", 'is not supported; supported: "full_attention" for every layer')
-    return _decoder(keys, keys.size("num_key_value_heads"), positions=32768, qkv_bias=True)
+    return replace(_decoder(keys, fields), add_qkv_bias=True)
 
 
-def _decoder(keys: _Keys, groups: int | None, *, positions: int, qkv_bias: bool = False) -> GPTConfig:
+def _decoder(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     keys.must("hidden_act", "silu")
     theta, scaling = _rope(keys)
-    sizes = _sizes(keys)
-    head = keys.size("head_dim")
-    heads = sizes["num_attention_heads"]
+    heads = fields["num_attention_heads"]
+    if fields["num_query_groups"] == heads:
+        fields["num_query_groups"] = None
+    if (fields["kv_channels"] or 0) * heads == fields["hidden_size"]:
+        fields["kv_channels"] = None
     return GPTConfig(
-        **sizes, max_position_embeddings=keys.size("max_position_embeddings", positions), hidden_dropout=0.0,
-        attention_dropout=keys.take("attention_dropout", float, 0.0),
-        norm_epsilon=keys.take("rms_norm_eps", float, 1e-6), normalization="RMSNorm", swiglu=True,
-        position_embedding_type="rope", rotary_base=theta, rope_scaling=scaling,
-        num_query_groups=None if groups == heads else groups,
-        kv_channels=None if head is None or head * heads == sizes["hidden_size"] else head,
-        add_bias_linear=False, add_qkv_bias=qkv_bias,
+        **fields, hidden_dropout=0.0, normalization="RMSNorm", swiglu=True, position_embedding_type="rope",
+        rotary_base=theta, rope_scaling=scaling, add_bias_linear=False,
         untie_embeddings_and_output_weights=not keys.take("tie_word_embeddings", bool, False),
     )  # fmt: skip
 
@@ -245,9 +243,9 @@ def _decoder(keys: _Keys, groups: int | None, *, positions: int, qkv_bias: bool 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
     """The base and the scaling of rotary positions, from transformers 5's keys or from 4's; both must say the same."""
     theta = keys.take("rope_theta", float, 10000.0)
-    keys.must("partial_rotary_factor", 1, 1.0)
+    keys.must("partial_rotary_factor", 1)
     told = [
-        _rope_of(keys, name, values, theta)
+        _rope_of(_Keys(keys.path, {f"{name}.{key}": value for key, value in values.items()}), f"{name}.", theta)
         for name in ("rope_parameters", "rope_scaling")
         if (values := keys.take(name, dict))
     ]
@@ -256,31 +254,104 @@ def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
     return told[0] if told else (theta, None)
 
 
-def _rope_of(keys: _Keys, name: str, told: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """What key ``name`` says: ``told``. theta: the base, where that is no part of it."""
-    values = dict(told)
-    kind = values.pop("rope_type", None) or values.get("type") or "default"
-    values.pop("type", None)
-    inner = _Keys(keys.path, {f"{name}.{key}": value for key, value in values.items()})
-    theta = inner.take(f"{name}.rope_theta", float, theta)
-    inner.must(f"{name}.partial_rotary_factor", 1, 1.0)
-    scaling = None
-    if kind == "linear":
-        scaling = RopeScaling("linear", inner.take(f"{name}.factor", float, needed=True))
-    elif kind == "llama3":
-        factor, low, high = (inner.take(f"{name}.{key}", float, needed=True) for key in ("factor", *LLAMA3[:-1]))
-        scaling = RopeScaling("llama3", factor, low, high, inner.size(f"{name}.{LLAMA3[-1]}", needed=True))
-    elif kind != "default":
-        known = '"default", "linear", "llama3"'
-        raise ValueError(f"{keys.path}: {name}.rope_type {json.dumps(kind)[:100]} is not supported; supported: {known}")
-    inner.finish()
-    return theta, scaling
+def _rope_of(keys: _Keys, name: str, theta: float) -> tuple[float, RopeScaling | None]:
+    """What keys that begin with ``name`` say. theta: the base, where they do not."""
+    kind = keys.take(f"{name}rope_type", str, keys.take(f"{name}type", str, "default"))
+    if kind not in _SCALINGS:
+        raise keys.fault(f"{name}rope_type", f"{kind} is not supported; supported: {', '.join(_SCALINGS)}")
+    theta = keys.take(f"{name}rope_theta", float, theta)
+    keys.must(f"{name}partial_rotary_factor", 1)
+    numbers = [keys.take(f"{name}{key}", int if "max" in key else float, ...) for key in _SCALINGS[kind]]
+    keys.finish()
+    return theta, RopeScaling(kind, *numbers) if numbers else None
 
 
-#: the keys of Llama 3.1's scaling besides its factor, which are our fields, too
-LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-_READERS: dict[str, Callable[[_Keys], GPTConfig | BERTConfig]] = {
-    "gpt2": _gpt2, "bert": lambda keys: _bert(keys, "post"), "megatron-bert": lambda keys: _bert(keys, "pre"),
-    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
+_READERS: dict[str, Callable[[_Keys, dict[str, Any]], GPTConfig | BERTConfig]] = {
+    "gpt2": _gpt2, "bert": _bert, "llama": _decoder, "mistral": _mistral, "qwen2": _qwen2,
+    "megatron-bert": lambda keys, fields: replace(_bert(keys, fields), norm_placement="pre"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """The head of a fine-tuned BERT: our name of it, the end of transformers' class, and its labels if it has such."""
+
+    ours: str
+    ends: str
+    labels: tuple[str, ...] = ()
+
+
+def written_configuration(
+    config: GPTConfig | BERTConfig, dtype: torch.dtype, origin: Mapping[str, Any] | None = None,
+    head: TaskHead | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The keys of a ``config.json`` for a model of this shape, whose parameters are of ``dtype``.
+
+    origin: the keys of the ``config.json`` that the model came from. They are kept where they do not say anything else,
+    such as tokens with a meaning; and the model stays a Mistral, if it was one. head: of a fine-tuned BERT.
+
+    Raises ValueError as `family` does.
+    """
+    kept = dict(origin or {})
+    kept.pop("rope_interleaved", None)  # a model that was read has its halves apart, whatever the files had
+    dtype_name, of, end = str(dtype).removeprefix("torch."), family(config), ""
+    if isinstance(config, BERTConfig):
+        model_type, more = ("megatron-bert" if config.norm_placement == "pre" else "bert"), _bert_keys(config, head)
+        end = "ForMaskedLM" if head is None and not config.binary_head else "ForPreTraining"
+    elif of == "gpt2":
+        model_type = of
+        more = {"activation_function": GELU_NAMES["tanh"][0], "embd_pdrop": config.hidden_dropout}
+    else:
+        model_type = "mistral" if kept.get("model_type") == "mistral" else "llama"
+        model_type = "qwen2" if config.qkv_bias else model_type
+        more = _decoder_keys(config) | _ONLY[model_type]
+    name = next(name for name, kind in ARCHITECTURES.items() if kind == model_type and name.endswith(end))
+    found: dict[str, Any] = {
+        "dtype": dtype_name, "torch_dtype": dtype_name, "model_type": model_type,
+        "architectures": [name if head is None else name.removesuffix(end) + head.ends],
+        "tie_word_embeddings": of == "bert" or not config.untie_embeddings_and_output_weights, **more,
+    }  # fmt: skip
+    found |= {key: getattr(config, _COMPLETE.get(name, name)) for key, (name, *_) in _FIELDS[model_type].items()}
+    if kept.get("model_type") != model_type:
+        kept = {}
+    elif of != "bert" and (classes := kept.get("architectures")) and ARCHITECTURES.get(classes[0]) == model_type:
+        found["architectures"] = classes
+    implied_head = config.head_size if config.head_size * config.num_attention_heads == config.hidden_size else None
+    for key, implied in (("n_inner", 4 * config.hidden_size), ("head_dim", implied_head)):
+        if found.get(key) == implied:  # from other sizes; it stays as it stands in the origin
+            found.pop(key, None)
+    gelu = config.gelu if isinstance(config, BERTConfig) else "tanh"
+    for key in {"activation_function", "hidden_act"} & found.keys():
+        if kept.get(key) in GELU_NAMES[gelu]:
+            found[key] = kept[key]
+    return kept | found
+
+
+#: constants of the families of decoders
+_ONLY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False}, "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+}  # fmt: skip
+
+
+def _bert_keys(config: BERTConfig, head: TaskHead | None) -> dict[str, Any]:
+    if config.head_gelu not in (None, config.gelu):
+        raise ValueError(
+            f"Hugging Face's BERT has one GELU: head_gelu={config.head_gelu!r} must be that of the layers, "
+            f"gelu={config.gelu!r}"
+        )
+    labels: dict[str, Any] = {}
+    if head is not None and head.labels:
+        labels["id2label"] = {str(number): word for number, word in enumerate(head.labels)}
+        labels["label2id"] = {word: number for number, word in enumerate(head.labels)}
+    return {"hidden_act": GELU_NAMES[config.gelu][0], "type_vocab_size": config.num_tokentypes, **labels}
+
+
+def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
+    scaled: dict[str, Any] | None = None
+    if (scaling := config.rope_scaling) is not None:
+        scaled = {"rope_type": scaling.kind, **{key: getattr(scaling, key) for key in _SCALINGS[scaling.kind]}}
+    return {
+        "hidden_act": "silu", "rope_theta": config.rotary_base, "rope_scaling": scaled,
+        "rope_parameters": {"rope_type": "default"} | (scaled or {}) | {"rope_theta": config.rotary_base},
+    }  # fmt: skip

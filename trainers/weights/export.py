@@ -1,14 +1,15 @@
 """A model written as a folder that ``from_pretrained`` of transformers reads, by all ranks at once.
 
 The folder has config.json, model.safetensors and the tokenizer's files. Its bytes do not depend on the ranks that
-wrote it. It is complete or absent: it gets its name last.
+wrote it. It is written in a folder beside its own, and gets its name last: it is complete or absent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commengine import ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import GPT, BERTConfig, GPTConfig, placements
 from tplayers.models.bert import BERTEncoder
-from trainers.checkpoints import disk, parallel_safetensors
+from trainers.checkpoints import disk, folder_lock, parallel_safetensors, run_folder
 
-from .configuration_writer import TaskHead, written_configuration
-from .configurations import CONFIG, read_json
-from .export_folder import NEW, OLD, working_folder
+from .configurations import CONFIG, TaskHead, read_keys, written_configuration
 from .hugging_face import hugging_face_tensors
 from .hugging_face_model import TheirPart, pieces_of
 from .tensor_files import SAFETENSORS
 from .tokenizer_files import COPIED, GENERATION, end_of_text, written_tokenizer
 
+#: the names, in a `working_folder`, of the new export and of the one that it replaces
+NEW, OLD = "new", "old"
 #: how transformers knows that the tensors are PyTorch's
 METADATA = {"format": "pt"}
+
+
+def require_replaceable(option: str, folder: Path, *, overwrite: bool) -> None:
+    """Raise UsageError unless an export may be written to ``folder``. On one rank; it changes no file.
+
+    A folder with files is replaced with ``overwrite`` alone, and only if an export wrote all of them: a run's folder,
+    a checkpoint and a user's other files are never removed. option: the one that names ``folder``.
+    """
+    place, another = folder.resolve(), f"give {option} a new folder"
+    if place == Path.cwd():
+        raise UsageError(f"{option} {folder}: is the working directory, which cannot be replaced; {another}")
+    if run_folder.is_of_run(place):
+        raise UsageError(f"{option} {folder}: has the name of a part of the run in {place.parent}; {another}")
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise UsageError(f"{option} {folder}: is there already, and is no folder; {another}")
+    there = {path.name: path.is_file() and not path.is_symlink() for path in place.iterdir()}
+    if not there:
+        return
+    if foreign := sorted(
+        name for name, file in there.items() if not file or name not in (CONFIG, SAFETENSORS, *COPIED)
+    ):
+        names = ", ".join(foreign[:3])
+        raise UsageError(f"{option} {folder}: is there already, with files that no export writes ({names}); {another}")
+    if missing := [name for name in (CONFIG, SAFETENSORS) if name not in there]:
+        raise UsageError(f"{option} {folder}: is there already, and is no export (without {missing[0]}); {another}")
+    if not overwrite:
+        raise UsageError(f"{option} {folder}: is there already; {another}, or --overwrite")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed job has left beside ``folder``, which no other job writes now. On one rank.
+
+    An export that was about to be replaced gets its name back. Raises OSError.
+    """
+    _give_back(folder)
+    disk.remove_if_possible(_beside(folder))
+
+
+def _give_back(folder: Path) -> None:
+    """Give an export its name back, which it lost to a new one that never came. Raises OSError."""
+    old = _beside(folder) / OLD
+    if old.exists() and not folder.exists():
+        disk.replace(old, folder)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.commengine-tmp")  # no user gives a folder this name
+
+
+@contextlib.contextmanager
+def working_folder(world: Communicator, folder: Path, told: Callable[[Callable[[], Any]], None]) -> Iterator[Path]:
+    """A folder beside ``folder`` that one job at a time has, with an empty folder `NEW` in it, for a ``with`` block.
+
+    `NEW` and `OLD` in it are removed at the end, also those that a killed job left, but `OLD` gets the name ``folder``
+    if nothing has it. told: calls its argument, and raises UsageError in place of OSError. Collective over ``world``.
+    Raises UsageError, on all ranks.
+    """
+    own = _beside(folder)
+    on_rank_zero(world, lambda: told(lambda: own.mkdir(parents=True, exist_ok=True)))
+    lock: folder_lock.FolderLock | None = None
+
+    def leave() -> None:
+        if lock is not None:
+            disk.remove_if_possible(own / NEW)  # first, because it may be what fills the disk
+            with contextlib.suppress(OSError):
+                _give_back(folder)
+                disk.remove(own / OLD)
+            lock.release()
+        with contextlib.suppress(OSError):  # another job has it now
+            own.rmdir()
+
+    def clear() -> None:
+        _give_back(folder)
+        disk.remove(own / OLD)
+        disk.make_empty(own / NEW)
+
+    try:
+        lock = folder_lock.hold(world, own, option="--to hf")
+        on_rank_zero(world, lambda: told(clear))
+        yield own
+    except BaseException:
+        if world.rank == 0:  # the other ranks may not come any more
+            leave()
+        raise
+    on_rank_zero(world, leave)
 
 
 @dataclass(frozen=True)
@@ -51,7 +139,7 @@ class SmallFiles:
         """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
         origin = None if self.origin is None else Path(self.origin)
         there = origin is not None and (origin / CONFIG).is_file()
-        keys = read_json(origin / CONFIG) if origin is not None and there else {}
+        keys = read_keys(origin / CONFIG) if origin is not None and there else {}
         written = written_configuration(config, dtype, keys, head)
         if not there and isinstance(config, GPTConfig):
             # Without these keys transformers has those of its class: a Llama would end texts at token 2.
@@ -59,10 +147,7 @@ class SmallFiles:
             written |= ends
             disk.write(folder / GENERATION, _json(ends))
         disk.write(folder / CONFIG, _json(written))
-        copied = [name for name in COPIED if origin is not None and (origin / name).is_file()]
-        for name in copied:
-            assert origin is not None
-            disk.write(folder / name, (origin / name).read_bytes())
+        copied = [] if origin is None else _copied(origin, folder, COPIED)
         if self.tokenizer_model is not None and not any("token" in name or "vocab" in name for name in copied):
             for name, content in written_tokenizer(self.tokenizer_model).items():
                 disk.write(folder / name, content)
@@ -107,11 +192,10 @@ def _write(
     problem: OSError | None = None
     if grid.data.rank == 0:
         parts = ((piece.name, piece.of(values).contiguous()) for piece, values in pieces)
-        path = beside / SAFETENSORS
-        with disk.RangeWriter(path) as file:
+        with disk.RangeWriter(beside / SAFETENSORS) as file:
             for start, data in parallel_safetensors.ranges(described, parts, grid.tensor, metadata=METADATA):
                 file.write(start, data)
-        problem = None if file.problem is None else disk.named(file.problem, path)
+        problem = file.problem
 
     def written() -> None:
         if problem is not None:
@@ -153,15 +237,18 @@ def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirP
             yield piece, values[tensor.ours].detach()
 
 
-def copy_small_files(origin: Path, folder: Path) -> Mapping[str, Path]:
-    """Copy config.json and the tokenizer's files of ``origin`` into a new ``folder``: the copies by their names.
+def copy_small_files(origin: Path, folder: Path) -> None:
+    """Copy config.json and the tokenizer's files of ``origin`` into a new ``folder``.
 
     On one rank. Raises OSError.
     """
     disk.make_empty(folder)
-    found: dict[str, Path] = {}
-    for name in (CONFIG, *COPIED):
-        if (origin / name).is_file():
-            found[name] = folder / name
-            disk.write(found[name], (origin / name).read_bytes())
-    return found
+    _copied(origin, folder, (CONFIG, *COPIED))
+
+
+def _copied(origin: Path, folder: Path, names: Sequence[str]) -> list[str]:
+    """Copy those of the files that are there. Returns their names."""
+    there = [name for name in names if (origin / name).is_file()]
+    for name in there:
+        disk.write(folder / name, (origin / name).read_bytes())
+    return there

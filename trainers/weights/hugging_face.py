@@ -12,20 +12,15 @@ our model                               Hugging Face's
 The differences in layout: GPT-2's ``Conv1D`` holds weights as [in, out]. BERT and Llama have queries, keys and values
 apart, and Llama gate and up; here they are one tensor [queries; keys; values], or with grouped queries one of the
 queries and one [keys; values], and [gate; up]. Our vocabulary is padded. A tied parameter stands once: the output layer
-is the token embedding, and BERT's bias of it is ``cls.predictions.bias``. The conversions are linear, so they also
-convert gradients.
+is the token embedding, and BERT's bias of it is ``cls.predictions.bias``.
 
 Give Hugging Face's model the same epsilon of its norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from tplayers import BERTConfig, TransformerConfig
 
@@ -68,7 +63,9 @@ def hugging_face_tensors(config: TransformerConfig, head: str | None = None) -> 
     pretraining. Raises ValueError as `family` does.
     """
     if not isinstance(config, BERTConfig):
-        return list(_gpt2(config) if family(config) == "gpt2" else _llama(config))
+        layers = _gpt2(config) if family(config) == "gpt2" else _llama(config)
+        output = HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
+        return [*layers, *([output] if config.untie_embeddings_and_output_weights else [])]
     if head is None:
         return [*_encoder(config), *_pretraining_heads(config)]
     theirs, pooler = HEADS[head]
@@ -103,56 +100,6 @@ def ignored(name: str) -> bool:
     return name.endswith(_IGNORED)
 
 
-def from_hugging_face(
-    theirs: Mapping[str, Tensor], config: TransformerConfig, head: str | None = None
-) -> dict[str, Tensor]:
-    """Our global tensors from Hugging Face's; rows of vocabulary padding are 0. head: as in `hugging_face_tensors`.
-
-    Buffers and the second names of tied parameters are ignored (`ignored`). Raises ValueError, with the names, if
-    tensors are missing, if the model has no place for others, or if the vocabulary has another size.
-    """
-    tensors = hugging_face_tensors(config, head)
-    known = {name for tensor in tensors for name in tensor.theirs}
-    unknown = [name for name in theirs if name not in known and not ignored(name)]
-    if unknown:
-        raise ValueError(f"the model has no place for tensors: {', '.join(unknown)}")
-    missing = [name for tensor in tensors for name in tensor.theirs if name not in theirs]
-    if missing:
-        raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")
-    found = {}
-    for tensor in tensors:
-        whole = torch.cat([theirs[name] for name in tensor.theirs])
-        if tensor.vocabulary:
-            if whole.shape[0] != config.vocab_size:
-                raise ValueError(f"{tensor.theirs[0]} has {whole.shape[0]} rows; vocab_size={config.vocab_size}")
-            padding = config.padded_vocab_size - config.vocab_size
-            whole = F.pad(whole, (*(0, 0) * (whole.dim() - 1), 0, padding))
-        found[tensor.ours] = whole.t() if tensor.transposed else whole
-    return found
-
-
-def to_hugging_face(
-    ours: Mapping[str, Tensor], config: TransformerConfig, head: str | None = None
-) -> dict[str, Tensor]:
-    """Hugging Face's tensors from our global tensors, without vocabulary padding, contiguous, each tied one once.
-
-    head: as in `hugging_face_tensors`. Raises ValueError, with the names, if tensors are missing.
-    """
-    tensors = hugging_face_tensors(config, head)
-    missing = [tensor.ours for tensor in tensors if tensor.ours not in ours]
-    if missing:
-        raise ValueError(f"the model needs tensors that are missing: {', '.join(missing)}")
-    found = {}
-    for tensor in tensors:
-        whole = ours[tensor.ours]
-        if tensor.vocabulary:
-            whole = whole[: config.vocab_size]
-        whole = whole.t() if tensor.transposed else whole
-        for name, part in zip(tensor.theirs, whole.chunk(len(tensor.theirs)), strict=True):
-            found[name] = part.contiguous()
-    return found
-
-
 def _both(ours: str, *theirs: str, transposed: bool = False) -> Iterator[HuggingFaceTensor]:
     """Weight and bias of a layer; a vector has no transpose."""
     for kind in ("weight", "bias"):
@@ -172,8 +119,6 @@ def _gpt2(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
         yield from _both(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", transposed=True)
         yield from _both(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
     yield from _both("final_norm", "transformer.ln_f")
-    if config.untie_embeddings_and_output_weights:
-        yield HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
 
 
 def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
@@ -195,8 +140,6 @@ def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
         yield HuggingFaceTensor(f"{ours}.mlp.gate_up.weight", (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"))
         yield HuggingFaceTensor(f"{ours}.mlp.down.weight", (f"{mlp}.down_proj.weight",))
     yield HuggingFaceTensor("final_norm.weight", ("model.norm.weight",))
-    if config.untie_embeddings_and_output_weights:
-        yield HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
 
 
 def _encoder(config: BERTConfig) -> Iterator[HuggingFaceTensor]:

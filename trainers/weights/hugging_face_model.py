@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,20 +18,16 @@ from trainers.checkpoints.part_reader import bytes_of, fill_part
 
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
-from .model_settings import model_settings
+from .other_model import REAL, OtherModel
 from .tensor_files import FileTensor, TensorFiles
 from .tokenizer_files import tokenizer_file
 
 #: names of old releases, in place of which newer ones have others
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
-#: the dtypes in which our models compute; others, such as those of 8 bits, mean numbers only with scales
-_REAL = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-#: elements that are compared at once
-_COMPARED = 1 << 20
 
 
 @dataclass
-class HuggingFaceModel:
+class HuggingFaceModel(OtherModel):
     """A model in a folder with config.json and its weight files (`trainers.weights.other_model.OtherModel`).
 
     interleaved: components 2 j and 2 j + 1 of a head are a pair of the rotary positions, as in Meta's files; here and
@@ -47,15 +43,9 @@ class HuggingFaceModel:
     _named: dict[str, FileTensor]
 
     @property
-    def kind(self) -> str:
-        """See `OtherModel`."""
-        return "bert" if isinstance(self.config, BERTConfig) else "gpt"
-
-    @property
     def settings(self) -> dict[str, Any]:
         """See `OtherModel`."""
-        files = {"tokenizer_model": self.tokenizer_model, "hf_files": str(self.folder)}
-        return model_settings(self.config) | files
+        return super().settings | {"tokenizer_model": self.tokenizer_model, "hf_files": str(self.folder)}
 
     @classmethod
     def open(cls, folder: Path, *, interleaved: bool = False) -> Self:
@@ -75,10 +65,10 @@ class HuggingFaceModel:
                 config = replace(config, binary_head="cls.seq_relationship.weight" in named)
             used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
             seconds = SECOND_NAMES.keys() & named.keys()
-            if other := sorted(name for name in used | seconds if named[name].dtype not in _REAL):
+            if other := sorted(name for name in used | seconds if named[name].dtype not in REAL):
                 one = named[other[0]]
                 raise ValueError(f"{one.path}: {other[0]} is of {one.dtype}, not of real numbers of 16 to 64 bits")
-            dtype = _widest(named[name].dtype for name in used)
+            dtype = reduce(torch.promote_types, (named[name].dtype for name in used))
             return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
         except BaseException:
             files.close()
@@ -116,7 +106,7 @@ class HuggingFaceModel:
         for second in seconds:
             (piece,) = pieces
             one, other = self._named[piece.name], self._named[second]
-            if not _equal(one, other, piece.placement.index, piece.placement.count):
+            if one.shape != other.shape or not _equal(*(_read(each, piece, target.shape) for each in (one, other))):
                 said = 'valid: the same values, or (not for BERT) "tie_word_embeddings": false in config.json'
                 raise ValueError(f"{other.path}: {second} differs from {piece.name}, to which it is tied; {said}")
         for piece in pieces:
@@ -125,12 +115,10 @@ class HuggingFaceModel:
                 whole = torch.empty(one.shape, dtype=one.dtype)
                 one.source.read(bytes_of(whole.view(-1).view(torch.uint8)), 0)
                 part.copy_(piece.placement.part(_half_split(whole, self.config.head_size)))
-                continue
-            direct = part.is_contiguous() or not piece.placement.padded
-            filled = part if direct else torch.empty(part.shape, dtype=one.dtype)
-            fill_part(one.source, one.dtype, piece.placement, filled.view(piece.placement.part_view))
-            if not direct:
-                part.copy_(filled)
+            elif part.is_contiguous() or not piece.placement.padded:
+                fill_part(one.source, one.dtype, piece.placement, part.view(piece.placement.part_view))
+            else:
+                part.copy_(_read(one, piece, part.shape))
 
     def close(self) -> None:
         """Close the files."""
@@ -223,30 +211,14 @@ def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig) 
     return found
 
 
-def _equal(one: FileTensor, other: FileTensor, index: int, count: int) -> bool:
-    """Whether part ``index`` of ``count`` of two tensors is equal. transformers ties only tensors that are."""
-    if one.shape != other.shape:
-        return False
-    size = math.prod(one.shape)
-    low, high = index * size // count, (index + 1) * size // count
-    for start in range(low, high, _COMPARED):
-        pair = []
-        for tensor in (one, other):
-            values = torch.empty(min(_COMPARED, high - start), dtype=tensor.dtype)
-            tensor.source.read(bytes_of(values.view(torch.uint8)), start * tensor.dtype.itemsize)
-            pair.append(values)
-        if one.dtype == other.dtype:
-            pair = [values.view(torch.uint8) for values in pair]  # also where they are not a number
-        if not torch.equal(*(values.to(torch.promote_types(pair[0].dtype, pair[1].dtype)) for values in pair)):
-            return False
-    return True
-
-
-def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    found = torch.float16
-    seen = set(dtypes)
-    if len(seen) == 1:
-        return seen.pop()
-    for dtype in seen:
-        found = torch.promote_types(found, dtype)
+def _read(tensor: FileTensor, piece: TheirPart, shape: torch.Size) -> Tensor:
+    """This rank's part of a tensor of the files, of a local ``shape``, in the file's dtype."""
+    found = torch.empty(shape, dtype=tensor.dtype)
+    fill_part(tensor.source, tensor.dtype, piece.placement, found.view(piece.placement.part_view))
     return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, also where these are not a number."""
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(wide).view(torch.uint8), other.to(wide).view(torch.uint8))

@@ -18,26 +18,27 @@ Each rank's file has such rows of its own heads. Ours are [3, np, hn] of all hea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig
+from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
+from trainers.checkpoints.parallel_safetensors import some
 from trainers.files.reading import InputFileError, read_text
 
 from .megatron_settings import TOP, MegatronContents, model_config
-from .pickled import load_pickled
+from .other_model import REAL, OtherModel
+from .tensor_files import load_pickled
 
 #: the names of a rank's file, in the order in which they are looked for
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 #: our name of a table that BERTs without sentence order do not have
 _TYPES = "token_type_embedding"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -97,33 +98,40 @@ def _both(
 
 
 @dataclass(frozen=True)
-class MegatronCheckpoint:
+class MegatronCheckpoint(OtherModel):
     """A checkpoint of Megatron-LM: the shape of the model, and its tensors under our names.
 
-    config: of a GPT or a BERT with the same function. iteration: the steps after which it was saved, where the file
-    says so. version: of the format, 0 to 3. dtype: the widest of all tensors.
+    config: of a GPT or a BERT with the same function. dtype: the widest of all tensors.
     """
 
     config: GPTConfig | BERTConfig
-    iteration: int | None
-    version: int
     dtype: torch.dtype
     _files: Sequence[MegatronContents] = field(repr=False)
     _where: Mapping[str, MegatronTensor] = field(repr=False)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Our names of all tensors of the model."""
-        return tuple(self._where)
-
-    def their_name(self, name: str) -> str:
+    def their_names(self, name: str) -> str:
         """Megatron-LM's name of our tensor ``name``, as `MegatronTensor.theirs`."""
         return self._where[name].theirs
 
-    def tensor(self, name: str, padded_vocab_size: int | None = None) -> Tensor:
+    def parts(
+        self, config: TransformerConfig, placements: Mapping[str, Placement]
+    ) -> Mapping[str, Callable[[Tensor], None]]:
+        """See `OtherModel.parts`. It reads one whole global tensor at a time."""
+        if different := sorted(self._where.keys() ^ placements.keys()):
+            raise ValueError(f"not the model's tensors: {some(different)}")
+        rows = config.padded_vocab_size
+        return {name: partial(self._fill, name, placement, rows) for name, placement in placements.items()}
+
+    def _fill(self, name: str, placement: Placement, rows: int, target: Tensor) -> None:
+        target.copy_(placement.part(self.tensor(name, rows)))
+
+    def close(self) -> None:
+        """Do nothing: a file that is mapped into memory is closed when its last tensor is gone."""
+
+    def tensor(self, name: str, padded_vocab_size: int) -> Tensor:
         """Our global tensor ``name``, in the file's dtype. It may be a view of the file's memory: do not write into it.
 
-        padded_vocab_size: the rows of a tensor of the vocabulary, those of the padding 0; None for that of ``config``.
+        padded_vocab_size: the rows of a tensor of the vocabulary, those of the padding 0.
         Megatron-LM's BERT without sentence order has no token types: their embeddings are 0 here.
         """
         where = self._where[name]
@@ -132,14 +140,13 @@ class MegatronCheckpoint:
         pieces = [contents.tensors[where.theirs] for contents in self._files]
         if where.heads:
             heads = self.config.num_attention_heads // len(pieces)
-            blocks = [_queries_keys_values(piece, heads, self.version) for piece in pieces]
+            blocks = [_queries_keys_values(piece, heads, self._files[0].version) for piece in pieces]
             return torch.cat(blocks, dim=1).reshape(where.shape)
         whole = pieces[0] if where.split is None or len(pieces) == 1 else torch.cat(pieces, where.split)
         if not where.vocabulary:
             return whole
         real = whole[: self.config.vocab_size]
-        rows = self.config.padded_vocab_size if padded_vocab_size is None else padded_vocab_size
-        return F.pad(real, (*(0, 0) * (real.dim() - 1), 0, rows - len(real)))
+        return F.pad(real, (*(0, 0) * (real.dim() - 1), 0, padded_vocab_size - len(real)))
 
 
 def _queries_keys_values(rows: Tensor, heads: int, version: int) -> Tensor:
@@ -181,39 +188,19 @@ def open_megatron(
     tensors = megatron_tensors(config, first.tensors[f"{TOP}.embedding.word_embeddings.weight"].shape[0] * ranks)
     for one in contents:
         _require_tensors(one, tensors, ranks)
-        _require_copies(first, one, tensors)
     dtype = reduce(torch.promote_types, (one.dtype for one in first.tensors.values()))
     where = {tensor.ours: tensor for tensor in tensors}
-    return MegatronCheckpoint(config, first.iteration, first.version, dtype, contents, where)
+    return MegatronCheckpoint(config, dtype, contents, where)
 
 
 def _require_like(first: MegatronContents, other: MegatronContents, rank: int) -> None:
     """Raise InputFileError unless ``other`` is the file of rank ``rank`` beside ``first``, that of rank 0."""
-    for name, one, two in (
-        ("checkpoint_version", first.version, other.version),
-        ("iteration", first.iteration, other.iteration),
-        *((name, one, other.function[name]) for name, one in first.function.items()),
-    ):
+    for (name, one), two in zip(first.common.items(), other.common.values(), strict=True):
         if repr(one) != repr(two):  # also where it is no number
             raise other.wrong(f"is not of the checkpoint of rank 0: {name} is {two!r} here and {one!r} in {first.file}")
     numbers = first.settings.get("rank"), other.settings.get("rank")
     if numbers[0] != numbers[1] and numbers[1] != rank:  # programs that convert checkpoints write one number into all
         raise other.wrong(f"rank={numbers[1]} in its settings (args), in the place of the file of rank {rank}")
-
-
-def _require_copies(first: MegatronContents, other: MegatronContents, tensors: Sequence[MegatronTensor]) -> None:
-    """Raise InputFileError unless both files have about the same values of the tensors that each of them holds whole.
-
-    They need not be equal: on GPUs the ranks may have added up gradients in different orders.
-    """
-    if other is first:
-        return
-    for tensor in tensors:
-        if tensor.split is None and tensor.theirs in first.tensors:
-            one, two = (contents.tensors[tensor.theirs].float() for contents in (first, other))
-            most = 0.02 * float(one.abs().max())
-            if not torch.allclose(one, two, rtol=0.02, atol=most, equal_nan=True):
-                raise other.wrong(f"{tensor.theirs} is not that of {first.file}, though each file holds it whole")
 
 
 def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTensor], ranks: int) -> None:
@@ -227,16 +214,13 @@ def _require_tensors(contents: MegatronContents, tensors: Sequence[MegatronTenso
             continue  # of a BERT without sentence order
         if found is None:
             raise contents.wrong(f"lacks {tensor.theirs}, {shape}")
-        dense = found.layout is torch.strided and found.device.type == "cpu" and found.dtype in _DTYPES
+        dense = found.layout is torch.strided and found.device.type == "cpu" and found.dtype in REAL
         if list(found.shape) != shape or not dense:
             raise contents.wrong(
                 f"{tensor.theirs} is {list(found.shape)} of {found.dtype}; needed: {shape}, dense, of 16 to 64 bits"
             )
     if unknown := sorted(contents.tensors.keys() - {tensor.theirs for tensor in tensors}):
-        raise contents.wrong(
-            f"the model has no place for {', '.join(unknown[:4])}"
-            + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
-        )
+        raise contents.wrong(f"the model has no place for {some(unknown)}")
 
 
 def _files(path: Path) -> list[Path]:
@@ -255,16 +239,16 @@ def _files(path: Path) -> list[Path]:
     ranks = sorted(folder for folder in path.glob("mp_rank_*") if folder.is_dir())
     if not ranks:
         raise InputFileError(f"{path}: no checkpoint of Megatron-LM; needed: {FILES[0]}, mp_rank_00 or {_LATEST}")
+    files = []
     for number, folder in enumerate(ranks):
         if re.fullmatch(r"mp_rank_\d+_\d+", folder.name):
             raise InputFileError(f"{folder}: a part of a pipeline-parallel run, which is not supported")
         if folder.name != (wanted := f"mp_rank_{number:02d}"):
             raise InputFileError(f"{path}: lacks {wanted}; it has {', '.join(one.name for one in ranks)}"[:300])
-    files = [_file_in(folder) for folder in ranks]
-    for folder, file in zip(ranks, files, strict=True):
-        if file is None:
+        if (file := _file_in(folder)) is None:
             raise InputFileError(f"{folder}: lacks {' or '.join(FILES)}")
-    return [file for file in files if file is not None]
+        files.append(file)
+    return files
 
 
 def _file_in(folder: Path) -> Path | None:

@@ -86,9 +86,10 @@ class MegatronContents:
         return default if found is None else found
 
     @property
-    def function(self) -> dict[str, Any]:
-        """The settings that the function of the model depends on; all files of a checkpoint have the same."""
-        return {name: self.settings.get(name) for name in (*_SUPPORTED, *_READ)}
+    def common(self) -> dict[str, Any]:
+        """What all files of a checkpoint have in common, with the settings that the model's function depends on."""
+        settings = {name: self.settings.get(name) for name in (*_SUPPORTED, *_READ)}
+        return {"checkpoint_version": self.version, "iteration": self.iteration, **settings}
 
     def wrong(self, message: str) -> InputFileError:
         """The error of this file."""

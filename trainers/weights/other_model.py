@@ -1,32 +1,68 @@
-"""Models that other programs saved: what every reader of such files gives, and which files an option names."""
+"""Models that other programs saved: what every reader of such files gives."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplayers import Placement, TransformerConfig
+from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
+
+#: the dtypes in which our models compute; others, such as those of 8 bits, mean numbers only with scales
+REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+#: the fields of both configurations that do not change the function, and the one that is told with another setting
+_LEFT_OUT = {
+    "init_method_std", "make_vocab_size_divisible_by", "sequence_parallel", "recompute", "attention_dropout_mask",
+    "pad_attention_heads", "num_query_groups",
+}  # fmt: skip
 
 
-class OtherModel(Protocol):
+def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:
+    """The settings of `GPTTrainConfig` or `BERTTrainConfig` whose ``model()`` has the function of ``config``.
+
+    Settings that do not change the function are left out: how it is split, recomputed and initialised. Fields of
+    ``config`` that are no settings are there, too.
+    """
+    found = {name: value for name, value in vars(config).items() if name not in _LEFT_OUT}
+    found["ffn_hidden_size"] = config.ffn_size
+    if isinstance(config, BERTConfig):
+        return found | {"bert_no_binary_head": not config.binary_head}
+    found["disable_bias_linear"] = not config.add_bias_linear
+    if config.grouped:
+        found |= {"group_query_attention": True, "num_query_groups": config.query_groups}
+    if (scaling := config.rope_scaling) is not None:
+        found |= {
+            "use_rope_scaling": True, "rope_scaling_type": scaling.kind, "rope_scaling_factor": scaling.factor,
+            "rope_low_freq_factor": scaling.low_freq_factor, "rope_high_freq_factor": scaling.high_freq_factor,
+            "rope_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }  # fmt: skip
+    return found
+
+
+class OtherModel(ABC):
     """A model in the files of another program.
 
-    kind: "gpt" or "bert". settings: those of `GPTTrainConfig` or `BERTTrainConfig` that its files tell, by name.
-    dtype: of its parameters, the widest if they differ.
+    config: its shape. dtype: of its parameters, the widest if they differ.
     """
 
-    @property
-    def kind(self) -> str: ...
+    config: GPTConfig | BERTConfig
+    dtype: torch.dtype
 
     @property
-    def settings(self) -> dict[str, Any]: ...
+    def kind(self) -> str:
+        """The kind of model: "gpt" or "bert"."""
+        return "bert" if isinstance(self.config, BERTConfig) else "gpt"
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def settings(self) -> dict[str, Any]:
+        """The settings of `GPTTrainConfig` or `BERTTrainConfig` that its files tell, by name."""
+        return model_settings(self.config)
 
+    @abstractmethod
     def parts(
         self, config: TransformerConfig, placements: Mapping[str, Placement]
     ) -> Mapping[str, Callable[[Tensor], None]]:
@@ -39,8 +75,10 @@ class OtherModel(Protocol):
         The functions raise ValueError, naming the file, and OSError. Not collective.
         """
 
+    @abstractmethod
     def their_names(self, name: str) -> str:
         """The tensors of the files in which our parameter ``name`` lies, by their names there, for people."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import bench
+from bench.__main__ import PROGRAMS, RENAMED
+from bench.contest import CONTESTS
+from trainers.run.programs import answer
 
 TOP = Path(bench.__file__).parent
 #: the file of each command: a module at the top, or the __main__.py of a folder
@@ -19,21 +23,10 @@ FILES = {path.stem: path for path in TOP.glob("[!_]*.py")} | {
 COMMANDS = sorted(FILES)
 #: commands that need several ranks, and an error of each that is found before anything is measured
 ON_RANKS = {
-    "all_reduce": ["--rounds", "0"],
     "collectives": ["--warmup", "0"],
-    "overhead": ["--rounds", "1"],
-    "overlap": ["--rate", "0"],
-    "saving": ["--save", "/no/where"],
-    "switch_points": ["--margin", "-1"],
 }
 ALONE = {
-    "data_parallel": ["--global-batch-size", "3"],
-    "fields": ["--points", "20"],
-    "fit": ["results.json", "--segments", "0"],
     "predict": ["--model", "1.2b", "--gpus", "0"],
-    "step_contest": ["--rounds", "0"],
-    "this_machine": ["--output", "/no/where.yaml"],
-    "report": ["/no/where"],
 }
 #: makes any import of torch.distributed by this process's modules an error; torch's own are there already
 WITHOUT_DISTRIBUTED = """
@@ -64,7 +57,7 @@ def name_of(command):
 
 
 #: the one command that runs others, in its own process and on its own ranks
-RUNS_OTHERS = {"study": ("fit", "replay", "step")}
+RUNS_OTHERS = {"study": ("replay", "step")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,10 +71,11 @@ def test_every_command_has_a_parser_and_imports_no_other_command(command):
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = {f"{node.module}.{alias.name}" for node in imported for alias in node.names}
     names |= {str(node.module) for node in imported}
-    others = names & {f"bench.{other}" for other in COMMANDS}
+    others = names & {f"bench.{other}" for other in COMMANDS if other != command}
     assert others == {f"bench.{other}" for other in RUNS_OTHERS.get(command, ())}
 
 
+@pytest.mark.slow
 def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
     """One process asks all commands in turn, because each start of a process imports torch again."""
     wrong_launcher = {"PMI_SIZE": "4"}  # launch.run would refuse it
@@ -94,7 +88,7 @@ def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
     assert list(answers) == COMMANDS
     for command, text in answers.items():
         assert text.startswith(f"usage: python -m bench.{command} "), command
-        assert command == "gpu" or "--output FILE" in text, command
+        assert command in ("gpu", "contest") or "--output FILE" in text, command
 
 
 @pytest.mark.parametrize("command", ALONE)
@@ -130,3 +124,37 @@ def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2
         assert line == f"python -m bench.gpu: error: {study}: needs a CUDA device, and torch sees none"
+
+
+@pytest.mark.parametrize("package", ["bench", "trainers"])
+def test_the_programs_are_listed_and_old_names_lead_to_new_ones(package, capsys):
+    module = importlib.import_module(f"{package}.__main__")
+    assert answer(package, module.PROGRAMS, module.RENAMED, []) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines] == [f"{package}.{name}" for name in module.PROGRAMS]
+    for old, new in module.RENAMED.items():
+        assert answer(package, module.PROGRAMS, module.RENAMED, [f"{package}.{old}"]) == 0
+        assert capsys.readouterr().out == f"{package}.{old} is now: python -m {new}\n"
+        assert new.split()[0].removeprefix(f"{package}.") in module.PROGRAMS
+        if new.startswith("bench.contest "):
+            assert new.split()[1] in CONTESTS
+    assert not set(module.PROGRAMS) & set(module.RENAMED)
+    assert answer(package, module.PROGRAMS, module.RENAMED, ["nonsense"]) == 2
+    assert "nonsense: there is no such program" in capsys.readouterr().err
+
+
+def test_at_most_18_programs_and_each_is_listed():
+    from trainers.__main__ import PROGRAMS as OF_TRAINERS
+
+    assert sorted(PROGRAMS) == COMMANDS and len(PROGRAMS) + len(OF_TRAINERS) <= 18
+    modules = [path for path in (TOP.parent / "trainers").glob("*.py") if '"__main__":' in path.read_text()]
+    assert {path.stem for path in modules} == {*OF_TRAINERS, "__main__"}
+
+
+def test_the_changelog_has_the_new_name_of_every_program():
+    from trainers.__main__ import RENAMED as OF_TRAINERS
+
+    rows = re.findall(r"^\| `(bench|trainers)\.(.+)` \| `(.+)` \|$", (TOP.parent / "CHANGELOG.md").read_text(), re.M)
+    found = {(package, old): new for package, old, new in rows}
+    expected = {("bench", old): new for old, new in RENAMED.items()}
+    assert found == expected | {("trainers", old): new for old, new in OF_TRAINERS.items()}

@@ -3,16 +3,7 @@
 import pytest
 
 from bench.command.files import check_writable, publish
-from bench.command.values import listed, one_of, size_of
-
-
-def test_names_come_with_spaces_and_commas_and_once():
-    assert listed(["a,b", "a", "c,"], ["a", "b", "c", "d"], "--names") == ["a", "b", "c"]
-    for given, message in ((["a", "e"], "--names e: .*; valid: a, b"), ([","], "--names: no name .*; valid: a, b")):
-        with pytest.raises(ValueError, match=message):
-            listed(given, ["a", "b"], "--names")
-    with pytest.raises(ValueError, match=r"--start now: .*; valid: auto, clock"):
-        one_of("now", ["auto", "clock"], "--start")
+from bench.command.values import size_of
 
 
 @pytest.mark.parametrize("text", ["", "-1", "12Q", "1.2.3M", "M", "1e6"])

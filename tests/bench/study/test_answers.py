@@ -21,11 +21,11 @@ def row(size, transport, spent, *, width=0.01, operation="all_reduce", ranks=2, 
 
 def test_every_size_comes_once_the_coarse_ones_first():
     found = list(sizes.units(1 << 20))
-    of_one = [unit for unit in found if unit.operation == "broadcast"]
-    assert [unit.size for unit in of_one if unit.level == 0] == [4, 256, 16 << 10, 1 << 20]
-    assert sorted(unit.size for unit in of_one) == [4 << k for k in range(19)]
-    assert [unit.level for unit in found] == sorted(unit.level for unit in found)
-    assert len(found) == 4 * len(of_one) == len({(unit.operation, unit.size) for unit in found})
+    of_one = [(size, level) for (operation, size), level in found if operation == "broadcast"]
+    assert [size for size, level in of_one if level == 0] == [4, 256, 16 << 10, 1 << 20]
+    assert sorted(size for size, _ in of_one) == [4 << k for k in range(19)]
+    assert [level for _, level in found] == sorted(level for _, level in found)
+    assert len(found) == 4 * len(of_one) == len({unit for unit, _ in found})
 
 
 def test_a_cells_time_keeps_within_its_bounds():
@@ -168,9 +168,9 @@ def test_the_share_of_a_step():
         "ms (50 ms to 50 ms) of it; in 10 ms"
     )
     assert "| tensor (2) | all_reduce | 3 | 20 ms | 20 ms (15 ms to 25 ms) | 6 ms | 10.0% (8.3% to 11.0%) |" in said
-    assert "| - | 10.0%" in answers.share(traced(), None, "")["answer"] and "differs" not in said
+    assert "| - | 10.0%" in answers.share(traced(), {"ranks": []}, "")["answer"] and "differs" not in said
     assert "over the 3 traced steps" in said and "a GPT." in said
-    assert "**The trace differs" in answers.share(traced() | {"formulas_hold": False}, None, "")["answer"]
+    assert "**The trace differs" in answers.share(traced() | {"formulas_hold": False}, {"ranks": []}, "")["answer"]
 
 
 def test_a_folder_goes_on_or_says_why_not(tmp_path):
@@ -183,7 +183,7 @@ def test_a_folder_goes_on_or_says_why_not(tmp_path):
         folder.open_record(place, {"ranks": 4, "step": ["a"]}, overwrite=False)
     (place / "mine.txt").write_text("kept")
     (place / "study.json").write_text(json.dumps({"kind": "study", "format": 1}))
-    with pytest.raises(UsageError, match=r"study\.json lacks 'settings'"):
+    with pytest.raises(UsageError, match=r"study\.json is not of this version"):
         folder.open_record(place, {}, overwrite=False)
     (place / "study.json").write_text('{"kind": "stu')
     with pytest.raises(UsageError, match=r"study\.json: not JSON: .*; give --overwrite to begin anew"):

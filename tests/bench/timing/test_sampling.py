@@ -61,7 +61,7 @@ def test_a_call_that_never_settles_stops_at_the_limit(each, limit):
     (found,) = alone([wild], clock, confidence=1e-6, seconds=limit, warmup=1)
     assert not found.converged and found.finished
     assert found.spent >= limit
-    before = found.spent - found._parts[-1].sum() - each * len(found._parts[-1])
+    before = found.spent - found._rounds[-1][0].sum() - each * len(found._rounds[-1][0])
     assert before < limit
 
 

@@ -41,21 +41,18 @@ def test_only_calls_with_tensors_wait_and_attributes_pass():
 
     from bench.timing.slow_link import SlowLink
 
-    class Transport:
+    class Routes:
         name = "host"
 
-        def copy(self, output, source):
-            output.copy_(source)
+        def prepared(self, operation, args):
+            return (lambda output, source: output.copy_(source)) if args else lambda: None
 
-        def barrier(self):
-            return None
-
-    slow = SlowLink(Transport(), 1e6)
+    slow = SlowLink(Routes(), 1e6)
     output = torch.zeros(10_000)
     start = time.perf_counter()
-    slow.copy(output, torch.ones(10_000))
+    slow.run(None, (output, torch.ones(10_000)))
     assert time.perf_counter() - start >= 0.04
     assert torch.equal(output, torch.ones(10_000)) and slow.name == "host"
     start = time.process_time()
-    slow.copy(output, torch.zeros(10_000))
+    slow.run(None, (output, torch.zeros(10_000)))
     assert time.process_time() - start < 0.03  # it sleeps: the core is free for compute

@@ -2,11 +2,12 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from bench.step_study.recording import Group
-from bench.traces import chakra_writer, formats, param
+from bench.traces import foreign, formats, param
 from commengine import CollectiveEvent, UsageError
 
 
@@ -90,14 +91,17 @@ def test_the_collectives_of_an_execution_trace(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "rank-2.json").unlink(), "there is no trace of rank 2, though there are 3 files"),
+        (lambda f: (f / "rank-2.json").unlink(), "there are traces of 3 ranks, and none of rank 2"),
         (lambda f: write(f / "rank-0.json", [], schema="1.0.1"), r"rank-0.json: not an .* 1.0.3 or newer.* '1.0.1'"),
         (lambda f: write(f / "rank-0.json", {}), "rank-0.json: not an execution trace"),
         (lambda f: write(f / "rank-0.json", step(0)[2:]), "rank-0.json: node 11: the ranks of its group '1' are not"),
-        (lambda f: write(f / "rank-0.json", step(2)), r"rank-0.json: node 11: rank 0 is not in its group"),
+        (lambda f: write(f / "rank-0.json", step(2)), r"rank 0, all_gather: the rank is not in 'tp'"),
         (lambda f: write(f / "rank-0.json", step(0)[:3]), "the traces do not fit"),
         (lambda f: write(f / "rank-0.json", [{"id": 1}]), "rank-0.json: node 1: 'name' is missing"),
-        (lambda f: write(f / "rank-0.json", [*step(0), call(20, "reduce", 8, 9, 1, 1)]), "root or peer 9"),
+        (
+            lambda f: write(f / "rank-0.json", [*step(0), call(20, "reduce", 8, 9, 1, 1)]),
+            "rank 0, reduce: the root or peer 9",
+        ),
         (lambda f: write(f / "rank-0.json", [*step(0), call(20, "reduce", 8, 0, -1, 1)]), "reduce of -1 elements"),
     ],
     ids=range(9),
@@ -123,8 +127,9 @@ def test_what_is_written_is_what_params_parser_takes(tmp_path):
         event("sendrecv", 3.0, shape=(4,), peers=(1, 1), buffers=((8, False), (12, False))),
     ]
     groups = {"tensor": [1, 3]}
-    numbers = chakra_writer.numbered([*groups.items(), ("data", [0, 1])])
-    param.write_rank(tmp_path / "rank-3.json", 3, events, groups, numbers, 4)
+    numbers = foreign.numbered([*groups.items(), ("data", [0, 1])])
+    trace = SimpleNamespace(events=events)
+    param.write_rank(foreign.Written(tmp_path / "rank-3.json", 3, 4, trace, groups, numbers))
     data = json.loads((tmp_path / "rank-3.json").read_text())
     assert data["schema"] == "1.1.0-chakra.0.0.4" and [one["id"] for one in data["nodes"]] == list(range(1, 9))
     init = next(one for one in data["nodes"] if "process_group:init" in one["name"])

@@ -1,4 +1,4 @@
-"""Model files that an older version of `bench.fit` wrote are still read, and give the same seconds."""
+"""Model files that an older version of `bench.study --only fit` wrote are still read, and give the same seconds."""
 
 from pathlib import Path
 

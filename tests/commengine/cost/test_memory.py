@@ -31,7 +31,7 @@ def test_activation_memory_of_korthikanti():
 def test_two_moments_of_a_step():
     """The loss: layers, ends, the gradient of the logits. A recomputation: the layer whole, and no logits."""
     sbh, logits = 2048 * 12288, 2048 * 51200
-    at_loss = sbh + 2 * 2 * sbh + 10 * logits
+    at_loss = sbh + 2 * 2 * sbh + 6 * logits
     assert cost.activation_bytes(GPT3, 1) == 96 * sbh * 114 + at_loss
     assert cost.activation_bytes(GPT3, 1, 1, KeptTensors(scores="none")) == 96 * 34 * sbh + at_loss
     full = cost.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="full"))
@@ -41,8 +41,8 @@ def test_two_moments_of_a_step():
     )  # mask, a gradient, the layer beyond its input
     selective = cost.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="selective"))
     assert selective == 96 * 34 * sbh + sbh + 2 * sbh + 80 * sbh + table
-    wide = TransformerShape(layers=2, hidden=64, heads=1, seq=16, vocab=4096)  # here the loss needs more
-    assert cost.activation_bytes(wide, 1, 1, KeptTensors(recompute="full")) == 16 * (64 * (2 * 2 + 5) + 10 * 4096)
+    wide = TransformerShape(layers=2, hidden=64, heads=1, seq=64, vocab=4096)  # here the loss needs more
+    assert cost.activation_bytes(wide, 1, 1, KeptTensors(recompute="full")) == 64 * (64 * (2 * 2 + 5) + 6 * 4096)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,8 @@ def test_gradients_that_are_sent_exist_when_activations_are_gone():
     assert cost.training_bytes(large, 1, 1, 4, in_fp32)["gradients being sent"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recompute": "some"}, "recompute='some': one of none, selective, full"),
-        ({"scores": "fused"}, "scores='fused': one of dropped, softmax, none"),
-        ({"element_bytes": 8}, r"element_bytes=8: one of \(2, 4\)"),
-    ],
-)
-def test_wrong_settings(options, message):
-    with pytest.raises(ValueError, match=message):
-        KeptTensors(**options)
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="recompute='some': one of none, selective, full"):
+        KeptTensors(recompute="some")
     with pytest.raises(ValueError, match="size 3 does not divide heads=4"):
         cost.layer_activation_bytes(SMALL, 1, 3)

@@ -21,7 +21,6 @@ from commengine.device.choice import (
     sharing_problem,
 )
 from commengine.device.nccl import load_runtime, to_install
-from commengine.device.staged import mpi_takes_device_addresses
 from tests.support.device.cuda_stand_in import host_runtime
 
 CUDA = torch.device("cuda")
@@ -99,16 +98,16 @@ def test_the_launcher_tells_a_ranks_number_on_its_node():
     assert local_rank({}) is None and local_rank({"SLURM_LOCALID": ""}) is None
 
 
-def test_ranks_of_a_group_are_counted_in_two_ways():
-    assert places([(12, 4), (13, 5), (14, 6)]) == ([4, 5, 6], [0, 1, 2])
-    assert places([(14, 6), (12, 4)]) == ([6, 4], [1, 0])  # whatever their order in the group
-    assert places([(12, None), (13, 5)]) == ([0, 1], [0, 1])
-    assert places([(12, 0), (13, 0)]) == ([0, 1], [0, 1])  # inherited from something that started one task
+def test_ranks_of_a_node_are_counted_by_the_launcher_or_in_the_group():
+    assert places([(14, 6), (12, 4)]) == [6, 4]  # whatever their order in the group
+    assert places([(12, None), (13, 5)]) == [0, 1]
+    assert places([(12, 0), (13, 0)]) == [0, 1]  # inherited from something that started one task
 
 
 HIDDEN = "import sys; sys.modules[{name!r}] = None; from commengine.device.nccl import load_runtime; load_runtime()"
 
 
+@pytest.mark.slow
 def test_missing_cupy_names_the_extras():
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN.format(name="cupy")], capture_output=True, text=True, check=False, timeout=60
@@ -132,10 +131,6 @@ def test_missing_libnccl_names_the_extras(monkeypatch):
     monkeypatch.setattr(nccl, "available", False)
     with pytest.raises(CollectiveError, match=r"finds no libnccl.so.2: in a checkout of"):
         load_runtime()
-
-
-def test_no_mpi_loaded_takes_no_device_addresses():
-    assert not mpi_takes_device_addresses("")
 
 
 def test_two_parts_of_one_gpu_are_one_device():
@@ -199,18 +194,6 @@ def test_two_groups_of_a_node_take_different_devices(mpi_world, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.every_size
-def test_ranks_that_would_meet_on_a_device_are_counted_in_their_group(mpi_world, monkeypatch):
-    """Every second rank of a node computes on a device, and there are as many devices as such ranks."""
-    monkeypatch.setattr("commengine.device.choice.device_problem", lambda *_: None)
-    monkeypatch.setattr("commengine.device.choice.runtime_problem", lambda *_: None)
-    monkeypatch.setattr("commengine.device.choice.local_rank", lambda: 2 * mpi_world.rank)
-    runtime = host_runtime(devices=mpi_world.size)
-    device, _ = choose_device(mpi_world, "cuda", cuda=runtime.cuda, load=lambda: runtime)
-    assert device == torch.device("cuda", mpi_world.rank)
-
-
-@pytest.mark.mpi(min_size=2)
 def test_a_problem_of_one_rank_is_every_ranks_error(mpi_world):
     last = mpi_world.rank == mpi_world.size - 1
 
@@ -229,19 +212,11 @@ def test_a_problem_of_one_rank_is_every_ranks_error(mpi_world):
 
 @NO_GPU
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("transport", ["nccl", "staged", "mpi"])
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
 def test_without_a_gpu_the_error_says_so(mpi_world, transport):
     with pytest.raises(CollectiveError, match=r"^device='cuda(:0)?': (this torch|torch finds no CUDA device)"):
         Communicator(mpi_world, device="cuda" if transport == "nccl" else 0, transport=transport)
-    with pytest.raises(CollectiveError, match="transport='gloo' is not one of nccl, mpi, staged"):
+    with pytest.raises(CollectiveError, match="transport='gloo' is not one of nccl, staged"):
         Communicator(mpi_world, transport="gloo")
     with Communicator(mpi_world, device=torch.device("cpu")) as comm:
         assert comm.device == torch.device("cpu")
-
-
-@pytest.mark.mpi(min_size=1)
-def test_this_mpi_is_asked_for_device_addresses(mpi_world):
-    """No MPI wheel is built with CUDA."""
-    assert mpi_takes_device_addresses() in (False, True)
-    if not torch.cuda.is_available():
-        assert not mpi_takes_device_addresses()

@@ -10,9 +10,12 @@ import torch
 
 from commengine import CollectiveError
 from commengine.device import nccl as device_nccl
-from commengine.device.nccl import LAUNCH_ORDER, DeviceTransport, connect
+from commengine.device.backends import NcclBackend
+from commengine.device.nccl import LAUNCH_ORDER, connect
 from commengine.dtypes import DTYPES, NCCL_REDUCTIONS, REDUCTIONS, reduction_error
 from commengine.errors import TransferError
+from commengine.operations.all_reduce import ALL_REDUCE
+from commengine.operations.messages import RECV, SEND
 from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     given,
     test_all_gather,
@@ -28,20 +31,21 @@ from tests.support.device.exact_reductions import (  # noqa: F401  likewise
     test_reduce_scatter,
 )
 from tests.support.device.moving import moved_together
-from tests.support.device.nccl.library import CUPY, cupy_runtime
+from tests.support.device.nccl.library import cupy_runtime
+from tests.support.device.routed import CallsOnNccl
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 CUDA = torch.device("cuda", 0)
 
-#: of NCCL: before ncclCommSplit (2.18), before the order of launches (2.26), and the newest
+#: of NCCL: before the order of launches (2.26), and the newest
 VERSIONS = (21000, 21700, 22105, 22203, 22304, 22403, 22501, 22602, 22707, 22809, 22907, 23007, 23203)
 
 
 @contextlib.contextmanager
 def connected(mpi_comm, version=23203):
     runtime = cupy_runtime(version=version)
-    transport = DeviceTransport.open(runtime, mpi_comm, CUDA)
+    transport = CallsOnNccl.open(runtime, mpi_comm, CUDA)
     yield transport
     transport.close()
 
@@ -179,12 +183,12 @@ def test_the_first_collective_connects_and_blocks_the_host(mpi_world):
         mpi_world.Barrier()
         for first in (True, False):
             if transport.rank == 1:
-                time.sleep(0.2)
+                time.sleep(0.2) if first else mpi_world.recv(source=0)
             began = time.monotonic()
             transport.all_reduce(tensor, "sum")
-            seconds = time.monotonic() - began
             if transport.rank == 0:
-                assert seconds > 0.1 if first else seconds < 0.1
+                # The second time rank 1 waits for this word before its own call: a call that blocked would hang.
+                assert time.monotonic() - began > 0.1 if first else mpi_world.send(None, 1) is None
             mpi_world.Barrier()
         transport.synchronize()
 
@@ -195,7 +199,7 @@ def test_two_communicators_in_flight_are_launched_in_the_hosts_order(mpi_world, 
     monkeypatch.setenv(LAUNCH_ORDER, "")
     del os.environ[LAUNCH_ORDER]
     with connected(mpi_world) as first:
-        second = first.split(mpi_world, mpi_world, 0, mpi_world.rank, first.runtime.cuda.Stream())
+        second = CallsOnNccl.open(first.runtime, mpi_world, CUDA, first.runtime.cuda.Stream())
         one, two = torch.ones(3), torch.ones(3)
         first.all_reduce(one, "sum")
         second.all_reduce(two, "sum")
@@ -243,9 +247,9 @@ def test_exchanges_around_the_ring(transport, shape):
 def test_send_and_recv(transport):
     tensor = given(torch.bfloat16, (7,), transport.rank)
     if transport.rank == 0:
-        transport.send(tensor, 1)
+        SEND.by_nccl(transport, tensor, 1)
     elif transport.rank == 1:
-        transport.recv(tensor, 0)
+        RECV.by_nccl(transport, tensor, 0)
     transport.synchronize()
     assert torch.equal(tensor, given(torch.bfloat16, (7,), 0 if transport.rank < 2 else transport.rank))
 
@@ -334,7 +338,7 @@ def test_ranks_that_differ_in_a_collective_are_noticed(mpi_world):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_of_nccl_sums_sends_and_ends(mpi_world, version):
     runtime = cupy_runtime(version=version)
-    transport = DeviceTransport.open(runtime, mpi_world, CUDA)
+    transport = CallsOnNccl.open(runtime, mpi_world, CUDA)
     assert runtime.library.ordered == (version >= 22600)
     sent, received = torch.tensor([float(transport.rank)]), torch.empty(1)
     total = sent.clone()
@@ -355,16 +359,16 @@ def test_split(mpi_world, version):
         whole.all_reduce(outstanding, "sum")
         color = None if whole.rank == 3 else whole.rank % 2
         part = mpi_world.Split(-32766 if color is None else color, -whole.rank)
-        mine = whole.split(mpi_world, None if color is None else part, color, -whole.rank)
-        assert ("CommSplit" in whole.runtime.library.calls) == (CUPY >= 14 and version > 21800)
+        made = NcclBackend(whole).split(mpi_world, None if color is None else part)
         whole.synchronize()
         assert (outstanding == whole.size).all()
         if color is None:
-            assert mine is None
+            assert made is None
             return
+        mine = made.transport
         assert (mine.rank, mine.size) == (part.rank, part.size)
         tensor = torch.tensor([float(whole.rank)])
-        mine.all_reduce(tensor, "sum")
+        ALL_REDUCE.by_nccl(mine, tensor, "sum")
         mine.synchronize()
         assert tensor.item() == sum(part.allgather(whole.rank))
         mine.close()
@@ -372,7 +376,7 @@ def test_split(mpi_world, version):
 
 def test_nccl_is_started_on_the_device_it_is_for(mpi_world):
     runtime = cupy_runtime(devices=2)
-    transport = DeviceTransport.open(runtime, mpi_world, torch.device("cuda", 1))
+    transport = CallsOnNccl.open(runtime, mpi_world, torch.device("cuda", 1))
     assert transport._comm.device_id() == 1 and runtime.cuda.current_device == 0
     tensor = torch.ones(2)
     transport.all_reduce(tensor, "avg")  # a kernel on one rank, too, and NCCL does not set the device there
@@ -393,7 +397,7 @@ def test_close_waits_for_what_is_enqueued(mpi_world):
 
 def test_what_was_not_closed_is_aborted_by_its_end(mpi_world):
     """CuPy's destructor would be a collective call."""
-    transport = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA)
+    transport = CallsOnNccl.open(cupy_runtime(), mpi_world, CUDA)
     comm = made(transport)
     del transport
     assert comm.end == "abort"
@@ -401,7 +405,7 @@ def test_what_was_not_closed_is_aborted_by_its_end(mpi_world):
 
 def test_what_was_not_closed_waits_for_its_calls_in_flight(mpi_world):
     """Every rank has enqueued them: an abort would leave a wrong result, silently."""
-    transport, tensor = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA), torch.ones(3)
+    transport, tensor = CallsOnNccl.open(cupy_runtime(), mpi_world, CUDA), torch.ones(3)
     comm = made(transport)
     transport.all_reduce(tensor, "sum")
     del transport
@@ -411,7 +415,7 @@ def test_what_was_not_closed_waits_for_its_calls_in_flight(mpi_world):
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_drop_waits_only_so_long_and_not_after_a_failure(mpi_world, monkeypatch, failed):
     monkeypatch.setattr(device_nccl, "DROP_SECONDS", 30.0 if failed else 0.02)
-    transport, tensor = DeviceTransport.open(cupy_runtime(), mpi_world, CUDA), torch.full((3,), 7.0)
+    transport, tensor = CallsOnNccl.open(cupy_runtime(), mpi_world, CUDA), torch.full((3,), 7.0)
     library, cuda, comm = transport.runtime.library, transport.runtime.cuda, made(transport)
     transport.all_reduce(tensor, "sum")
     if failed:
@@ -428,11 +432,11 @@ def test_a_split_that_fails_on_one_rank_fails_on_all(mpi_world):
     last = mpi_world.rank == mpi_world.size - 1
     with connected(mpi_world) as whole:
         library = whole.runtime.library
-        part = mpi_world.Split(mpi_world.rank, 0)  # with CuPy 13 each part connects alone
+        part = mpi_world.Split(mpi_world.rank, 0)  # each part connects alone
         if last:
-            library.fail("CommSplit" if CUPY >= 14 else "GetUniqueId", 3)
+            library.fail("GetUniqueId", 3)
         with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: .*NCCL_ERROR_INTERNAL") as error:
-            whole.split(mpi_world, part, mpi_world.rank, 0)
+            NcclBackend(whole).split(mpi_world, part)
         assert len(set(mpi_world.allgather(str(error.value)))) == 1
         if not last:
             assert [comm.end for comm in library.comms[1:]] == ["abort"]
@@ -450,7 +454,7 @@ def test_an_open_that_fails_on_one_rank_fails_on_all(mpi_world):
     if mpi_world.rank == mpi_world.size - 1:
         object.__setattr__(runtime, "byte", byte)
     with pytest.raises(CollectiveError, match=rf"^rank {mpi_world.size - 1}: CUDA out of memory$") as error:
-        DeviceTransport.open(runtime, mpi_world, CUDA)
+        CallsOnNccl.open(runtime, mpi_world, CUDA)
     assert isinstance(error.value.__cause__, MemoryError) == (mpi_world.rank == mpi_world.size - 1)
     assert [comm.end for comm in runtime.library.comms] == ["abort"]
 

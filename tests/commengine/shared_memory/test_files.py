@@ -25,8 +25,7 @@ def main(world):
         for group in (comm, part):
             for number in range(3):
                 kept = group.empty((1 << 20,)).fill_(number)
-                for tensor in (kept, torch.full((1 << 18,), float(number)),
-                               group.operand("all_reduce", (1 << 20,)).fill_(number)):
+                for tensor in (kept, torch.full((1 << 18,), float(number))):
                     group.all_reduce(tensor)
                     if group is comm:
                         group.all_reduce(tensor, stream=stream).wait()
@@ -60,7 +59,9 @@ def program(folder):
 needs_mounts = pytest.mark.skipif(bool(small_shm.why_not()), reason="this user may not mount a disk of its own")
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(
+    "space", ["pid", *(pytest.param(one, marks=pytest.mark.long) for one in SPACES if one != "pid")]
+)
 def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
     reason = small_shm.allowed([*SPACES[space], "true"])
     if reason:
@@ -74,7 +75,10 @@ def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
 
 
 @needs_mounts
-@pytest.mark.parametrize(("megabytes", "way", "told"), [(20, "", "nameless True"), (36, "named", "named False")])
+@pytest.mark.parametrize(
+    ("megabytes", "way", "told"),
+    [pytest.param(20, "", "nameless True", marks=pytest.mark.long), (36, "named", "named False")],
+)
 def test_a_small_dev_shm(tmp_path, megabytes, way, told):
     """Memory without a name needs none of it; named files leave MPI its part, and the group goes on without more."""
     argv = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), way])
@@ -83,6 +87,7 @@ def test_a_small_dev_shm(tmp_path, megabytes, way, told):
 
 
 @needs_mounts
+@pytest.mark.long
 def test_two_jobs_that_share_a_small_dev_shm_at_once(tmp_path):
     """Each reserves, so neither writes to what the other has taken. A job that finds too little goes on without."""
     job = " ".join([mpirun.mpiexec(), "-n", "2", *program(tmp_path), "named"])

@@ -31,6 +31,7 @@ with Communicator(both, timeout=30) as comm:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_spawned_and_merged_ranks(tmp_path):
     """MPICH shares no memory between ranks that were spawned apart: tensors are private there. Others do."""
     (tmp_path / "program.py").write_text(SPAWNED)

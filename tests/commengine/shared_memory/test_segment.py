@@ -1,14 +1,13 @@
 """Memory that the ranks of a node share: whose memory is where, that it is reserved, and when there is none."""
 
 import gc
-import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from commengine.shared_memory.files import NAMED, NAMELESS, PREFIX
+from commengine.shared_memory.files import NAMED, NAMELESS, PREFIX, Way
 from commengine.shared_memory.segment import PAGE, NodeMemory
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -83,14 +82,14 @@ def test_memory_is_reserved_when_it_is_made_and_lives_as_long_as_a_tensor(mpi_wo
 
 
 def test_a_file_of_more_bytes_than_an_int_has(mpi_world):
-    made = NodeMemory(mpi_world, mpi_world, NAMELESS).unreserved(3 << 30)
-    whole, stride, file = made
-    os.close(file)
-    whole[stride * mpi_world.rank + (3 << 30) - 1] = mpi_world.rank + 1
+    class Unreserved(Way):
+        def reserve(self, file, start, end, ranks=1):
+            return end
+
+    made = NodeMemory(mpi_world, mpi_world, Unreserved(*NAMELESS)).make(3 << 30)
+    made.parts[mpi_world.rank][-1] = mpi_world.rank + 1
     mpi_world.Barrier()
-    assert [int(whole[stride * rank + (3 << 30) - 1]) for rank in range(mpi_world.size)] == [
-        rank + 1 for rank in range(mpi_world.size)
-    ]
+    assert [int(part[-1]) for part in made.parts] == [rank + 1 for rank in range(mpi_world.size)]
     mpi_world.Barrier()
 
 
@@ -98,6 +97,7 @@ def _fail(*args):
     raise OSError("not here")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @ways
 @pytest.mark.parametrize("fault", [{"left": lambda: 0}, {"open": _fail}, {"create": _fail}, {"left": _fail}])

@@ -13,8 +13,7 @@ from commengine.host.switch_points import Point, SwitchPoints
 from commengine.shared_memory import slots as bounce
 from commengine.shared_memory import windows
 from commengine.shared_memory.files import WAYS
-from commengine.shared_memory.slots import Bounce
-from tests.support.device.device_stand_in import communicator_stand_in, on_device
+from commengine.shared_memory.slots import Slots
 from tests.support.exact import ALWAYS, NEVER, expected, ops_of, values
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
@@ -46,13 +45,13 @@ def world(small_slots, mpi_world):
 def bounced(monkeypatch):
     """What went through slots."""
     seen = []
-    run = Bounce._run
+    run = Slots.run
 
     def noticed(self, operation, *args):
         seen.append(operation)
         run(self, operation, *args)
 
-    monkeypatch.setattr(Bounce, "_run", noticed)
+    monkeypatch.setattr(Slots, "run", noticed)
     return seen
 
 
@@ -209,14 +208,3 @@ def test_switch_points_differ(mpi_world):
         Communicator(mpi_world, switch_points=ALWAYS if mpi_world.rank else None)
     with pytest.raises(CollectiveError, match=r"SwitchPoints\.load"):
         Communicator(mpi_world, switch_points="here.json")
-
-
-def test_device_addresses_are_mpis(mpi_world, monkeypatch, bounced):
-    """An MPI that takes them moves them itself, however large: slots are for host tensors."""
-    comm, _ = communicator_stand_in(monkeypatch, mpi_world, "mpi", switch_points=ALWAYS)
-    with comm:
-        tensor = on_device(torch.ones(8000))
-        comm.all_reduce(tensor)
-        comm.broadcast(tensor)
-        assert tensor.as_subclass(torch.Tensor).eq(comm.size).all()
-    assert bounced == []

@@ -11,7 +11,7 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator
 from commengine.dtypes import DTYPES
 from commengine.host.switch_points import Point, SwitchPoints
-from commengine.shared_memory import window_collectives as in_window
+from commengine.shared_memory import windows as in_window
 from commengine.shared_memory.files import NAMELESS
 from tests.support.exact import ALWAYS, expected, ops_of, values
 
@@ -252,7 +252,7 @@ def test_windows_that_nobody_uses_are_unmapped(mpi_world):
     assert sizes[-1] - sizes[0] < 16 << 20, "three windows of 16 MB a rank were left behind"
 
 
-WIDE_TYPES = [dtype for dtype in sorted(DTYPES, key=str) if dtype.itemsize > 1]
+WIDE_TYPES = [d for d in sorted(DTYPES, key=str) if d.itemsize > 1 and d != torch.complex128]  # which is refused
 
 
 @pytest.mark.mpi(min_size=2)

@@ -53,7 +53,7 @@ def test_two_programs_of_one_launcher_at_a_thread_level(tmp_path, level):
 
 def job(path, text, n=2):
     path.write_text("import time\nfrom mpi4py import MPI\nfrom commengine import launch\n" + textwrap.dedent(text))
-    return mpirun.run(n, str(path), timeout=60)
+    return mpirun.run(n, str(path), timeout=60, fresh=True)
 
 
 @pytest.mark.slow

@@ -76,9 +76,9 @@ MPICH, OPEN_MPI = "MPICH Version:      5.0.2\nMPICH Release date: ...", "Open MP
 @pytest.mark.parametrize(
     "environ, library, said",
     [
-        ({"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "this Python's MPI is MPICH 5.0.2, which needs `srun --mpi=pmi2`"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, INTEL, "is Intel.* 2021.18.1 .*, which needs `srun --mpi=pmi2`"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, OPEN_MPI, "is Open MPI v5.0.8, which needs `srun --mpi=pmix`"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "this Python's MPI is MPICH 5.0.2. MPICH and .* need `srun --mpi=pmi2`"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, INTEL, "is Intel.* 2021.18.1 .* need `srun --mpi=pmi2`"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, OPEN_MPI, "is Open MPI v5.0.8. .*, Open MPI `srun --mpi=pmix`"),
         # srun --mpi=pmi2 sets PMI_SIZE, as MPICH's mpiexec does
         ({"PMI_SIZE": "2", "SLURM_PROCID": "0"}, OPEN_MPI, "srun and this MPI do not speak the same PMI: .*--mpi=pmix"),
         (

@@ -98,6 +98,7 @@ timed.all_reduce(torch.ones(4))
     assert "rank 0 has run out of time" in found[1], "the rank that is missing speaks too"
 
 
+@pytest.mark.long
 def test_a_group_that_was_split_is_watched_and_its_ranks_are_those_of_the_world(job):
     done, _ = job(
         WATCHED
@@ -132,6 +133,7 @@ timed.barrier()
     ],
     ids=["recv", "split", "new_stream"],
 )
+@pytest.mark.long
 def test_all_that_waits_for_others_is_watched(job, body, missing):
     done, _ = job(WATCHED + body)
     assert done.returncode == EXIT_CODE, (done.stdout, done.stderr)
@@ -141,12 +143,13 @@ def test_all_that_waits_for_others_is_watched(job, body, missing):
 @pytest.mark.long
 def test_a_rank_that_sleeps_until_all_are_there_is_watched_without_a_thread(job):
     done, _ = job(
-        WATCHED + "timed.wait_for_all() if world.rank == 0 else time.sleep(8)",
+        WATCHED + "timed.compare('here') if world.rank == 0 else time.sleep(8)",
         program="import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\nlaunch.run(main)",
     )
-    assert "missing: rank 1, wait_for_all #1" in done.stderr, done.stderr
+    assert "missing: rank 1, compare #1" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_an_error_that_one_rank_alone_makes_is_found_where_the_others_agree(job):
     done, _ = job(
         """
@@ -221,6 +224,7 @@ timed.close()
 
 
 @pytest.mark.parametrize("level", ["multiple", pytest.param("funneled", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_what_was_split_outlives_the_root_that_was_timed(job, level):
     """It has no timeout any more, and all else works: collectives, streams, splitting, closing."""
     done, _ = job(
@@ -238,7 +242,7 @@ for comm in (part, again, both):
     comm.all_reduce(tensor)
     comm.all_reduce(tensor, stream=lane).wait()
     assert (tensor == comm.size**2).all()
-    assert comm is not part or not comm._watched.watch.running
+    assert comm is not part or not comm._watched.running
 for comm in (both, again, part):
     comm.close()
 """,
@@ -247,6 +251,7 @@ for comm in (both, again, part):
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_a_suspended_job_goes_on(job):
     """The time in which nobody could look does not count; here twice the timeout, in the middle of a collective."""
     done, _ = job(
@@ -269,6 +274,7 @@ timed.close()
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_no_question_is_left_to_the_next_communicator(job):
     """A collective that ends just after its rank asked where the others are; then close, and a new communicator."""
     done, _ = job(

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -204,8 +204,8 @@ class HostRuntime(Runtime):
     def byte(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
 
     def current_address(self, device: torch.device) -> int:
         return int(self.cuda._stack[-1].cuda_stream)

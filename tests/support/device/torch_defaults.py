@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 _ROOT = Path(__file__).resolve().parent.parent.parent.parent
 _PACKAGES = tuple(f"{_ROOT / name}/" for name in ("commengine", "tplayers", "trainers"))
 #: parameters and buffers of layers follow torch's defaults, as those of torch's own layers do
-_FOLLOWING = tuple(str(_ROOT / "tplayers" / name) for name in ("parameter_memory.py", "fields/norm.py"))
+_FOLLOWING = tuple(str(_ROOT / "tplayers" / name) for name in ("placement.py", "fields/norm.py"))
 _FACTORIES = frozenset({
     torch.arange, torch.as_tensor, torch.asarray, torch.empty, torch.empty_strided, torch.eye, torch.full,
     torch.linspace, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm, torch.scalar_tensor,

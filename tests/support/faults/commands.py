@@ -67,6 +67,20 @@ def _parser(name: str, function: str = "parser") -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(name), function)()
 
 
+def _options(name: str) -> Callable[[list[str]], Any]:
+    """Read the options of a command that checks them in its parser alone."""
+    return lambda words: importlib.import_module(name).parser().parse_args(words)
+
+
+def _contest(name: str) -> Callable[[list[str]], Any]:
+    """Read the options of a contest."""
+    return lambda words: importlib.import_module("bench.contest.__main__").read(name, words)
+
+
+def _contest_parser(name: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module("bench.contest.__main__").parser(name)
+
+
 def _settings_parser(kind: str) -> Callable[[], Any]:
     def parser() -> Any:
         from trainers.options import parser_of
@@ -141,43 +155,45 @@ COMMANDS = {
     ),
     "trainers.preprocess_data": Command(
         ["--input", "text.txt", "--train-bpe", "300", "--output-prefix", "made"], _alone("trainers.preprocess_data"),
-        _parser("trainers.preprocess_data", "_parser"),
+        _settings_parser("trainers.preprocess_data.PreprocessConfig"),
     ),
     "trainers.prepare_corpus": Command(
-        ["--input", "rows.jsonl", "--output", "made.jsonl"], _prepare, _parser("trainers.prepare_corpus"), ranks=True
+        ["--input", "rows.jsonl", "--output", "made.jsonl"], _prepare,
+        _settings_parser("trainers.cleaning.settings.CorpusSettings"), ranks=True,
     ),
     "trainers.supervise": Command(
         ["--ranks", "2,1"], _supervised, _settings_parser("trainers.supervision.settings.SuperviseConfig")
     ),
-    "bench.fit": Command(["results.json", "--output", "model.json"], _alone("bench.fit"), _parser("bench.fit")),
-    "bench.report": Command(["results", "--output", "page.html"], _alone("bench.report"), _parser("bench.report")),
+    "bench.study --only fit": Command(
+        ["results.json", "--output", "model.json"], _alone("bench.study.fitting"), _parser("bench.study.fitting")
+    ),
+    "bench.study --only report": Command(
+        ["results", "--output", "page.html"], _alone("bench.study.reporting"), _parser("bench.study.reporting")
+    ),
     "bench.predict": Command(
         ["--preset", "gpt-1.2b", "--gpus", "8"], _alone("bench.predict"), _parser("bench.predict")
     ),
     "bench.collectives": Command(
         ["--max-bytes", "1K"], _bench("collectives", "settings", 2, _MEMORY), _parser("bench.collectives")
     ),
-    "bench.all_reduce": Command(
-        ["--max-bytes", "1K"], _bench("all_reduce", "parse", _MEMORY), _parser("bench.all_reduce")
+    "bench.collectives --only overhead": Command(
+        [], _options("bench.collective_study.overhead"), _parser("bench.collective_study.overhead")
     ),
-    "bench.overhead": Command([], _bench("overhead", "parse"), _parser("bench.overhead")),
-    "bench.overlap": Command([], _bench("overlap", "parse"), _parser("bench.overlap")),
-    "bench.switch_points": Command([], _bench("switch_points", "parse"), _parser("bench.switch_points")),
+    "bench.collectives --only switch-points": Command(
+        [], _bench("collective_study.switch_points", "parse"), _parser("bench.collective_study.switch_points")
+    ),
     "bench.step": Command([*GPT, *MOCK], _bench("step", "read", 1), _parser("bench.step"), ranks=True),
-    "bench.norm_placement": Command(
-        ["--save", "study", "--mock-data", "--vocab-size", "100"], _bench("norm_placement", "read", 1),
-        _parser("bench.norm_placement"),
-    ),
     "bench.replay": Command(["recording", "--scale"], _replay, _parser("bench.replay")),
-    "bench.step_contest": Command(["--rounds", "1"], _bench("step_contest", "read"), _parser("bench.step_contest")),
-    "bench.data_parallel": Command(
-        ["--rounds", "1"], _bench("data_parallel.__main__", "read"), _parser("bench.data_parallel.__main__")
-    ),
-    "bench.fields": Command(["--rounds", "1"], _bench("fields.__main__", "read"), _parser("bench.fields.__main__")),
-    "bench.saving": Command(["--save", "."], _bench("saving.__main__", "read"), _parser("bench.saving.__main__")),
-    "bench.corpus": Command(["--documents", "10"], _bench("corpus", "read"), _parser("bench.corpus")),
-    "bench.this_machine": Command([], _bench("this_machine", "read"), _parser("bench.this_machine")),
-    "bench.doctor": Command([], _bench("doctor", "settings"), _parser("bench.doctor")),
+    **{
+        f"bench.contest {name}": Command(base, _contest(name), _contest_parser(name))
+        for name, base in {
+            "step": ["--rounds", "1"], "data_parallel": ["--rounds", "1"], "fields": ["--rounds", "1"],
+            "saving": ["--save", "."], "corpus": ["--documents", "10"], "emulator": [],
+            "norm_placement": ["--save", "study", "--mock-data", "--vocab-size", "100"],
+            "mechanisms": [],
+        }.items()
+    },
+    "bench.doctor": Command([], _options("bench.doctor"), _parser("bench.doctor")),
     "bench.gpu": Command(["losses", "--runs", "."], _bench("gpu", "parse"), _parser("bench.gpu")),
 }  # fmt: skip
 

@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import mpirun
+from tests.support.forking.client import CASE
 
 FOLDER = mpirun.ROOT / "tests" / "faults"
 LIMIT_S = 180.0
 LEFT_S = 15.0  # the ranks of a killed launcher take some seconds to end
-MARK = "COMMENGINE_FAULTS_CASE"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Case:
         return [pid for pid, command in self._living() if command.startswith(name[:15])]  # the kernel keeps 15 letters
 
     def _living(self) -> Iterator[tuple[int, str]]:
-        wanted = f"{MARK}={self.mark}".encode()
+        wanted = f"{CASE}={self.mark}".encode()
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if not path.name.isdigit() or int(path.name) == os.getpid():
@@ -86,8 +86,8 @@ class Case:
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
         """Mark all processes that are started in the block. Raises AssertionError if one of them outlives it."""
-        before = os.environ.get(MARK)
-        os.environ[MARK] = self.mark
+        before = os.environ.get(CASE)
+        os.environ[CASE] = self.mark
         try:
             yield
             deadline = time.monotonic() + self.left_s
@@ -98,9 +98,9 @@ class Case:
             )
         finally:
             if before is None:
-                del os.environ[MARK]
+                del os.environ[CASE]
             else:
-                os.environ[MARK] = before
+                os.environ[CASE] = before
             for pid in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -149,23 +149,18 @@ class Memory:
 
     def place(self, draw: random.Random, mine: random.Random, dtype: torch.dtype, numel: int, slot: int) -> Place:
         """Memory for a tensor. draw: the same numbers on every rank; mine: this rank's own."""
-        where = draw.choice(("private", "private", "window", "operand", "mixed"))
+        where = draw.choice(("private", "private", "window"))
         if where == "window" and slot > 3:
             where = "private"
-        if where == "mixed":
-            where = mine.choice(("private", "operand"))
-        operation = draw.choice(("all_reduce", "all_gather", "reduce_scatter", "broadcast"))
         whole, own = draw.randrange(4096), mine.randrange(64)
         offset = whole if where == "window" else own
-        if self._aligned or draw.random() < 0.5:
+        if self._aligned or draw.random() < 0.5 or dtype == torch.complex128:  # which is refused elsewhere
             offset -= offset % dtype.itemsize
         room = numel * dtype.itemsize + 2 * GUARD + 4096
         if where == "window":
             while len(self._windows) <= slot:
                 self._windows.append(self._comm.empty((WINDOW_BYTES,), torch.uint8).zero_())
             memory = self._windows[slot].numpy()
-        elif where == "operand":
-            memory = self._comm.operand(operation, (room,), torch.uint8).fill_(7).numpy()
         else:
             memory = np.full(room, 7, np.uint8)
         if where != "window" and self._aligned:  # malloc's memory begins anywhere that fits 16 bytes

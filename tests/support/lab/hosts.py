@@ -65,9 +65,10 @@ def is_open_mpi() -> bool:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Running hosts: by address, the process that holds each."""
+    """Running hosts: by address, the process that holds each. relay: the process that carries their packets."""
 
     pids: dict[str, int]
+    relay: int = 0
 
     def run(self, *args: str, timeout: float, ranks_each: int = 1) -> "subprocess.CompletedProcess[str]":
         """Run ``python ARGS`` as an MPI job, ``ranks_each`` on each host, between hosts over the emulated wire alone.
@@ -151,7 +152,7 @@ def emulated_hosts(count: int, delay_us: float, rate_mbit: float, mtu: int = MTU
         if not line:
             relay.kill()
             raise OSError(f"the emulated hosts did not start: {relay.communicate()[1]}")
-        hosts = Hosts(json.loads(line))
+        hosts = Hosts(json.loads(line), relay.pid)
         yield hosts
     finally:
         if hosts is not None:

@@ -62,7 +62,7 @@ class CommandJob:
         with self._log.open("w") as file:
             self._process = mpirun.start(
                 [mpirun.mpiexec(), "-n", str(RANKS), sys.executable, *words],
-                stdout=file.fileno(), stderr=subprocess.STDOUT,
+                stdout=file.fileno(), stderr=subprocess.STDOUT, fresh=False,
             )  # fmt: skip
 
     def close(self) -> None:

@@ -115,7 +115,8 @@ def test_formulas_of_costs_count_the_heads_of_zeros(name, heads, groups):
 
 LLAMAS = {name: LLAMA[name] for name in LLAMA if name not in ("num_query_groups", "kv_channels")}
 CASES = [
-    *((heads, "gpt", {}) for heads in HEADS), *((heads, "gpt", LLAMAS) for heads in HEADS),
+    *(pytest.param(heads, "gpt", {}, marks=pytest.mark.sizes(1, 2)) for heads in HEADS),
+    *((heads, "gpt", LLAMAS) for heads in HEADS),
     ("five", "bert", {"sequence_parallel": True}), ("queries", "gpt", {**LLAMAS, "sequence_parallel": True}),
     ("one group", "gpt", {"recompute": "full"}), ("groups", "gpt", {**LLAMAS, "recompute": "selective"}),
 ]  # fmt: skip

@@ -69,7 +69,7 @@ def test_llama3_leaves_short_waves_and_divides_long_ones():
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"kind": "yarn"}, "kind='yarn' must be one of linear, llama3"),
+        ({"kind": "yarn"}, "rope_scaling='yarn' must be one of linear, llama3"),
         ({"factor": 0.5}, "factor=0.5 must be at least 1"),
         ({"factor": float("inf")}, "factor=inf must be at least 1, and finite"),
         ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be above 0 and below high_freq_factor=4.0"),

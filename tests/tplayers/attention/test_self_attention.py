@@ -41,7 +41,7 @@ def plain_attention(wholes, x, causal, real=None):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("recompute_core", [False, True])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("dropout", [0.0, 1e-12])  # the fused core, and the one that could drop (nothing, here)

@@ -39,6 +39,7 @@ def test_bits(shards, alone, name, dtype, split):
         assert torch.equal(other, one if whole else one.chunk(shards.comm.size)[shards.comm.rank]), number
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("rows", [S, 33, 1])
 @pytest.mark.parametrize("name", ["layer", "rms"])
 def test_values(alone, name, rows):

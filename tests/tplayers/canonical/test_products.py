@@ -5,7 +5,6 @@ import torch
 
 from tests.support.exact import in_pairs
 from tplayers.canonical.products import ColumnWeight, columns, one_batch, replicated, rows
-from tplayers.products import columns_first
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
@@ -56,7 +55,7 @@ def tree(shards, split, parts, weight, bias, gradient):
     here = torch.stack(parts[shards.first : shards.first + shards.own]).requires_grad_()
     part, of_bias = mine(weight, shards, 1).requires_grad_(), bias.clone().requires_grad_()
     if shards.comm.size > 1 or split:
-        part.data = columns_first(part.data)
+        part.data = part.data.t().contiguous().t()
     y = rows(here, part, of_bias, shards, split=split)
     y.backward(mine(gradient, shards) if split else gradient)
     return y.detach(), here.grad, part.grad, of_bias.grad
@@ -103,6 +102,8 @@ def test_replicated(shards, alone, dtype, split):
         torch.testing.assert_close(right[1], gradient.sum((0, 1)))
 
 
+@pytest.mark.slow
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize(
     "sides", [(33, 33, 33), (40, 64, 40), (256, 96, 384), (64, 700, 130), (128, 2100, 65), (100, 513, 256)], ids=str
 )
@@ -119,6 +120,7 @@ def test_products_in_one_batch_have_the_bits_that_they_have_in_its_parts(sides):
     torch.testing.assert_close(alone.float(), left.float() @ right.float(), rtol=0.01, atol=0.01 * k**0.5)
 
 
+@pytest.mark.sizes(2)
 def test_other_products_are_no_batch():
     x = drawn(4, 64, 64)
     assert not one_batch(x, 4, 64, 64, 64)
@@ -126,6 +128,7 @@ def test_other_products_are_no_batch():
     assert not one_batch(half, 4, 64, 32, 64) and not one_batch(half.half(), 4, 64, 64, 64)
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.mpi(max_size=1)
 def test_a_machine_whose_products_depend_on_their_batch_has_no_batches(monkeypatch):
     bmm, sides = torch.bmm, (66, 70, 74)

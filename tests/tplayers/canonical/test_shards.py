@@ -1,4 +1,4 @@
-"""Canonical shards: their numbers and refusals, sums in the tree, and whole models at every tensor-parallel size."""
+"""Canonical shards: their numbers and refusals, and sums in the tree."""
 
 import weakref
 
@@ -7,14 +7,10 @@ import torch
 
 from commengine import Communicator
 from tests.support.exact import in_pairs
-from tests.support.small_models import KINDS, LLAMA, arguments, made, total
-from tplayers import CanonicalShards, ParallelLayerNorm, RowParallelLinear, placements, use_canonical_shards
+from tplayers import CanonicalShards
 from tplayers.canonical.shards import require_count, stacked, tree_sum, unstacked
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
-
-#: sizes that four divides
-SIZES = {"num_query_groups": 4, "kv_channels": 8}
 
 
 def test_the_sum_is_a_binary_tree_and_keeps_one_part_of_each_level():
@@ -68,60 +64,3 @@ def test_sum_of_rows(shards, alone):
     assert torch.equal(shards.sum_of_rows(values, split=False), expected)
     mine = values.chunk(shards.comm.size)[shards.comm.rank]
     assert torch.equal(shards.sum_of_rows(mine, split=True), expected)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_have_the_same_losses_and_gradients(shards, alone, kind, dtype, sequence_parallel):
-    """As the model alone has; which has the losses of the ordinary model but for rounding."""
-    options = {"make_vocab_size_divisible_by": 16} | (LLAMA | SIZES if kind == "llama" else {})
-    found = []
-    for group in (alone, shards):
-        model = made(kind, group.comm, dtype=dtype, sequence_parallel=sequence_parallel, **options)
-        use_canonical_shards(model, group.comm, 4)
-        by_columns = [one.weight for one in model.modules() if isinstance(one, RowParallelLinear)]
-        assert by_columns and all(weight.t().is_contiguous() for weight in by_columns)
-        positional, named = arguments(kind)
-        loss = total(model(*positional, **named))
-        loss.backward()
-        placed = placements(model)
-        assert not any(placement.partial for placement in placed.values())
-        found.append((loss.detach(), {n: (p.grad + 0.0, placed[n]) for n, p in model.named_parameters()}))
-    (right, wholes), (loss, gradients) = found
-    assert torch.equal(loss, right)
-    for name, (gradient, placement) in gradients.items():
-        assert torch.equal(gradient, placement.part(wholes[name][0])), name
-    plain = made(kind, alone.comm, dtype=dtype, **options)
-    positional, named = arguments(kind)
-    expected = total(plain(*positional, **named))
-    expected.backward()
-    tolerance = 2e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(right.float(), expected.detach().float(), rtol=tolerance, atol=tolerance)
-    for name, parameter in plain.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(wholes[name][0], parameter.grad + 0.0, rtol=0, atol=tolerance * scale + 1e-12)
-
-
-def test_layers_that_cannot(shards):
-    if shards.comm.size > 2:
-        return
-    with pytest.raises(ValueError, match="4 canonical shards do not divide in_features=6"):
-        use_canonical_shards(RowParallelLinear(6, 4, shards.comm), shards.comm, 4)
-    with pytest.raises(ValueError, match="0: ParallelLayerNorm cannot compute in canonical shards"):
-        use_canonical_shards(torch.nn.Sequential(ParallelLayerNorm(8, shards.comm)), shards.comm, 4)
-
-
-def test_without_labels_logits_lie_side_by_side(shards, alone):
-    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    logits = []
-    for group in (alone, shards):
-        model = made("gpt", group.comm, **options).eval()
-        use_canonical_shards(model, group.comm, 4)
-        with torch.no_grad():
-            logits.append(model(arguments("gpt")[0][0]))
-    whole, part = logits
-    width = part.shape[-1]
-    assert torch.equal(part, whole[..., shards.comm.rank * width : (shards.comm.rank + 1) * width])
-    plain = made("gpt", alone.comm, **options).eval()
-    torch.testing.assert_close(whole, plain(arguments("gpt")[0][0]).detach())

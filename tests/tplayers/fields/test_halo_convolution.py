@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commengine
 import tplayers
-from commengine import CartesianGrid, Communicator, cost
+from commengine import CartesianGrid, Communicator
 from tests.support.fields.comparison import close, cut, draw
+from tests.support.fields.moved_points import moved_for_halos
 from tplayers.fields.geometry import Sliding
-from tplayers.fields.halo_regions import interior
+from tplayers.fields.halo_convolution import frame
 
 pytestmark = pytest.mark.mpi
 
@@ -79,17 +80,22 @@ def test_the_halo_travels_while_the_interior_is_computed(comm):
 
 
 @pytest.mark.parametrize(
-    ("rule", "outputs", "block", "expected"),
+    ("rules", "block", "native", "expected"),
     [
-        (Sliding(3, before=1, after=1), (4, 8), (4, 8), (5, 7)),
-        (Sliding(2, stride=2), (2, 4), (4, 8), (2, 4)),
-        (Sliding(3, stride=2, before=1), (2, 4), (4, 8), (3, 4)),
-        (Sliding(5, before=2, after=2), (4, 7), (4, 7), (4, 4)),
-        (Sliding(3, dilation=2, before=2, after=2), (3, 10), (3, 10), (5, 8)),
+        ([Sliding(3, before=1, after=1)], [(4, 8)], [0], [[(4, 5)], [(7, 8)]]),
+        ([Sliding(5, before=2, after=2)], [(4, 7)], [0], [[(4, 7)]]),
+        ([Sliding(3, dilation=2, before=2, after=2)], [(3, 10)], [0], [[(3, 5)], [(8, 10)]]),
+        ([Sliding(1), Sliding(3, before=1, after=1)], [(0, 4), (2, 5)], [0, 1], []),
+        (
+            [Sliding(3, before=1, after=1)] * 2,
+            [(0, 4), (4, 8)],
+            [0, 0],
+            [[(0, 1), (4, 8)], [(3, 4), (4, 8)], [(1, 3), (4, 5)], [(1, 3), (7, 8)]],
+        ),
     ],
 )
-def test_the_interior_reads_the_block_alone(rule, outputs, block, expected):
-    assert interior(rule, outputs, block) == expected
+def test_the_frame_has_the_outputs_that_read_more_than_the_block_once(rules, block, native, expected):
+    assert frame(rules, block, native) == expected
 
 
 @pytest.mark.parametrize("mode", ["circular", "reflect"])
@@ -136,10 +142,11 @@ def test_a_block_that_no_neighbour_reads_sends_nothing_and_frozen_inputs_send_no
         operations.append([event.operation for event in log.events])
     several = comm.size > 1
     assert operations == [["all_reduce"] * several, ["exchange", "all_reduce"] * several]
-    halo = cost.block_halo(field, grid.coords, field.halo_ranges([(0, 0), (1, 1)]))
+    points = moved_for_halos(field, [(0, 0), (1, 1)])
+    sent, received = points[comm.rank].sum(), points[:, comm.rank].sum()
     exchanged = sum(event.bytes for event in log.events if event.operation == "exchange")
-    assert exchanged == 2 * 4 * (halo.received + halo.sent)  # two channels of four bytes
-    assert halo.received == 6 * ((grid.coords[1] > 0) + (grid.coords[1] < comm.size - 1))
+    assert exchanged == 2 * 4 * (received + sent)  # two channels of four bytes
+    assert received == 6 * ((grid.coords[1] > 0) + (grid.coords[1] < comm.size - 1))
 
 
 @pytest.mark.mpi(min_size=4)
@@ -152,9 +159,10 @@ def test_the_bytes_of_edges_and_corners_are_the_formulas(comm):
     layer(x)
     with commengine.trace(comm) as log:
         layer(x).sum().backward()
-    halo = cost.block_halo(field, grid.coords, field.halo_ranges([(1, 1), (2, 2)]))
+    points = moved_for_halos(field, [(1, 1), (2, 2)])
+    moved = points[comm.rank].sum() + points[:, comm.rank].sum()
     assert [event.operation for event in log.events] == ["exchange", "exchange", "all_reduce"]
-    assert [event.bytes for event in log.events[:2]] == [2 * 3 * 4 * (halo.received + halo.sent)] * 2
+    assert [event.bytes for event in log.events[:2]] == [2 * 3 * 4 * moved] * 2
 
 
 def test_autocast_computes_in_half_precision(comm):

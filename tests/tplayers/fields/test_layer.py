@@ -35,30 +35,25 @@ def test_arguments_in_another_order(grid):
 
 
 def test_a_field_that_is_too_small_for_one_output(grid):
-    field = grid.decompose((4, 8 * grid.size))
-    with pytest.raises(
-        ValueError, match=r"axis 0 has 4 points, too few .* the padding adds 0 . 0, .* reads 7; use more pad"
-    ):
+    field = Decomposition(((4,), (4,) * grid.size))
+    message = r"some ranks would have no output: .* smaller kernel"
+    with pytest.raises(ValueError, match=message):
         tplayers.FieldConv(1, 1, (4, 1), grid, field, dilation=2)
-    with pytest.raises(ValueError, match=r"axis 0 has 4 points, .* takes all outputs away; use less padding"):
+    with pytest.raises(ValueError, match=message):
         tplayers.FieldConvTranspose(1, 1, 1, grid, field, padding=2)
 
 
 def test_ranks_that_would_have_no_output(grid):
     field = Decomposition(((4,), (2,) * grid.size))
-    with pytest.raises(ValueError, match="too few for one output" if grid.size == 1 else "would have no output"):
+    with pytest.raises(ValueError, match="would have no output"):
         tplayers.FieldConv(1, 1, (1, 2 * grid.size if grid.size > 1 else 3), grid, field)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"padding": 4, "padding_mode": "reflect"},
-            "too much for padding_mode='reflect', which can pad 3",
-        ),
-        ({"padding": 5, "padding_mode": "circular"}, "can pad 4"),
-        ({"padding_mode": "mirror"}, "'mirror' is not one of zeros, circular, reflect, replicate"),
+        ({"padding": 4, "padding_mode": "reflect"}, "too few for padding='reflect' of width 4"),
+        ({"padding_mode": "mirror"}, "'mirror' must be one of zeros, circular, reflect, replicate"),
         ({"padding": "same", "stride": 2}, "'same' with stride 1"),
         ({"stride": 0}, "stride=0 must be whole numbers of at least 1"),
         ({"dilation": (1, 1, 1)}, "one value, or one for each of the 2 axes"),
@@ -78,7 +73,7 @@ def test_arguments_of_other_layers(grid):
         tplayers.FieldMaxPool(2, grid, field, padding=2)
     with pytest.raises(ValueError, match="smaller than the stride or the dilation"):
         tplayers.FieldConvTranspose(1, 1, 3, grid, field, stride=2, output_padding=2)
-    with pytest.raises(ValueError, match="mode='cubic' must be 'nearest' or 'linear'"):
+    with pytest.raises(ValueError, match="mode='cubic' must be one of nearest, linear"):
         tplayers.FieldUpsample(2, grid, field, mode="cubic")
     with pytest.raises(ValueError, match="num_groups=3 must divide"):
         tplayers.FieldGroupNorm(3, 4, grid, field)

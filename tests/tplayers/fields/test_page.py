@@ -26,9 +26,3 @@ def test_replicas(mpi_world):
         assert grid.shape == (world.size, 1)
         assert groups.data.size == 1
         groups.close()
-
-
-def test_costs(capsys):
-    exec(PROGRAMS[2], {})
-    # 128 x 256 points; no neighbour on one side of the second axis: two rows of 257 and a column of 128
-    assert capsys.readouterr().out == "642 points from 5 ranks, 1.96% of the block\n"

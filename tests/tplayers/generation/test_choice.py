@@ -12,7 +12,7 @@ from tplayers import GPT, GPTConfig, Sampling, generate
 from tplayers.generation.choice import TokenChooser
 from tplayers.rng import stable_hash
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 VOCAB, PADDED, ROWS = 90, 96, 5
 
@@ -97,6 +97,7 @@ def test_tokens_are_drawn_with_their_probabilities(group, sampling):
     assert torch.equal(tokens, alone)
 
 
+@pytest.mark.every_size
 def test_greedy_takes_the_first_of_equal_ones(group):
     logits = torch.zeros(3, VOCAB)
     logits[1, [30, 70]] = 5.0
@@ -106,6 +107,7 @@ def test_greedy_takes_the_first_of_equal_ones(group):
     assert best.tolist() == pytest.approx([0, 5, 1e-3])
 
 
+@pytest.mark.every_size
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (20, 1.0), (0, 0.9), (20, 0.9)])

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from commengine import CollectiveMismatch
+from tests.support.weights.hugging_face import from_hugging_face
 from tplayers import BERT, GPT, BERTConfig, GPTConfig, Sampling, generate, initialize
-from trainers.weights.hugging_face import from_hugging_face
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 VOCAB, PADDED, POSITIONS = 50, 64, 12
 DRAWN = Sampling(temperature=0.8, top_k=40)
@@ -52,6 +52,7 @@ def peer():
     return model
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_and_that_without_a_cache(peer, group, alone):
     """64 tokens after prompts of 1 to 30 tokens, in float32: one batch here, left padding there."""
     prompts = [[(7 * row + 3 * n * n) % VOCAB for n in range(length)] for row, length in enumerate((5, 1, 30, 17))]
@@ -73,6 +74,7 @@ def test_greedy_text_is_that_of_transformers_and_that_without_a_cache(peer, grou
     assert group.comm.mpi.allgather(found) == [found] * group.comm.size
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize(
     "sampling",
     [

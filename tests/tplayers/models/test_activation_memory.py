@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tplayers import Randomness, TransformerBlock, initialize
+from tests.support.small_models import block
+from tplayers import Randomness, initialize
 
 S, B, H, HEADS = 256, 2, 256, 4
 SBH = S * B * H
@@ -16,12 +17,12 @@ PUBLISHED = {
     "tensor + sequence": ({"sequence_parallel": True}, lambda t: 34 / t + SCORES / t),
     "tensor + sequence + selective": ({"sequence_parallel": True, "recompute": "selective"}, lambda t: 34 / t),
     "tensor + sequence, post-LN encoder": (
-        {"sequence_parallel": True, "norm_placement": "post", "causal": False, "gelu": "erf"},
+        {"sequence_parallel": True, "norm_placement": "post", "encoder": True},
         lambda t: 34 / t + SCORES / t,
     ),
     # Queries, context, keys and values of 1/4 of the heads; gate, up and their product of 2 h each.
     "tensor, Llama": (
-        {"normalization": "RMSNorm", "swiglu": True, "query_groups": 1, "bias": False, "ffn": 2 * H},
+        {"normalization": "RMSNorm", "swiglu": True, "num_query_groups": 1, "add_bias_linear": False, "ffn": 2 * H},
         lambda t: 10 + (2 * 2 + 3 * 4) / t + 2 * 2 / HEADS + SCORES / t,
     ),
     "tensor + sequence + full": ({"sequence_parallel": True, "recompute": "full"}, lambda t: 2 / t),
@@ -47,21 +48,14 @@ def kept_bytes(layer, x):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_bytes_kept(group, record_property, case):
     options, formula = PUBLISHED[case]
     ffn = options.get("ffn", 4 * H)
-    layer = TransformerBlock(
-        H,
-        HEADS,
-        ffn,
-        group.comm,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        dtype=torch.bfloat16,
-        **{name: value for name, value in options.items() if name != "ffn"},
-    )
+    fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, **options}
+    fields.pop("ffn", None)
+    layer = block(group.comm, H, HEADS, ffn, dtype=torch.bfloat16, **fields)
     initialize(layer, 1)
     rows = S // group.size if options.get("sequence_parallel") else S
     kept = kept_bytes(layer, torch.randn(rows, B, H, dtype=torch.bfloat16, requires_grad=True)) / SBH

@@ -55,7 +55,7 @@ def test_dropout_is_the_same_at_every_tp_size(group, alone, pair, close, placeme
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_neither_batching_nor_padding_changes_a_sample(pair, close, dropout):
     """Alone and cut to its length, a sample has the losses that it has among others; whatever its padding holds."""
@@ -79,7 +79,7 @@ def test_neither_batching_nor_padding_changes_a_sample(pair, close, dropout):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_parameter_gets_a_gradient_when_nothing_counts(group, pair, dropout, sequence_parallel):
@@ -104,7 +104,7 @@ def test_every_parameter_gets_a_gradient_when_nothing_counts(group, pair, dropou
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_padding_rows_of_the_vocabulary_never_matter(group, pair):
     """Whatever the padded rows of table and bias hold, the losses are the same, and no gradient reaches them."""
     split, _ = pair(config())
@@ -124,7 +124,7 @@ def test_padding_rows_of_the_vocabulary_never_matter(group, pair):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_evaluation_has_no_dropout_and_later_tokens_matter(pair):
     split, _ = pair(config(hidden_dropout=0.5, attention_dropout=0.5))
     plain, _ = pair(config())
@@ -139,7 +139,7 @@ def test_evaluation_has_no_dropout_and_later_tokens_matter(pair):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_without_binary_head_and_token_types(group, pair, close):
     split, whole = pair(config(binary_head=False, num_tokentypes=0))
     names = {name.split(".")[0] for name, _ in split.named_parameters()}
@@ -157,7 +157,7 @@ def test_without_binary_head_and_token_types(group, pair, close):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
 def test_half_precision(group, dtype, error, sequence_parallel):

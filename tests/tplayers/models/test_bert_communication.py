@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import commengine
-from tplayers import BERT, BERTConfig, Randomness, TransformerBlock
+from tests.support.small_models import block
+from tplayers import BERT, BERTConfig, Randomness
 
 H, HEADS, S, B, LAYERS, K = 8, 4, 8, 3, 2, 3
 RANDOMNESS = Randomness(0, 0, tuple(range(B)))
@@ -23,10 +24,8 @@ def recorded(comm, call):
 @pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("padding", [None, LENGTHS])
 def test_layer_is_two_all_reduces_each_way(group, placement, padding):
-    layer = TransformerBlock(
-        H, HEADS, 4 * H, group.comm, causal=False, gelu="erf", norm_placement=placement, hidden_dropout=0.1,
-        attention_dropout=0.1,
-    )  # fmt: skip
+    dropouts = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    layer = block(group.comm, H, HEADS, 4 * H, encoder=True, norm_placement=placement, **dropouts)
     x = torch.zeros(S, B, H, requires_grad=True)
     y, forward = recorded(group.comm, lambda: layer(x, RANDOMNESS, padding))
     _, backward = recorded(group.comm, y.sum().backward)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.weights.hugging_face import from_hugging_face
 from tplayers import BERT, BERTConfig, Randomness, sum_partial_gradients
-from trainers.weights.hugging_face import from_hugging_face
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 VOCAB, S, B, H, HEADS, LAYERS = 21, 8, 4, 16, 4, 2
 LENGTHS = torch.tensor([8, 5, 1, 7])
@@ -142,6 +142,7 @@ def test_with_async_gradients_a_mask_and_gelu_by_tanh(group, within, sequence_pa
     compare(group, within, shape, REAL, stream=group.comm.new_stream())
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_head_at_the_masked_positions_only(group, within, sequence_parallel):
     """Position 0 fills the rows; their number is no multiple of the group."""

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from tests.support.weights.hugging_face import from_hugging_face, to_hugging_face
 from tplayers import (
     BERTConfig,
     BERTMultipleChoice,
@@ -15,9 +16,8 @@ from tplayers import (
     initialize,
     sum_partial_gradients,
 )
-from trainers.weights.hugging_face import from_hugging_face, to_hugging_face
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 VOCAB, S, B, CHOICES, CLASSES, H, HEADS, LAYERS = 21, 8, 3, 4, 3, 16, 4, 2
 #: our model, the end of the name of theirs, the head
@@ -122,6 +122,7 @@ def test_logits_loss_and_gradients(group, kind, placement, case):
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in back)
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_is_drawn_by_sample_at_every_size(group, alone, kind):
     """The same masks on a rank alone and on all of them, other ones for other samples, and none in evaluation."""

@@ -7,8 +7,8 @@ import torch
 
 import commengine
 from commengine import CollectiveError, Communicator
-from tests.support.small_models import KINDS, arguments, made
-from tplayers import MLP, Randomness, TransformerBlock, dropout, initialize
+from tests.support.small_models import KINDS, arguments, block, made
+from tplayers import MLP, Randomness, dropout, initialize
 from tplayers import sum_partial_gradients as sum_partial
 
 pytestmark = pytest.mark.mpi
@@ -46,7 +46,9 @@ def compare(comm, module, inputs, backend, **tolerance):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "bert" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_model(group, kind):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
     model = made(
@@ -60,7 +62,7 @@ def test_model(group, kind):
 @pytest.mark.slow
 def test_block_with_full_recompute(group):
     """The compiler drops a replayed collective whose result nothing reads, and adds none."""
-    layer = TransformerBlock(H, HEADS, 4 * H, group.comm, hidden_dropout=0.1, attention_dropout=0.1, recompute="full")
+    layer = block(group.comm, H, HEADS, 4 * H, hidden_dropout=0.1, attention_dropout=0.1, recompute="full")
     initialize(layer, 3)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
     eager, compiled = compare(

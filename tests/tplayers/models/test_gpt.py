@@ -53,7 +53,7 @@ def test_losses_logits_and_gradients_at_every_tp_size(group, alone, pair, close)
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_loss_from_the_returned_logits(group, pair, close):
     """The logits come back as a transposed view; the loss takes them as they are."""
     split, _ = pair(config())
@@ -76,7 +76,7 @@ def test_dropout_is_the_same_at_every_tp_size(group, alone, pair, close):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_dropout_does_not_depend_on_how_samples_are_batched(pair, close):
     """Data-parallel ranks, microbatches and the whole batch draw one mask for a sample."""
     split, _ = pair(config(hidden_dropout=0.2, attention_dropout=0.2))
@@ -87,7 +87,7 @@ def test_dropout_does_not_depend_on_how_samples_are_batched(pair, close):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_evaluation_has_no_dropout_and_needs_no_randomness(pair):
     split, whole = pair(config(hidden_dropout=0.5, attention_dropout=0.5))
     plain, _ = pair(config())
@@ -117,7 +117,7 @@ def test_padding_rows_never_matter(group, pair, close):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_tied_embedding_gets_both_gradients(group, pair):
     """Tokens that are never read still learn through the output layer, and so do those that are only read."""
     split, _ = pair(config())
@@ -133,7 +133,7 @@ def test_tied_embedding_gets_both_gradients(group, pair):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_future_tokens_do_not_matter(pair):
     split, _ = pair(config())
     tokens, labels = batch()
@@ -143,7 +143,7 @@ def test_future_tokens_do_not_matter(pair):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_wrong_input_is_refused(pair):
     split, _ = pair(config())
     with pytest.raises(ValueError, match="9 tokens exceeds max_position_embeddings=8"):
@@ -155,7 +155,7 @@ def test_wrong_input_is_refused(pair):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("hidden, attention, site", [(0.1, 0.0, "embedding"), (0.0, 0.1, r"layers\.0\.attention")])
 def test_training_with_dropout_needs_randomness(pair, hidden, attention, site):
     split, _ = pair(config(hidden_dropout=hidden, attention_dropout=attention))
@@ -165,7 +165,7 @@ def test_training_with_dropout_needs_randomness(pair, hidden, attention, site):
 
 
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_samples_must_be_as_many_as_the_batch_holds(pair):
     """One key would broadcast: every sample would silently get the same mask."""
     split, _ = pair(config(hidden_dropout=0.1))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import commengine
-from tplayers import GPT, GPTConfig, Randomness, TransformerBlock
+from tests.support.small_models import block
+from tplayers import GPT, GPTConfig, Randomness
 
 H, HEADS, S, B, LAYERS = 8, 4, 5, 3, 2
 
@@ -21,7 +22,7 @@ def recorded(comm, call):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_layer_is_two_all_reduces_each_way(group, dropout):
-    layer = TransformerBlock(H, HEADS, 4 * H, group.comm, hidden_dropout=dropout, attention_dropout=dropout)
+    layer = block(group.comm, H, HEADS, 4 * H, hidden_dropout=dropout, attention_dropout=dropout)
     x = torch.zeros(S, B, H, requires_grad=True)
     y, forward = recorded(group.comm, lambda: layer(x, Randomness(0, 0, tuple(range(B)))))
     _, backward = recorded(group.comm, y.sum().backward)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.weights.hugging_face import from_hugging_face
 from tplayers import GPT, GPTConfig
-from trainers.weights.hugging_face import from_hugging_face
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 

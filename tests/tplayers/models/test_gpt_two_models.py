@@ -21,11 +21,7 @@ def gpt(comm):
 
 def regression(comm):
     """Of other layers and sizes, with other collectives in each step, so that the halves never run alike."""
-    model = nn.Sequential(
-        tplayers.ColumnParallelLinear(6, 8, comm, gather_output=True),
-        nn.Tanh(),
-        tplayers.RowParallelLinear(8, 4, comm, input_is_parallel=False),
-    )
+    model = nn.Sequential(tplayers.ColumnParallelLinear(6, 8, comm), nn.Tanh(), tplayers.RowParallelLinear(8, 4, comm))
     tplayers.initialize(model, 12)
     data = torch.randn(STEPS, 5, 6, generator=torch.Generator().manual_seed(2))
     return model, lambda step: (model(data[step]) - data[step, :, :4]).square()

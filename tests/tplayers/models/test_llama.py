@@ -11,7 +11,7 @@ from tests.support.small_models import VOCAB as SMALL
 from tests.support.small_models import B, arguments, made
 from tplayers import GPT, GPTConfig, generate, sum_partial_gradients
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def test_generated_tokens_are_those_of_transformers_and_of_whole_passes(group, t
         assert theirs_new[0, len(prompt) :].tolist() == new
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_and_every_layout_agree(group, alone, close, sequence_parallel):
     split = made("llama", group.comm, dtype=torch.float64, sequence_parallel=sequence_parallel)

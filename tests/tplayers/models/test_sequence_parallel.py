@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import commengine
 import tplayers
-from tplayers import GPT, ColumnParallelLinear, GPTConfig, Randomness, RowParallelLinear, TransformerBlock
+from tests.support import small_models
+from tplayers import GPT, ColumnParallelLinear, GPTConfig, Randomness, RowParallelLinear
 from tplayers import sum_partial_gradients as sum_partial
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
@@ -17,7 +18,7 @@ DROPOUTS = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 
 
 def block(comm, **options):
-    return TransformerBlock(H, HEADS, 4 * H, comm, dtype=torch.float64, **DROPOUTS, **options)
+    return small_models.block(comm, H, HEADS, 4 * H, dtype=torch.float64, **DROPOUTS, **options)
 
 
 def config(**changes):
@@ -64,23 +65,20 @@ def test_column_takes_a_shard_of_any_layout(group, random, close):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("parallel", [True, False])
-def test_row_returns_a_shard(group, random, close, bias, parallel):
-    layer = RowParallelLinear(
-        8, 5, group.comm, bias, input_is_parallel=parallel, sequence_parallel=True, dtype=torch.float64
-    )
+def test_row_returns_a_shard(group, random, close, bias):
+    layer = RowParallelLinear(8, 5, group.comm, bias, sequence_parallel=True, dtype=torch.float64)
     wholes = group.fill(layer)
     x = random(S, B, 8).requires_grad_()
     y = F.linear(x, wholes["weight"], wholes.get("bias"))
     gradient = random(*y.shape, seed=1)
     y.backward(gradient)
 
-    mine = (group.mine(x.detach()) if parallel else x.detach().clone()).requires_grad_()
+    mine = group.mine(x.detach()).requires_grad_()
     out = layer(mine)
     close(out, group.mine(y.detach(), 0))
     out.backward(group.mine(gradient, 0))
     sum_partial(layer, group.comm)
-    close(group.joined(mine.grad) if parallel else group.same(mine.grad), x.grad)
+    close(group.joined(mine.grad), x.grad)
     close(group.gradients(layer), {name: whole.grad for name, whole in wholes.items()})
 
 

@@ -89,5 +89,5 @@ def test_bad_arguments_raise_on_every_rank(grid):
     field = grid.decompose((18, 12))
     with pytest.raises(ValueError, match="cannot be halved depth=2 times: each axis must have a multiple of 4 points"):
         tplayers.UNet(1, 1, grid, field, depth=2)
-    with pytest.raises(ValueError, match="not one of batch, group, none"):
+    with pytest.raises(ValueError, match="must be one of batch, group, none"):
         tplayers.UNet(1, 1, grid, field, depth=1, norm="layer")

@@ -1,22 +1,30 @@
 """Halo exchange on real ranks, against torch's padding of the whole field."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad
 
 from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Communicator, Decomposition, trace
-from commengine.cost import block_halo, repartition_cost
 from tests.support.adjoints import (
     assert_differentiates_twice,
     assert_dot_product,
     assert_gradients,
     random,
 )
-from tplayers.movement.halo import halo_accumulate, halo_exchange, plan_halo, shift, start_halo_exchange
+from tests.support.fields.moved_points import moved, moved_for_halos
+from tplayers.movement.halo import halo_accumulate, halo_exchange, plan_halo, shift
 from tplayers.movement.plan import repartition_plan
 from tplayers.movement.transfer import start_transfer, transfer
 
 MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect", "replicate": "replicate"}
+
+
+def points_of(messages):
+    """The points that one rank sends, or receives, for each channel and sample."""
+    return sum(math.prod(piece.shape) for _, pieces in messages for piece in pieces)
 
 
 def grids(group):
@@ -153,9 +161,8 @@ def test_on_a_stream_the_interior_comes_between(world, layout):
             order.append(("interior's gradient", len(log.events)))
             return 2 * g
 
-    start_halo_exchange(x, grid, 1, stream, decomposition=blocks).wait()  # at the first call the ranks compare
     with trace(world) as log:
-        started = start_halo_exchange(x, grid, 1, stream, decomposition=blocks)
+        started = start_transfer(x, plan, world, stream)
         interior = Interior.apply(x)
         out = started.wait()
         assert out.is_contiguous(memory_format=layout)
@@ -177,27 +184,29 @@ def test_on_a_stream_the_interior_comes_between(world, layout):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.every_size
 def test_a_trace_shows_the_bytes_of_the_formula(world):
-    """Forward and backward send the same bytes: those of the plan, and those of `commengine.cost`."""
+    """Forward and backward send the same bytes: those of the plan, and those of a count of every point."""
     periodic = (True, False)
     grid = CartesianGrid(world, (world.size // 2, 2) if world.size == 4 else (world.size, 1), periodic)
     blocks = grid.decompose((11, 7))
     halo_exchange(torch.zeros(2, 3, *blocks.local_shape(grid.coords), requires_grad=True).double(), grid, 0)
     for widths in ([(1, 1), (1, 1)], [(3, 0), (0, 2)], [(0, 0), (6, 6)]):
-        block = block_halo(blocks, grid.coords, blocks.halo_ranges(widths), periodic)
+        points = moved_for_halos(blocks, widths, periodic)
+        sent, received = points[world.rank].sum(), points[:, world.rank].sum()
         plan = plan_halo(grid, blocks, widths)
-        assert (plan.sent_points, plan.received_points) == (block.sent, block.received)
-        assert len(plan.receives) == block.messages
+        assert [points_of(plan.sends), points_of(plan.receives)] == [sent, received]
+        assert len(plan.receives) == np.count_nonzero(points[:, world.rank])
         x = torch.zeros(2, 3, *plan.source_shape, dtype=torch.float64, requires_grad=True)
         with trace(world) as log:
             halo_exchange(x, grid, widths, decomposition=blocks).sum().backward()
-        moved = 8 * 2 * 3 * (block.sent + block.received)
-        assert [event.bytes for event in log.events] == ([moved] * 2 if moved else [])
+        nbytes = 8 * 2 * 3 * (sent + received)
+        assert [event.bytes for event in log.events] == ([nbytes] * 2 if nbytes else [])
     slabs, pencils = Decomposition.even((11, 7), (world.size, 1)), Decomposition.even((11, 7), (1, world.size))
     x = torch.zeros(slabs.local_shape((world.rank, 0)))
     with trace(world) as log:
         transfer(x, repartition_plan(slabs, pencils, world.rank), world)
     total = world.mpi.allreduce(sum(event.bytes for event in log.events))
-    assert total == 2 * repartition_cost(slabs, pencils, 4).total_bytes  # an event counts both directions
+    needed = [[(part.start, part.stop) for part in pencils.slices((0, rank))] for rank in range(world.size)]
+    assert total == 2 * 4 * moved(slabs, needed).sum()  # an event counts both directions
 
 
 @pytest.mark.mpi(min_size=2)

@@ -10,6 +10,7 @@ from tests.support.adjoints import (
     assert_gradients,
     random,
 )
+from tplayers.movement.halo import shift
 from tplayers.movement.operators import (
     all_gather,
     all_reduce,
@@ -19,7 +20,6 @@ from tplayers.movement.operators import (
     reduce_scatter,
     repartition,
     scatter,
-    shift,
     sum_reduce,
 )
 

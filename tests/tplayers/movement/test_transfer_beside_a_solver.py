@@ -7,7 +7,8 @@ from torch.nn.functional import conv1d
 
 from commengine import CartesianGrid, Communicator
 from tests.support.adjoints import random
-from tplayers.movement.halo import start_halo_exchange
+from tplayers.movement.halo import plan_halo
+from tplayers.movement.transfer import start_transfer
 
 
 class Training:
@@ -20,13 +21,13 @@ class Training:
         self.comm, self.stream = comm, comm.new_stream()
         self.grid = CartesianGrid(comm, (comm.size,), periodic=True)
         self.blocks = self.grid.decompose((points,))
-        self.mine = self.blocks.slices(self.grid.coords)[0]
+        self.mine, self.plan = self.blocks.slices(self.grid.coords)[0], plan_halo(self.grid, self.blocks, 1)
         self.field, self.target = random((4, 1, points), torch.float64, seed), random((4, 1, points), torch.float64, 9)
         self.weights = torch.zeros(1, 1, 3, dtype=torch.float64, requires_grad=True)
         self.expected = torch.zeros(1, 1, 3, dtype=torch.float64, requires_grad=True)
 
     def step(self):
-        started = start_halo_exchange(self.field[..., self.mine], self.grid, 1, self.stream, decomposition=self.blocks)
+        started = start_transfer(self.field[..., self.mine], self.plan, self.comm, self.stream)
         self.weights.grad = None
         error = conv1d(started.wait(), self.weights) - self.target[..., self.mine]
         (error.square().sum() / self.field.numel()).backward()

@@ -24,7 +24,7 @@ def saved(world, folder, trainer):
     settings = {"save": str(folder), "load": str(folder), "tensor_model_parallel_size": world.size}
     made = trainer(world, **settings)
     made.step()
-    run_state.save(made)
+    run_state.CheckpointSaver(made).start(background=False)
     return made, folder / "iter_0000001"
 
 
@@ -51,6 +51,7 @@ def refused(world, made, change, undo):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused_by_name(world, saved):
     """60 bytes of the model, the optimizer, the state and the checksums, and each of the pointer."""
     made, found = saved
@@ -93,7 +94,7 @@ def test_a_missing_list_of_checksums_is_refused_unless_it_is_not_wanted(world, s
 def test_other_checkpoints_are_named(world, saved):
     made, found = saved
     made.step()
-    run_state.save(made)
+    run_state.CheckpointSaver(made).start(background=False)
     path = found.parent / "iter_0000002" / "optimizer.safetensors"
     said = refused(world, made, lambda: flip(path, 5000, 3), lambda: flip(path, 5000, 3))
     assert str(path) in said and "other checkpoints there: iter_0000001" in said

@@ -68,7 +68,7 @@ def test_resuming_is_bit_for_bit_with_and_without_shards(world, trainer, folder,
     if precision == "fp16":
         overflow(straight)
         steps(straight, 1)
-    run_state.save(straight)
+    run_state.CheckpointSaver(straight).start(background=False)
     written = state(straight)
     resumed = trainer(world, load=str(folder), **settings, **loading)
     assert run_state.resume(resumed) and resumed.iteration == straight.iteration
@@ -86,7 +86,7 @@ def test_files_are_the_same_with_and_without_shards(world, trainer, folder, prec
         settings = {"tensor_model_parallel_size": 2 if world.size == 4 else 1, **PRECISIONS[precision]}
         made = trainer(world, save=str(folder / name), **settings, **mode)
         steps(made, 2)
-        run_state.save(made)
+        run_state.CheckpointSaver(made).start(background=False)
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, other = ((folder / name / "iter_0000002" / file).read_bytes() for name in ("whole", "sharded"))
         assert one == other
@@ -105,7 +105,7 @@ def test_files_are_the_same_with_and_without_shards(world, trainer, folder, prec
 def test_a_run_goes_on_in_another_precision_from_the_masters(world, trainer, folder, first, second):
     before = trainer(world, save=str(folder), **PRECISIONS[first], **SHARDED)
     steps(before, 2)
-    run_state.save(before)
+    run_state.CheckpointSaver(before).start(background=False)
     after = trainer(world, load=str(folder), **PRECISIONS[second])
     assert run_state.resume(after)
     old, new = state(before), state(after)
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_the_first_format_loads(world, trainer, folder):
     """As written before there was half precision: no updates, loss scaler or masters."""
     made = trainer(world, save=str(folder))
     steps(made, 2)
-    run_state.save(made)
+    run_state.CheckpointSaver(made).start(background=False)
     if world.rank == 0:
         old = json.loads((folder / "iter_0000002" / "state.json").read_text()) | {"format": 1}
         for key in ("updates", "loss_scaler", "masters"):

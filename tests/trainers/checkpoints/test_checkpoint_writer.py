@@ -65,7 +65,7 @@ def test_training_goes_on_and_the_files_are_those_of_the_moment(world, folder, t
     saver.settle(DONE)  # nothing is being written
     other = trainer(world, save=str(folder / "at once"), **split)
     other.step()
-    run_state.save(other)
+    run_state.CheckpointSaver(other).start(background=False)
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, two = ((folder / name / "iter_0000001" / file).read_bytes() for name in ("later", "at once"))
         assert one == two
@@ -90,7 +90,7 @@ def test_a_write_that_fails_on_one_rank_is_one_error_on_all(world, folder, train
     made = trainer(world, save=str(folder), async_save=True, tensor_model_parallel_size=world.size)
     made.step()
     saver = run_state.CheckpointSaver(made)
-    run_state.save(made)
+    run_state.CheckpointSaver(made).start(background=False)
     made.step()
     plain = disk.os.pwrite
 
@@ -161,7 +161,7 @@ def test_only_the_last_checkpoints_are_kept(world, folder, trainer):
     made = trainer(world, save=str(folder), keep_last=2, keep_every=3)
     for _ in range(6):
         made.step()
-        run_state.save(made)
+        run_state.CheckpointSaver(made).start(background=False)
     assert [int(path.name[5:]) for path in pointer.complete(folder)] == [3, 5, 6]
     world.barrier()
 

@@ -79,6 +79,7 @@ def stop_at(number, error, *, once=False):
     return FileOperations(before)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(("case", "background"), [("first", False), ("same name", False), ("second", True)])
 def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background):
@@ -107,6 +108,7 @@ def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone
     this[0].close()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(("again", "background"), [(True, False), (False, True)])
 def test_an_error_at_any_change_of_any_rank_is_one_error_on_all(world, folder, again, background):

@@ -1,7 +1,6 @@
 """The lock of a save folder: one holder at a time; a crash here frees it at once, one elsewhere after a minute."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import multiprocessing
@@ -141,8 +140,8 @@ def test_two_that_find_the_same_dead_holder(tmp_path):
     faster = FolderLock(tmp_path)
 
     class Slower(FolderLock):
-        def _is_dead(self, found, touched):
-            dead = super()._is_dead(found, touched)
+        def _is_dead(self, found):
+            dead = super()._is_dead(found)
             if dead:
                 assert faster.attempt() is None
             return dead
@@ -215,41 +214,6 @@ def test_a_holder_that_was_taken_for_dead_learns_who_follows(tmp_path):
     assert read(tmp_path / NAME).nonce == "0" * 32  # it is not ours to remove
 
 
-def test_a_file_system_without_links(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    with FolderLock(tmp_path) as lock, FolderLock(tmp_path) as other:
-        assert lock.attempt() is None and other.attempt() is not None and names(tmp_path) == [NAME]
-    killed(tmp_path)
-    with FolderLock(tmp_path) as lock:
-        assert lock.attempt() is None and names(tmp_path) == [NAME]
-
-
-def test_an_nfs_server_whose_answer_was_lost(tmp_path, monkeypatch):
-    """The client repeats the request and gets the error that the file exists."""
-    link = Path.hardlink_to
-
-    def repeated(path, target):
-        link(path, target)
-        raise FileExistsError
-
-    monkeypatch.setattr(Path, "hardlink_to", repeated)
-    with FolderLock(tmp_path) as lock:
-        assert lock.attempt() is None
-
-
-def test_leftovers_of_dead_starts_are_removed(tmp_path):
-    old, new = tmp_path / f"{NAME}.0123", tmp_path / f"{NAME}.4567"
-    for path in (old, new):
-        path.touch()
-    age(old, DEAD_SECONDS + 10)
-    with FolderLock(tmp_path) as lock:
-        assert lock.attempt() is None
-        assert names(tmp_path) == [NAME, new.name]
-
-
 PAGE = 4096  # what the smallest file takes on the small disk
 
 
@@ -315,18 +279,6 @@ def test_a_full_disk_without_leftovers_is_an_error_and_nothing_is_left(disk):
     with FolderLock(disk) as lock, pytest.raises(OSError, match="No space left"):
         lock.attempt()
     assert names(disk) == ["data"]
-
-
-def test_a_full_disk_without_links(disk, monkeypatch):
-    """There is room for the first of the two files."""
-
-    def refuse(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    fill(disk, pages=1)
-    with FolderLock(disk) as lock:
-        assert lock.attempt() is None and names(disk) == [NAME]
 
 
 def test_a_disk_that_became_read_only_does_not_bury_the_error_that_says_so(disk):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tplayers import Placement
 from trainers.checkpoints import parallel_safetensors, part_reader
 from trainers.checkpoints.disk import RangeWriter
-from trainers.checkpoints.safetensors_file import read_layout
+from trainers.checkpoints.parallel_safetensors import read_layout
 
 
 @pytest.fixture
@@ -62,6 +62,7 @@ def write(path, described, world):
     return whole, found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.every_size
 @pytest.mark.parametrize("chunk", [parallel_safetensors.CHUNK, 100, 4096])

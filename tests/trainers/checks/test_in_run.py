@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from commengine import UsageError
 from trainers.checkpoints.run_folder import BATCHES
-from trainers.checks.in_run import InRunChecks
-from trainers.checks.losses import FEWEST
+from trainers.checks.in_run import FEWEST, InRunChecks
 from trainers.training.trainer import Step
 
 STEP = Step({"lm_loss": 2.0}, norm=1.0, rate=1e-3)
@@ -59,6 +58,7 @@ def test_a_jump_leaves_its_batch_and_a_line(world, trainer, folder):
     assert load_file(folder / BATCHES / name)["numbers"].tolist()[: len(batch.numbers)] == list(batch.numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_slow_rank_is_named_with_its_host(world, trainer, folder):
     one, said = trainer(world, log_straggler=True, log_interval=2), []
@@ -106,7 +106,8 @@ def test_whole_runs(pretrain, mock, rows, tmp_path):
     assert one.codes == [0, 0], one.err
     found = rows(good, "own_ms")
     assert [row["iteration"] for row in found] == [1, 2, 3, 4, 5]
-    assert all(0 < row["own_ms"] <= row["slowest_own_ms"] < row["iteration_ms"] * 1.01 for row in found)
+    # Of two ranks the faster one is the median, so rank 0, whose steps iteration_ms times, has as many own_ms or more.
+    assert all(0 < row["own_ms"] <= min(row["slowest_own_ms"], row["iteration_ms"]) for row in found), found
     assert not (good / BATCHES).exists() and json.loads((good / "report.json").read_text())["iteration"] == 5
 
     assert other.codes == [2, 2], other.err

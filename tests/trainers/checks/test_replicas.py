@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.training.states import local_state
 from trainers.checks.replicas import checksum, difference
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
@@ -65,7 +66,7 @@ def test_a_flipped_bit_of_a_moment_is_found_where_it_is_not_sharded(world, train
         one = trainer(world, use_distributed_optimizer=shard)
         one.step()
         if world.rank == 0:
-            kind, tensor = list(one.optimizer.local_state())[-1]
+            kind, tensor = list(local_state(one.optimizer))[-1]
             assert kind == "exp_avg_sq"
             flip(tensor, 3)
         found = difference(one)

@@ -15,6 +15,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXTS | st.text("ab", max_size=60), min_size=2, max_size=5))
+@pytest.mark.slow
 def test_similarities_are_exact(texts):
     sets = gram_sets(texts)
     for first, one in zip(texts, sets, strict=True):

@@ -3,13 +3,12 @@
 import random
 import re
 
-import numpy as np
 import pytest
 
 from tests.support.corpora import paragraphs, vocabulary
 from trainers.cleaning import held_out
-from trainers.cleaning.documents import Batch, Document, StageCount
-from trainers.cleaning.held_out import Decontaminate, HeldOutTexts, NgramTable, words
+from trainers.cleaning.documents import Document, StageCount
+from trainers.cleaning.held_out import Decontaminate, words
 
 
 def plain_words(text):
@@ -44,38 +43,22 @@ def texts(sources):
     return [*quoting(random.Random(1), paragraphs(150, seed=12), sources), "", "one", "İstanbul " * 9]
 
 
-def test_overlap_equals_brute_force(sources, texts):
-    held = HeldOutTexts([("a", sources[:25]), ("b", sources[25:])])
-    files = [{gram for text in part for gram in ngrams(text, 8)} for part in (sources[:25], sources[25:])]
-    assert [len(rows) for rows in held.rows] == [len(found) for found in files]
-    assert held.measured.count == len(files[0] | files[1])
-    counts, shared = held.overlap(texts)
-    assert counts.tolist() == [len(ngrams(text, 8)) for text in texts]
-    hits = [[gram in files[0] | files[1] for gram in ngrams(text, 8)] for text in texts]
-    assert [len(rows) for rows in shared] == [sum(found) for found in hits] and any(map(any, hits))
-    # The share of each file's distinct 8-grams that the texts have.
-    seen = np.unique(np.concatenate(shared))
-    corpus = {gram for text in texts for gram in ngrams(text, 8)}
-    for rows, found in zip(held.rows, files, strict=True):
-        assert np.isin(rows, seen).sum() == len(found & corpus) > 0
-
-
-def test_equal_hashes_are_not_equal_ngrams(monkeypatch):
-    # All multipliers are 1: permutations of words have one hash. The table must find multipliers that tell them apart.
-    class Ones:
-        def __init__(self, seed):
-            self.real = np.random.Generator(np.random.PCG64(seed)) if seed else None
-
-        def integers(self, low, high, n, dtype):
-            return np.zeros(n, dtype) if self.real is None else self.real.integers(low, high, n, dtype)
-
-    monkeypatch.setattr(np.random, "default_rng", Ones)
-    table = NgramTable(3, np.array([[1, 2, 3], [3, 2, 1], [1, 2, 3]], np.int32))
-    assert table.count == 2
-    found = table.find(np.array([1, 2, 3, 2, 1, 2], np.int32))
-    assert (found >= 0).tolist() == [True, False, True, False]
-    alone = NgramTable(3, np.array([[1, 2, 3]], np.int32))  # keeps the multipliers 1
-    assert (alone.find(np.array([3, 2, 1, 2, 3], np.int32)) >= 0).tolist() == [False, False, True]
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+def test_overlap_equals_brute_force(world, sources, texts):
+    parts = {"a": sources[:25], "b": sources[25:]}
+    stage = Decontaminate(parts.items(), "nothing", 0.1)
+    files = [{gram for text in part for gram in ngrams(text, 8)} for part in parts.values()]
+    for output, some in enumerate((texts, texts[::2])):
+        for text in some:
+            hits = [gram in files[0] | files[1] for gram in ngrams(text, 8)]
+            assert stage.overlap(text, output) == (sum(hits) / len(hits) if hits else 0)
+    both = [{gram for text in some for gram in ngrams(text, 8)} for some in (texts, texts[::2])]
+    for row, name, grams in zip(stage.shares(world), parts, files, strict=True):
+        assert (row["file"], row["ngrams"]) == (name, len(grams))
+        found = [len(grams & corpus) for corpus in both]
+        assert [row["found_in_input"], row["found_in_output"]] == found and found[0] > found[1] > 0
+        assert [row["share_in_input"], row["share_in_output"]] == [one / len(grams) for one in found]
 
 
 def plain_pieces(text, sources):
@@ -114,7 +97,7 @@ def test_pieces_are_those_of_the_rule(sources):
     short = [" ".join(rng.sample(vocabulary(3000), n)) for n in (7, 8, 10, 12)]
     texts = quoting(rng, paragraphs(60, words=500, seed=13), sources)
     texts += [f"{text} {phrase} {text}" for text, phrase in zip(paragraphs(4, words=200, seed=14), short, strict=True)]
-    held = HeldOutTexts([("a", sources + short)])
+    held = Decontaminate([("a", sources + short)], "pieces", 0.1)
     found = [held.pieces(text) for text in texts]
     assert found == [plain_pieces(text, sources + short) for text in texts]
     numbers = [len(pieces) for pieces in found]
@@ -123,26 +106,25 @@ def test_pieces_are_those_of_the_rule(sources):
 
 
 def run(stage, texts):
-    batch, count = Batch([Document({"n": n}, text) for n, text in enumerate(texts)]), StageCount(stage.name)
-    with batch.counted(count):
-        stage(batch)
-    return batch.documents, count
+    count = StageCount("stage")
+    documents = count.counted(stage, [Document({"n": n}, text) for n, text in enumerate(texts)])
+    return documents, count
 
 
 def test_a_planted_article_is_removed(sources):
     clean = paragraphs(30, seed=21)
     texts = [*clean, sources[3], f"{clean[0]} {sources[4]}", f"{' '.join(clean[:20])} {sources[5][:150]}"]
-    stage = Decontaminate(HeldOutTexts([("a", sources)]), "document", 0.1)
+    stage = Decontaminate([("a", sources)], "document", 0.1)
     kept, count = run(stage, texts)
     assert [document.row["n"] for document in kept] == [*range(30), 32]
     assert count.dropped == {"more than 0.1 of its 8-grams are held out": 2}
     assert [document.overlaps for document in kept] == [False] * 30 + [True]
-    kept, _ = run(Decontaminate(HeldOutTexts([("a", sources)]), "document", 0.0), texts)  # a single 8-gram is too much
+    kept, _ = run(Decontaminate([("a", sources)], "document", 0.0), texts)  # a single 8-gram is too much
     assert len(kept) == 30
 
 
 def test_measuring_alone_drops_nothing(sources):
-    kept, count = run(Decontaminate(HeldOutTexts([("a", sources)]), "nothing", 0.1), sources[:3])
+    kept, count = run(Decontaminate([("a", sources)], "nothing", 0.1), sources[:3])
     assert len(kept) == 3 and not count.dropped and all(document.overlaps for document in kept)
 
 
@@ -151,13 +133,13 @@ def test_pieces_replace_the_document_and_too_many_drop_it(sources, monkeypatch):
     planted = sources[0]
     two = f"{gap[0]} {planted} {gap[1]}"
     many = "".join(f"{text} {planted} " for text in gap)
-    kept, count = run(Decontaminate(HeldOutTexts([("a", sources)]), "pieces", 0.1), [gap[2], two, many, planted])
+    kept, count = run(Decontaminate([("a", sources)], "pieces", 0.1), [gap[2], two, many, planted])
     assert [document.row["n"] for document in kept] == [0, 1, 1]
     assert kept[0].text == gap[2] and gap[0].startswith(kept[1].text) and kept[2].text.endswith(gap[1])
     assert count.dropped == {"more than 10 pieces are left": 1, "no piece is left": 1} and count.changed == 1
-    assert not any(document.overlaps for document in kept)
+    assert [document.overlaps for document in kept] == [False, True, True]  # the output's pieces are measured
     monkeypatch.setattr(held_out, "MOST_PIECES", 12)
-    kept, _ = run(Decontaminate(HeldOutTexts([("a", sources)]), "pieces", 0.1), [many])
+    kept, _ = run(Decontaminate([("a", sources)], "pieces", 0.1), [many])
     assert len(kept) == 12
 
 

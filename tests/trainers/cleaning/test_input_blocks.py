@@ -7,14 +7,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainers.cleaning.input_blocks import Block, Rows, blocks, row_line
+from trainers.cleaning.input_blocks import blocks, row_line
 from trainers.data.text_files import LONGEST_LINE, TextFileError, read_json_lines, read_paragraphs
+from trainers.data.text_input import TextInput
 
 LINES = st.lists(st.sampled_from(["", " ", "\t", "a", "bcdef ghi", "é ü", "x" * 30]), max_size=20)
 
 
-def every(paths, rows, size):
-    return [row[rows.key] for block in blocks([str(path) for path in paths], rows, size) for row in rows.read(block)]
+def every(paths, text, size):
+    found = blocks(text, [str(path) for path in paths], size)
+    return [row[text.json_key] for one in found for row in text.rows(one.path, one.begin, one.end)]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -22,7 +24,7 @@ def every(paths, rows, size):
 def test_paragraphs_of_all_blocks_are_those_of_the_file(tmp_path, lines, newline, end, mark, size):
     path = tmp_path / "text.txt"
     path.write_bytes(("\ufeff" * mark + newline.join(lines) + newline * end).encode())
-    assert every([path], Rows("text", True), size) == [piece.text for piece in read_paragraphs(path)]
+    assert every([path], TextInput(split_on_blank_lines=True), size) == [piece.text for piece in read_paragraphs(path)]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -30,14 +32,18 @@ def test_paragraphs_of_all_blocks_are_those_of_the_file(tmp_path, lines, newline
 def test_json_lines_of_all_blocks_are_those_of_the_file(tmp_path, texts, size):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n, "body": text}) + "\n" * (1 + n % 3) for n, text in enumerate(texts)))
-    assert every([path], Rows("body", False), size) == [piece.text for piece in read_json_lines(path, "body")] == texts
+    assert (
+        every([path], TextInput(json_key="body"), size)
+        == [piece.text for piece in read_json_lines(path, "body")]
+        == texts
+    )
 
 
 def test_a_text_file_is_a_document(tmp_path):
     texts = {"a.txt": "one\n\ntwo " * 5000, "empty.txt": "", "blank.txt": " \n", "c.md": "three"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    rows = Rows("text", False)
+    rows = TextInput()
     assert every([tmp_path / name for name in texts], rows, 10) == [texts["a.txt"], "three"]
 
 
@@ -57,7 +63,7 @@ def test_a_line_that_is_no_document_is_named(tmp_path, size, line, problem):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n' + line + b'\n{"text": "c"}\n')
     with pytest.raises(TextFileError) as caught:
-        every([path], Rows("text", False), size)
+        every([path], TextInput(), size)
     assert str(caught.value).startswith(f"{path}: line 4: ") and problem in str(caught.value)
 
 
@@ -65,14 +71,13 @@ def test_paragraphs_that_are_not_utf8_are_named(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"a\n\ncaf\xe9\n")
     with pytest.raises(TextFileError, match="line 3: not UTF-8"):
-        every([path], Rows("text", True), 2)
+        every([path], TextInput(split_on_blank_lines=True), 2)
 
 
 def test_rows_keep_what_stands_beside_the_text():
     row = {"id": 7, "text": "é\n", "meta": {"half": "\ud800"}}
     assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
     assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()
-    assert Block("x", 3, 10).size == 7
 
 
 def test_a_line_that_may_not_fit_into_memory_is_named(tmp_path):
@@ -80,7 +85,6 @@ def test_a_line_that_may_not_fit_into_memory_is_named(tmp_path):
         file.write(b'{"text": "x"}\n')
         file.seek(LONGEST_LINE, os.SEEK_CUR)  # zero bytes that take no room on the disk
         file.write(b"\n")
-    rows = Rows("text", paragraphs=False)
-    (block,) = blocks([str(tmp_path / "a.jsonl")], rows, 1 << 30)
+    (block,) = blocks(TextInput(), [str(tmp_path / "a.jsonl")], 1 << 30)
     with pytest.raises(TextFileError, match=r"a\.jsonl: line 2: more than 33,554,432 bytes"):
-        list(rows.read(block))
+        list(TextInput().rows(block.path, block.begin, block.end))

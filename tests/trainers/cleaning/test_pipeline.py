@@ -45,8 +45,9 @@ def six_hundred():
     return texts, *wanted(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_survivors_of_600_paragraphs_with_altered_copies(world, folder, six_hundred):
     texts, kept, distinct, values = six_hundred
     orders = [texts, sorted(texts), random.Random(3).sample(texts, len(texts))]
@@ -56,7 +57,7 @@ def test_survivors_of_600_paragraphs_with_altered_copies(world, folder, six_hund
         files = [write(world, folder / f"{number}-{n}.jsonl", [{"id": 1, "text": text} for text in part])
                  for n, part in enumerate((order[:half], order[half:]))]  # fmt: skip
         output = folder / f"out{number}.jsonl"
-        summary = prepare(world, CorpusSettings(files, str(output)))
+        summary = prepare(world, CorpusSettings(files, output=str(output)))
         world.barrier()
         outputs.append(output.read_bytes())
         if world.rank == 0:
@@ -84,7 +85,7 @@ def test_equal_texts_with_other_keys_beside_them(world, folder):
     rows = [{"text": text, "from": n} for text in paragraphs(5) for n in range(9)]
     outputs = set()
     for order in (rows, rows[::-1]):
-        prepare(world, CorpusSettings([write(world, folder / "in.jsonl", order)], str(folder / "out.jsonl")))
+        prepare(world, CorpusSettings([write(world, folder / "in.jsonl", order)], output=str(folder / "out.jsonl")))
         world.barrier()
         outputs.add((folder / "out.jsonl").read_bytes())
         world.barrier()
@@ -106,7 +107,7 @@ def test_all_stages_together(world, folder):
         (folder / "other.txt").write_text(" ".join(paragraphs(1, seed=77)))
     world.barrier()
     settings = CorpusSettings(
-        [str(folder / "in.txt")], str(folder / "out.jsonl"), split_on_blank_lines=True, languages=["en"],
+        [str(folder / "in.txt")], output=str(folder / "out.jsonl"), split_on_blank_lines=True, languages=["en"],
         decontaminate=[str(folder / "held.txt"), str(folder / "other.txt")], deduplicate=False,
     )  # fmt: skip
     summary = prepare(world, settings)
@@ -136,7 +137,9 @@ def test_the_share_of_8_grams_equals_brute_force(world, folder):
     texts += [f"{texts[n]} {held[n]}" for n in range(4)] + [held[5][:200]]
     source = write(world, folder / "in.jsonl", [{"text": text} for text in texts])
     target = write(world, folder / "held.jsonl", [{"text": text} for text in held])
-    settings = CorpusSettings([source], str(folder / "out.jsonl"), decontaminate=[target], decontaminate_by="nothing")
+    settings = CorpusSettings(
+        [source], output=str(folder / "out.jsonl"), decontaminate=[target], decontaminate_by="nothing"
+    )
     summary = prepare(world, settings)
 
     def ngrams(texts):
@@ -162,7 +165,7 @@ def test_a_held_out_text_is_mended_as_the_input_is(world, folder, fix_text, foun
         held = write(world, folder / "held.jsonl", [{"text": copy}])
         given = write(world, folder / "in.jsonl", [{"text": source}, {"text": "another text"}])
         settings = CorpusSettings(
-            [given], str(folder / "out.jsonl"), decontaminate=[held], fix_text=fix_text, deduplicate=False
+            [given], output=str(folder / "out.jsonl"), decontaminate=[held], fix_text=fix_text, deduplicate=False
         )
         summary = prepare(world, settings)
         world.barrier()
@@ -183,7 +186,7 @@ def test_bad_input_is_an_error_of_every_rank(world, folder, content, problem):
     if "no" in content:
         problem = problem.replace("line 2", "line 30002")
     with pytest.raises(UsageError, match=problem):
-        prepare(world, CorpusSettings([str(folder / "in.jsonl")], str(folder / "out.jsonl")))
+        prepare(world, CorpusSettings([str(folder / "in.jsonl")], output=str(folder / "out.jsonl")))
     world.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
 
@@ -193,7 +196,7 @@ def test_without_deduplication_equal_documents_stay(world, folder):
     texts = paragraphs(4) * 3 + ["ab", "ab", ""]
     source = write(world, folder / "in.jsonl", [{"body": text} for text in texts])
     for number, more in enumerate(({"deduplicate": False}, {"fix_text": False})):
-        settings = CorpusSettings([source], str(folder / f"{number}.jsonl"), json_key="body", **more)
+        settings = CorpusSettings([source], output=str(folder / f"{number}.jsonl"), json_key="body", **more)
         prepare(world, settings)
     world.barrier()
     assert len(rows_of(folder / "0.jsonl")) == 14  # ftfy leaves nothing of an empty text
@@ -206,7 +209,7 @@ from commengine import launch
 from trainers.cleaning.pipeline import prepare
 from trainers.cleaning.settings import CorpusSettings
 def main(world):
-    result = prepare(world, CorpusSettings(sys.argv[1:2], sys.argv[1] + ".out.jsonl", buffer_megabytes=8))
+    result = prepare(world, CorpusSettings(sys.argv[1:2], output=sys.argv[1] + ".out.jsonl", buffer_megabytes=8))
     if world.rank == 0:
         print(json.dumps([result["documents_out"], result["peak_memory_bytes"]]))
 launch.run(main)
@@ -214,6 +217,7 @@ launch.run(main)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_text_larger_than_the_bound_on_memory(tmp_path):
     """A rank's peak grows by far less than the text that it holds, and by no more than its buffer allows."""
     (tmp_path / "measure.py").write_text(MEASURE)

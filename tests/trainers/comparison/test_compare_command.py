@@ -111,7 +111,7 @@ def test_runs_without_digests(runs, tmp_path, capsys):
 
 
 def test_another_model(runs, tmp_path, capsys):
-    """The kind of model is said first, and nothing else is compared."""
+    """The models' parameters are said first, and nothing else is compared."""
     bert = tmp_path / "bert"
     shutil.copytree(runs["one rank"], bert)
     for path in bert.glob("iter_*/state.json"):
@@ -119,10 +119,15 @@ def test_another_model(runs, tmp_path, capsys):
         state["parameters"]["mlm_head.bias"] = {"shape": [8], "view": [8], "dim": 0, "count": 1}
         path.write_text(json.dumps(state))
     assert main([runs["one rank"], str(bert)]) == 1
-    assert capsys.readouterr().out == "the models differ: a GPT and a BERT; nothing else is compared\n"
+    assert (
+        capsys.readouterr().out
+        == "the models differ: in the second model only: mlm_head.bias; nothing else is compared\n"
+    )
 
 
 def test_errors(runs, tmp_path, capsys):
     assert main([runs["plain"], str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/metrics.jsonl: cannot be read")
+    assert capsys.readouterr().err.startswith(
+        f"error: give the --save folders of two runs: {tmp_path}/metrics.jsonl: No such file"
+    )
     assert main([runs["plain"]]) == 2

@@ -21,10 +21,11 @@ class Rank:
     rank: int
 
 
+WORDS = {"vocab_size": 1, "unusable": ""}
+
+
 class Lists(GlobalBatches[list[tuple[int, Any, bool]]]):
     """A micro-batch is a list of (number, sample, whether it is only padding)."""
-
-    unusable = ""
 
     def microbatch(self, rows: Sequence[Any], numbers: range, past_end: Sequence[bool]) -> list[tuple[int, Any, bool]]:
         return list(zip(numbers, rows, past_end, strict=True))
@@ -39,7 +40,9 @@ def read(samples: Any, k: int, ranks: int, micro: int, record: Any = None, at: i
     """The samples of global batch k, of 24 samples, as all ranks get them."""
     found = []
     for rank in range(ranks):
-        batches = Lists(samples() if callable(samples) else samples, size=24, micro=micro, data=Rank(ranks, rank))
+        batches = Lists(
+            samples() if callable(samples) else samples, size=24, micro=micro, data=Rank(ranks, rank), **WORDS
+        )
         if record is not None:
             batches.continue_from(at, json.loads(json.dumps(record)))
         parts = list(batches(k))
@@ -59,7 +62,7 @@ def test_a_blend_is_the_same_on_any_number_of_ranks(ranks: int, micro: int) -> N
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_resumed_blend_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
     """Resumed as it was, and with another weight, on another number of ranks than before."""
-    before = Lists(blend(), size=24, micro=4, data=Rank(2, 1))
+    before = Lists(blend(), size=24, micro=4, data=Rank(2, 1), **WORDS)
     record = before.record(5)
     whole = blend()
     assert read(blend, 6, ranks, 2, record, at=5) == [(n, whole[n], False) for n in range(144, 168)]
@@ -75,7 +78,7 @@ def test_a_resumed_blend_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_evaluation_reads_each_sample_once_and_pads_the_end(ranks: int) -> None:
     samples = Named("A", 50)
-    assert len(Lists(samples, size=24, micro=2, data=Rank(ranks, 0))) == 3
+    assert len(Lists(samples, size=24, micro=2, data=Rank(ranks, 0), **WORDS)) == 3
     found = [one for k in range(3) for one in read(samples, k, ranks, 2)]
     assert [row for _, row, past in found if not past] == [("A", 0, n) for n in range(50)]
     assert [past for _, _, past in found] == [False] * 50 + [True] * 22

@@ -97,12 +97,6 @@ def test_no_samples(dataset: IndexedDataset, documents: range, tokens: int) -> N
         TokenSamples(dataset, documents, seq_length=6)
 
 
-@pytest.mark.parametrize("documents", [range(11), range(-1, 3), range(0, 10, 2)])
-def test_documents_outside_the_data_set(dataset: IndexedDataset, documents: range) -> None:
-    with pytest.raises(ValueError, match="10 documents"):
-        TokenSamples(dataset, documents, seq_length=6)
-
-
 def test_token_counts(dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_COUNT_CHUNK", 7)  # many chunks
     counts = TokenSamples(dataset, range(4, 10), seq_length=6).token_counts(60)
@@ -139,34 +133,15 @@ def test_zipf_seed_and_split_separate_streams() -> None:
     assert len(seen) == 12
 
 
-@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.5])
-def test_zipf_frequencies(exponent: float) -> None:
-    mock = ZipfSamples(50, 1000, seed=5, count=100, exponent=exponent)
+def test_zipf_frequencies() -> None:
+    mock = ZipfSamples(50, 1000, seed=5, count=100)
     expected = mock.token_counts(64)
     found = np.bincount(np.concatenate([mock[n] for n in range(100)]), minlength=64)
     assert found[50:].sum() == 0 and expected[50:].sum() == 0
     assert expected.sum() == pytest.approx(100 * 1001)
-    assert expected[0] / expected[9] == pytest.approx(10**exponent)
+    assert expected[0] / expected[9] == pytest.approx(10)
     # Counts are binomial: six standard deviations.
     assert np.all(np.abs(found - expected) <= 6 * np.sqrt(expected + 1))
-
-
-def test_zipf_entropy() -> None:
-    assert ZipfSamples(8, 4, seed=0, count=1, exponent=0).entropy == pytest.approx(np.log(8))
-    train, heldout = (ZipfSamples(1000, 512, seed=0, count=100000, split=split) for split in (0, 1))
-    loss = unigram_cross_entropy(train.token_counts(1024), heldout.token_counts(1024))
-    assert loss == pytest.approx(train.entropy, rel=1e-4) and loss > train.entropy
-
-
-@pytest.mark.parametrize("change", [{"vocab_size": 0}, {"count": 0}, {"seed": -1}, {"exponent": np.nan}])
-def test_bad_zipf(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError):
-        ZipfSamples(**({"vocab_size": 9, "seq_length": 4, "seed": 0, "count": 1} | change))  # type: ignore[arg-type]
-
-
-def test_zipf_vocabulary_too_small() -> None:
-    with pytest.raises(ValueError, match="token 8 is outside the vocabulary of 8"):
-        ZipfSamples(9, 4, seed=0, count=1).token_counts(8)
 
 
 def test_every_index_once_per_epoch() -> None:
@@ -183,11 +158,6 @@ def test_permutation_is_a_function_of_the_number() -> None:
     assert [forward[n] for n in range(10)] != [EpochPermutation(10, seed=8)[n] for n in range(10)]
 
 
-def test_no_shuffle() -> None:
-    order = EpochPermutation(3, seed=0, shuffle=False)
-    assert [order[n] for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_permutation_has_no_order_left() -> None:
     order = EpochPermutation(100_000, seed=0)
     index = np.array([order[n] for n in range(100_000)])
@@ -195,22 +165,9 @@ def test_permutation_has_no_order_left() -> None:
     assert abs(np.corrcoef(index, np.arange(100_000))[0, 1]) < 0.02
 
 
-def test_bad_permutation() -> None:
-    with pytest.raises(ValueError, match="size"):
-        EpochPermutation(0, seed=0)
-    with pytest.raises(IndexError, match="negative"):
-        EpochPermutation(3, seed=0)[-1]
-
-
 def test_unigram_cross_entropy_by_hand() -> None:
     # p = (3 + 1, 0 + 1) / 5
     assert unigram_cross_entropy([3, 0], [1, 1]) == pytest.approx(-(np.log(0.8) + np.log(0.2)) / 2)
-
-
-@pytest.mark.parametrize("train,heldout", [([1, 2], [1]), ([1], [0]), ([-1], [1])])
-def test_bad_unigram_counts(train: list[int], heldout: list[int]) -> None:
-    with pytest.raises(ValueError):
-        unigram_cross_entropy(train, heldout)
 
 
 def test_mixed_counts_by_hand() -> None:

@@ -125,8 +125,6 @@ def test_after_new_weights_each_source_goes_on_where_it_was() -> None:
         counts[name] += 1
         drawn = n + 1 - 15
         assert abs(counts["A"] - before.consumed(15)[0] - 0.2 * drawn) <= 0.5 + 1e-9
-    with pytest.raises(IndexError, match="changed at sample 15"):
-        after[14]
 
 
 @pytest.mark.parametrize("trial", range(6))
@@ -224,17 +222,9 @@ def test_an_older_run_goes_on_with_a_blend() -> None:
 
 
 DAMAGE = {
-    "no start": lambda record: record.pop("start"),
-    "start is no number": lambda record: record.update(start="x"),
     "start after the end": lambda record: record.update(start=99),
-    "no sources": lambda record: record.update(sources=[]),
-    "sources are no list": lambda record: record.update(sources=3),
-    "a source lacks its count": lambda record: record["sources"][0].pop("consumed"),
-    "a source has something else": lambda record: record["sources"][0].update(more=1),
-    "a count is no number": lambda record: record["sources"][0].update(consumed="7"),
     "a count is too large": lambda record: record["sources"][0].update(consumed=8),
     "a count is negative": lambda record: record["sources"][0].update(consumed=-7),
-    "a weight is no number": lambda record: record["sources"][0].update(weight="much"),
     "weights do not sum to 1": lambda record: record["sources"][0].update(weight="1/3"),
 }
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from commengine import UsageError
 from trainers.finetuning.batches import KeptLogits, LabelledBatches, LabelLoss
-from trainers.finetuning.encoding import EncodedSamples, TaskSample
+from trainers.finetuning.samples import EncodedSamples, TaskSample
 
 S = 24
 

@@ -19,11 +19,12 @@ TUNED = SHAPE | {
 }  # fmt: skip
 
 
-def saved(folder: Path, iteration: int, settings: dict) -> Path:
-    """A checkpoint that has its settings alone."""
+def saved(folder: Path, iteration: int, settings: dict, *parameters: str) -> Path:
+    """A checkpoint that has its settings and the names of its parameters alone."""
     found = folder / pointer.name_of(iteration)
     found.mkdir(parents=True)
-    state = {"format": 4, "iteration": iteration, "settings": settings, "parameters": {}}
+    state = {"format": 4, "iteration": iteration, "settings": settings}
+    state["parameters"] = {name: {"shape": [1], "view": [1], "dim": None, "count": 1} for name in parameters}
     (found / "state.json").write_text(json.dumps(state))
     pointer.point_to(folder, found.name)
     return found
@@ -35,7 +36,7 @@ def tuned(folder: Path, iteration: int = 1, **changes: object) -> Path:
 
 
 def test_the_settings_of_a_pretrained_run(tmp_path):
-    saved(tmp_path / "bert", 3, BERTTrainConfig(**SHAPE).to_json())
+    saved(tmp_path / "bert", 3, BERTTrainConfig(**SHAPE).to_json(), "mlm_head.bias")
     settings, words = pretrained(str(tmp_path / "bert"), verify=False)
     assert words == f"--load {tmp_path / 'bert'}" and settings["hidden_size"] == 32
     found = FinetuneConfig(load="x").of_model(settings, words)
@@ -50,11 +51,13 @@ def test_the_settings_of_a_pretrained_run(tmp_path):
 
 
 def test_runs_that_are_no_berts_are_refused(tmp_path):
-    saved(tmp_path / "gpt", 1, GPTTrainConfig(**SHAPE).to_json())
-    saved(tmp_path / "module", 1, {"optimizer": {}, "extra": {}})
-    tuned(tmp_path / "tuned")
-    for name, says in (("gpt", "holds a GPT, and a BERT"), ("module", "holds another model"),
-                       ("tuned", "is a run of finetune; give one of pretrain_bert"), ("none", "no such folder"),
+    gpt = ("embedding.weight", "layers.0.norm.weight", "final_norm.weight")
+    saved(tmp_path / "gpt", 1, GPTTrainConfig(**SHAPE).to_json(), *gpt)
+    saved(tmp_path / "module", 1, {"optimizer": {}, "extra": {}}, "weight")
+    saved(tmp_path / "tuned", 1, FinetuneConfig(**TUNED).to_json(), "embedding.weight", "classifier.weight")
+    for name, says in (("gpt", "holds a GPT, and a BERT"), ("module", "holds neither a GPT nor a BERT"),
+                       ("tuned", "holds a model of trainers.finetune .*save folder of trainers.pretrain_bert"),
+                       ("none", "no such folder"),
                        (None, "--pretrained-checkpoint: needed")):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             pretrained(name and str(tmp_path / name), verify=False)

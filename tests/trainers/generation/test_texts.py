@@ -73,6 +73,7 @@ def test_what_is_settled_never_changes(tokenizer):
     assert nothing.settled("so the") == nothing.cut("so the") == "so the" and not nothing.ends([], [1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_texts_are_the_tokens_of_generate_up_to_what_ends_them(model, tokenizer, whole_text):
     prompts = [tokenizer.encode("the cat"), tokenizer.encode("a")]

@@ -50,6 +50,7 @@ def test_before_there_is_something_to_save_it_ends_at_once(tmp_path, number):
 IGNORED = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
     """As it is in a background job; other signals are heard."""
     early = IGNORED + "from trainers.run.signals import end_on_interrupt\nend_on_interrupt()\n"
@@ -64,6 +65,7 @@ def test_an_ignored_interrupt_is_heard_if_it_is_asked_for(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (9, "at once SIGINT\n", "")
 
 
+@pytest.mark.slow
 def test_afterwards_the_first_is_kept_and_a_second_interrupt_ends(tmp_path):
     numbers = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
     body = "listener._at_once = lambda number: (print(listener.received, flush=True), end(number))\n"
@@ -71,6 +73,7 @@ def test_afterwards_the_first_is_kept_and_a_second_interrupt_ends(tmp_path):
     assert done.stdout == f"{int(signal.SIGUSR1)}\nat once SIGINT\n" and done.returncode == 9, done.stderr
 
 
+@pytest.mark.slow
 def test_after_the_end_they_are_ignored_or_do_what_they_did(tmp_path):
     ignored = run(tmp_path, "listener.close(ignore=True)\n" + later(signal.SIGTERM, signal.SIGUSR1) + "time.sleep(1)")
     assert (ignored.returncode, ignored.stderr) == (0, "")
@@ -78,6 +81,7 @@ def test_after_the_end_they_are_ignored_or_do_what_they_did(tmp_path):
     assert restored.returncode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_system_calls_of_libraries_do_not_end_early(tmp_path):
     body = """
         listener.hold()
@@ -94,6 +98,7 @@ def test_system_calls_of_libraries_do_not_end_early(tmp_path):
 BEFORE = "before the run began"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, flags, status, line",
     [
@@ -130,6 +135,7 @@ def interrupted_imports(tmp_path, code, command, *words):
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False, cwd=mpirun.ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -164,8 +170,8 @@ IN_MPI_INIT = "subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -TERM {{os.getpid
     "command, when, number, status",
     [
         ("trainers.pretrain_gpt", AT_ONCE, "SIGTERM", 75),
-        ("trainers.pretrain_gpt", IN_MPI_INIT, "SIGTERM", 75),
-        ("trainers.evaluate", AT_ONCE, "SIGINT", 130),
+        pytest.param("trainers.pretrain_gpt", IN_MPI_INIT, "SIGTERM", 75, marks=pytest.mark.long),
+        pytest.param("trainers.evaluate", AT_ONCE, "SIGINT", 130, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_to_one_rank_before_mpi_has_started_ends_all_ranks(tmp_path, command, when, number, status):

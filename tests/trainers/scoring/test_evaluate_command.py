@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.weights.hugging_face import to_hugging_face
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
-from trainers.scoring import words
+from trainers.scoring import texts
 from trainers.tasks.gpt import GPTTrainConfig
-from trainers.weights.hugging_face import to_hugging_face
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ REFUSED = {
         "--load {}/run --task wikitext --data {}/text --stride 64", "--stride 64: must not exceed the 32 tokens",
     ),
     "no task": ("--load {}/run", "--task: needed; valid: wikitext, lambada"),
-    "another task": ("--load {}/run --task squad", "argument --task: invalid choice: 'squad'"),
+    "another task": ("--load {}/run --task squad", "held-out, or lm-eval:NAME,NAME,..."),
     "TP does not divide the heads": (
         "--load {}/run --task perplexity --data {}/text --tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 4: does not divide the 2 ranks; [1, 2]",
@@ -89,7 +89,7 @@ def write_data(prefix, text, tokenizer):
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for line in [line for line in text.splitlines() if line.strip()] * 6:
             writer.add_document(np.array([*tokenizer.encode(line), tokenizer.eod]))
-    tokenizer.save(f"{prefix}-tokenizer.json")
+    Path(f"{prefix}-tokenizer.json").write_bytes(tokenizer.to_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     text = FIXTURE.read_text(encoding="utf-8")
     for name in ("tokens", "other"):
         write_data(root / name, text, tokenizer)
-    tokenizer.save(root / "gone.json")
+    (root / "gone.json").write_bytes(tokenizer.to_bytes())
     (root / "text").write_text(text, encoding="utf-8")
     (root / "short").write_text("\n".join(LAST_WORDS) * 3)
     (root / "lines.jsonl").write_text(
@@ -214,7 +214,7 @@ def test_every_command_ended_as_it_should(outcomes):
 
 def test_wikitext_on_every_layout_is_transformers(outcomes, folder, theirs, tokenizer):
     text = FIXTURE.read_text(encoding="utf-8")
-    tokens = tokenizer.encode(words.detokenized_wikitext(text))
+    tokens = tokenizer.encode(texts.detokenized_wikitext(text))
     expected = nll(theirs, tokens)
     for name in LAYOUTS:
         one = found(folder, f"wikitext-{name}")
@@ -252,7 +252,7 @@ def test_texts_of_their_own_and_the_held_out_documents(outcomes, folder, theirs,
     stream = [token for line in held_out for token in [*tokenizer.encode(line), tokenizer.eod]]
     one = found(folder, "held-out")
     assert one["nll"] == pytest.approx(nll(theirs, stream), rel=1e-9) and one["targets"] == len(stream) - 1
-    assert one["words"] == sum(map(words.paper_words, held_out))
+    assert one["words"] == sum(map(texts.paper_words, held_out))
     assert (folder / "loss.png").read_bytes()[1:4] == b"PNG"
 
 

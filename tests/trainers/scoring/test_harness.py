@@ -4,6 +4,7 @@ The models: a GPT that a run has trained, and a Llama of random weights whose to
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +13,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.sentencepiece import sentencepiece
+from tests.support.weights.hugging_face import to_hugging_face
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
-from trainers.weights.hugging_face import to_hugging_face
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
-pytest.importorskip("accelerate", reason="lm-evaluation-harness's HFLM needs accelerate")
-from trainers.scoring.harness import HarnessModel
+if not all(map(find_spec, ("lm_eval", "evaluate", "accelerate"))):  # to import them takes 3 s
+    pytest.skip("lm-evaluation-harness is not installed: pip install '.[lm-eval]' accelerate", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]  # most of its time is the library's start
 
@@ -40,12 +40,15 @@ TASKS = {
     "  - metric: exact_match\n",
 }
 REFUSED = {
-    "an unknown task": ("--tasks nothing_like_it --include-path {}/tasks", "no such task: nothing_like_it"),
-    "no task": ("", "--tasks NAME ...: needed"),
-    "no folder": ("--tasks choices --include-path {}/none", "--include-path {}/none: no such folder"),
-    "a task without its data": ("--tasks lost --include-path {}/tasks", "--tasks lost: "),
-    "a window beyond the model": ("--tasks choices --seq-length 33", "--seq-length 33: the model knows 32 positions"),
-    "a BERT": ("--load {}/bert --tasks choices", "holds a BERT, and a GPT is needed"),
+    "an unknown task": ("--task lm-eval:nothing_like_it --include-path {}/tasks", "no such task: nothing_like_it"),
+    "no task": ("--task lm-eval:", "--task lm-eval:: must be wikitext, "),
+    "no folder": ("--task lm-eval:choices --include-path {}/none", "--include-path {}/none: no such folder"),
+    "a task without its data": ("--task lm-eval:lost --include-path {}/tasks", "--task lm-eval:lost: "),
+    "a window beyond the model": (
+        "--task lm-eval:choices --seq-length 33",
+        "--seq-length 33: the model knows 32 positions",
+    ),
+    "a BERT": ("--load {}/bert --task lm-eval:choices", "holds a BERT, and a GPT is needed"),
 }
 
 
@@ -61,7 +64,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     with IndexedDatasetWriter(root / "tokens", np.uint16) as writer:
         for line in TEXT.splitlines():
             writer.add_document(np.array([*tokenizer.encode(line), tokenizer.eod]))
-    tokenizer.save(root / "tokens-tokenizer.json")
+    (root / "tokens-tokenizer.json").write_bytes(tokenizer.to_bytes())
     words, generator, rows = TEXT.split(), np.random.default_rng(0), []
     for number in range(ROWS):  # half of the first choices are what follows in the text that the model was trained on
         start, size = int(generator.integers(0, len(words) - 60)), int(generator.integers(1, 40))
@@ -103,21 +106,22 @@ def save_llama(folder):
 def outcomes(pretrain, folder):
     data = ["--data-path", folder / "tokens", "--split", "1"]
     mock = ["--mock-data", "--vocab-size", "60", "--train-iters", "1"]
+    every = f"lm-eval:{','.join(TASKS)}"
     commands = {
         "run": ("pretrain_gpt", 2, [*MODEL, *data, "--save", folder / "run"]),
         "bert": ("pretrain_bert", 1, [*(word for word in MODEL if word not in ("--sample-tokens", "0")),
                                       "0", *mock, "--save", folder / "bert"]),
-        "llama": ("lm_eval", 2, ["--load", f"hf:{folder / 'llama'}", "--tasks", *TASKS, "--include-path",
+        "llama": ("evaluate", 2, ["--load", f"hf:{folder / 'llama'}", "--task", every, "--include-path",
                                  folder / "tasks", "--offline", "--tensor-model-parallel-size", "2",
                                  "--samples", folder / "llama.jsonl"]),
-        "tasks": ("lm_eval", 4, ["--load", folder / "run", "--tasks", *TASKS, "--include-path", folder / "tasks",
+        "tasks": ("evaluate", 4, ["--load", folder / "run", "--task", every, "--include-path", folder / "tasks",
                                  "--offline", "--tensor-model-parallel-size", "2", "--json", folder / "results.json",
                                  "--samples", folder / "samples.jsonl", "--micro-batch-size", "7"]),
     }  # fmt: skip
     for name, (line, _) in REFUSED.items():
         words = line.replace("{}", str(folder)).split()
         load = [] if "--load" in words else ["--load", folder / "run"]
-        commands[name] = ("lm_eval", 2, [*load, *words, "--offline"])
+        commands[name] = ("evaluate", 2, [*load, *words, "--offline"])
     done = pretrain(
         *(row[1:] for row in commands.values()), command=[command for command, _, _ in commands.values()], timeout=280
     )
@@ -176,6 +180,8 @@ def test_tokens_around_a_text_are_hflms(tmp_path, folder, told, start):
     """What tokenizer.json and tokenizer_config.json say about <s>, and texts that spell special tokens out."""
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+    from trainers.scoring.harness import HarnessModel
 
     backend = sentencepiece([TEXT], 300, start=start)
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

@@ -19,8 +19,7 @@ def tokenizer():
 
 def examples(tokenizer, texts, length=64):
     where = [f"line {n}" for n in range(1, len(texts) + 1)]
-    rows = lambada.encoded(list(zip(where, texts, strict=True)), tokenizer)
-    lambada.require_fits(rows, length, where)
+    rows = lambada.encoded(list(zip(where, texts, strict=True)), tokenizer, length)
     return lambada.examples(rows, length)
 
 
@@ -82,7 +81,7 @@ def test_both_formats(tmp_path, tokenizer):
     assert [text for _, text in text_files.read_lines(str(lines), "text")] == texts
     found = list(text_files.read_lines(str(plain), "text"))
     assert [text.strip() for _, text in found] == ["the old man", "to the dog", "é the  dog"]
-    assert len(lambada.encoded(found, tokenizer)) == 3
+    assert len(lambada.encoded(found, tokenizer, 64)) == 3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_what_is_no_example_is_named_with_its_line(tmp_path, tokenizer, name, co
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=said):
-        lambada.encoded(list(text_files.read_lines(str(path), "text")), tokenizer)
+        lambada.encoded(list(text_files.read_lines(str(path), "text")), tokenizer, 64)
 
 
 def test_predictions_are_a_row_for_each_example(tmp_path):

@@ -21,7 +21,7 @@ def result(nll, length=4, counts=None):
     losses = torch.arange(length, dtype=torch.float64)
     seen = torch.tensor([0.0] + [2.0] * (length - 1), dtype=torch.float64)
     scores = Scores(torch.tensor(nll, dtype=torch.float64), None, torch.zeros(0), losses, seen)
-    return results.PerplexityResult.of("wikitext", scores, windows, counts or TextCounts(1, 8, 9, 11), MODEL)
+    return results.PerplexityResult("wikitext", scores, windows, counts or TextCounts(1, 8, 9, 11), MODEL)
 
 
 def test_the_three_perplexities_stand_side_by_side_with_their_counts(tmp_path):
@@ -80,8 +80,10 @@ def test_the_picture_numbers_its_axis_plainly(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *words, **named: (figures.append(self), save(self, *words, **named))
     )
-    few = replace(result([1.0], 100), position_nll=[1.0] * 100, position_targets=[1] * 59 + [1000] * 41)
-    few.draw(tmp_path / "a.png")
+    targets = torch.tensor([1.0] * 59 + [1000.0] * 41, dtype=torch.float64)
+    one = result([1.0], 100)
+    scores = replace(one.scores, position_nll=targets, position_targets=targets)
+    replace(one, scores=scores).draw(tmp_path / "a.png")
     (axes,) = figures[0].axes
     labels = {label.get_text() for label in axes.xaxis.get_ticklabels(which="both")} - {""}
     assert {"60", "70", "80"} <= labels and all(label.isdecimal() for label in labels)
@@ -105,9 +107,9 @@ def test_the_picture_leaves_out_positions_with_few_targets(tmp_path, monkeypatch
     scores = Scores(
         torch.ones(20, dtype=torch.float64), None, torch.zeros(0), torch.tensor([9.0, 8.0, 19.0, 40.0]), seen
     )
-    results.PerplexityResult.of("wikitext", scores, windows, TextCounts(1, 8, 9, 42), MODEL).draw(tmp_path / "a.png")
+    results.PerplexityResult("wikitext", scores, windows, TextCounts(1, 8, 9, 42), MODEL).draw(tmp_path / "a.png")
     ((read, losses),) = drawn
-    assert read.tolist() == [1, 2, 3, 4] and np.isnan(losses[:2]).all() and losses[2:].tolist() == [1.0, 2.0]
+    assert list(read) == [1, 2, 3, 4] and np.isnan(losses[:2]).all() and losses[2:] == [1.0, 2.0]
     assert axes[0].get_xlabel() == "tokens read before the target (left out: positions with fewer than 2 targets)"
     assert axes[0].get_title() == "wikitext: perplexity 1.63 per token"
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from commengine import ProcessGrid
+from tests.support.weights.hugging_face import to_hugging_face
 from tplayers import GPT, GPTConfig, initialize
 from tplayers.placement import placements
-from trainers.scoring import lambada, scorer, words
+from trainers.scoring import lambada, scorer, texts
 from trainers.scoring.passages import Passage, Windows
 from trainers.scoring.scorer import score
-from trainers.weights.hugging_face import to_hugging_face
 
 pytestmark = pytest.mark.mpi
 
@@ -76,7 +76,8 @@ def brute_force(theirs, tokens, stride):
     return total
 
 
-@pytest.mark.every_size
+@pytest.mark.slow
+@pytest.mark.sizes(1, 2)
 def test_the_log_likelihood_is_that_of_brute_force_over_transformers(world, theirs, grids):
     cases = [(count, stride) for count in TEXTS for stride in (1, 4, 16)]
     truth = [brute_force(theirs, TEXTS[count], stride) for count, stride in cases] if theirs is not None else None
@@ -117,7 +118,7 @@ def test_a_model_without_an_opinion_has_the_perplexity_of_its_vocabulary(grids):
             model.embedding.weight.zero_()
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             scores = score(model.to(dtype), Windows([tokens], LENGTH, 4), grid.data, batch=8)
-            found = words.perplexity(math.fsum(scores.nll.tolist()), text_words)
+            found = texts.perplexity(math.fsum(scores.nll.tolist()), text_words)
             assert found == pytest.approx(VOCAB ** (100 / text_words), rel=1e-9)
 
 
@@ -140,6 +141,7 @@ def last_words(theirs):
     return rows, expected
 
 
+@pytest.mark.slow
 def test_the_predicted_tokens_are_transformers_greedy_ones_row_by_row(world, theirs, grids):
     """200 last words of 1 to 4 tokens, half of them the model's own continuation; contexts of any length."""
     rows, expected = world.mpi.bcast(None if theirs is None else last_words(theirs))

@@ -26,6 +26,11 @@ def settings(tmp_path):
         ({"task": "lambada", "stride": 8}, "--stride 8: --task lambada has no windows"),
         ({"task": "lambada", "plot": "a.png"}, "--plot a.png: --task lambada has no windows"),
         ({"predictions": "a.jsonl"}, "--predictions a.jsonl: needs --task lambada"),
+        ({"num_fewshot": 2}, "--num-fewshot 2: needs --task lm-eval:NAME"),
+        ({"task": "lm-eval:"}, "--task lm-eval:: must be wikitext, lambada, .* or lm-eval:NAME"),
+        ({"task": "lm-eval:arc"}, "--data .*: --task lm-eval:arc reads its own data"),
+        ({"task": "lm-eval:arc", "data": None, "stride": 8}, "--stride 8: --task lm-eval:arc has no windows"),
+        ({"task": "lm-eval:arc", "data": None, "include_path": "no"}, "--include-path no: no such folder"),
         ({"stride": 9, "seq_length": 8}, "--stride 9: must not exceed --seq-length 8"),
         ({"stride": 0}, "--stride 0: must be at least 1"),
         ({"micro_batch_size": 0}, "--micro-batch-size 0: must be at least 1"),
@@ -40,6 +45,13 @@ def settings(tmp_path):
 def test_what_does_not_fit_is_named(settings, given, said):
     with pytest.raises(UsageError, match=said):
         settings(**given).validate(4)
+
+
+def test_the_tasks_of_the_harness(settings):
+    assert settings().names == []
+    config = settings(task="lm-eval:arc_easy,wikitext", data=None, limit=0.5)
+    config.validate(4)
+    assert config.names == ["arc_easy", "wikitext"]
 
 
 def test_the_defaults_of_the_windows_are_the_papers_for_wikitext(settings):

@@ -11,7 +11,7 @@ from commengine import UsageError
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
-from trainers.scoring import texts, words
+from trainers.scoring import texts
 from trainers.tasks.gpt import GPTTrainConfig
 
 FIXTURE = Path(__file__).with_name("articles.raw")
@@ -32,10 +32,10 @@ def test_a_long_text_has_the_tokens_that_it_has_as_one(tokenizer):
 
 def test_wikitext_is_counted_before_and_encoded_after(tokenizer):
     raw = FIXTURE.read_bytes().decode()
-    (tokens,), counts = texts.read_wikitext(str(FIXTURE), tokenizer)
-    assert tokens.tolist() == tokenizer.encode(words.detokenized_wikitext(raw))
+    (tokens,), counts = texts.read_whole(str(FIXTURE), tokenizer, wikitext=True)
+    assert tokens.tolist() == tokenizer.encode(texts.detokenized_wikitext(raw))
     assert counts == texts.TextCounts(1, 456, 434, len(tokens))
-    (tokens,), counts = texts.read_plain(str(FIXTURE), tokenizer)
+    (tokens,), counts = texts.read_whole(str(FIXTURE), tokenizer, wikitext=False)
     assert tokens.tolist() == tokenizer.encode(raw) and counts == texts.TextCounts(1, 456, 432, len(tokens))
 
 
@@ -64,9 +64,9 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, content, said):
 @pytest.mark.parametrize(("content", "said"), [(b" \n\n", "a: has no text"), (b"a\xff", "a: not UTF-8 text")])
 def test_a_bad_file_is_named(tmp_path, tokenizer, content, said):
     (tmp_path / "a").write_bytes(content)
-    for read in (texts.read_plain, texts.read_wikitext):
+    for wikitext in (False, True):
         with pytest.raises(ValueError, match=said):
-            read(str(tmp_path / "a"), tokenizer)
+            texts.read_whole(str(tmp_path / "a"), tokenizer, wikitext=wikitext)
 
 
 def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, tokenizer):

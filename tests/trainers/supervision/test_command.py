@@ -4,7 +4,7 @@ import pytest
 
 from commengine import UsageError
 from trainers.supervision.command import STEP_FILE, Position, TrainingCommand
-from trainers.supervision.settings import Host, Size, SuperviseConfig
+from trainers.supervision.settings import Size, SuperviseConfig
 
 _LAUNCH = "mpirun -n {ranks} python -m trainers.pretrain_gpt --mock-data --vocab-size 100 --global-batch-size 8"
 LAUNCH = _LAUNCH.split()
@@ -20,35 +20,35 @@ def command(words, **given):
 def test_places_are_filled_and_the_step_is_asked_for():
     words = ["env", "HOSTS={hosts}", *LAUNCH, *SAVED, "--tensor-model-parallel-size={tensor}"]
     made = command(words, ranks="4:2,2:1", hosts="a:2,b:2")
-    filled = made.filled(Size(4, 2), [Host("a", 2), Host("b", 2)])
+    filled = made.to_start(Size(4, 2), {"a": 2, "b": 2})
     assert filled[:5] == ["env", "HOSTS=a:2,b:2", "mpirun", "-n", "4"]
     assert filled[-3:] == ["--tensor-model-parallel-size=2", "--step-file", f"runs/x/{STEP_FILE}"]
 
 
 def test_a_command_without_ranks_is_started_as_it_is():
     words = ["srun", "python", "-m", "trainers.pretrain_bert", "--mock-data", "--vocab-size", "100", *SAVED]
-    assert command(words, ranks=None).filled(None, [])[: len(words)] == words
+    assert command(words, ranks=None).to_start(None, {})[: len(words)] == words
 
 
 def test_a_fine_tuning_is_supervised_as_other_trainings_are(tmp_path):
     start = ["srun", "python", "-m", "trainers.finetune", "--task", "qqp", "--data", str(tmp_path)]
     words = [*start, "--pretrained-checkpoint", "runs/bert", *SAVED]
     made = command(words, ranks=None)
-    assert made.filled(None, [])[: len(words)] == words and str(made.folder) == "runs/x"
+    assert made.to_start(None, {})[: len(words)] == words and str(made.folder) == "runs/x"
 
 
 @pytest.mark.parametrize(
     "words, given, says",
     [
         (["true"], {"ranks": None}, "must start python -m trainers.pretrain_gpt or -m trainers.pretrain_bert or -m"),
-        ([*LAUNCH], {}, "needs --save DIR"),
-        ([*LAUNCH, "--save", "a", "--load", "b", "--save-interval", "5"], {}, "needs --load a"),
-        ([*LAUNCH, "--save", "a", "--save-interval", "5"], {}, "needs --load a"),
-        ([*LAUNCH, "--save", "a", "--load", "a/../a"], {}, "needs --save-interval"),
-        ([*LAUNCH, *SAVED], {"ranks": None}, "has {ranks}: give --ranks"),
-        ([*LAUNCH, *SAVED], {"ranks": "4:2"}, "has no {tensor}"),
-        ([*LAUNCH, *SAVED], {"hosts": "a:4"}, "has no {hosts}"),
-        ([*LAUNCH, *SAVED, "{hosts}"], {}, "has {hosts}: give --hosts"),
+        ([*LAUNCH], {}, "needs --save DIR --load DIR"),
+        ([*LAUNCH, "--save", "a", "--load", "b", "--save-interval", "5"], {}, "--load DIR, of one folder"),
+        ([*LAUNCH, "--save", "a", "--save-interval", "5"], {}, "--load DIR, of one folder"),
+        ([*LAUNCH, "--save", "a", "--load", "a/../a"], {}, "and --save-interval N"),
+        ([*LAUNCH, *SAVED], {"ranks": None}, "--ranks, and {ranks}"),
+        ([*LAUNCH, *SAVED], {"ranks": "4:2"}, "--ranks N:T, and {tensor}"),
+        ([*LAUNCH, *SAVED], {"hosts": "a:4"}, "--hosts, and {hosts}"),
+        ([*LAUNCH, *SAVED, "{hosts}"], {}, "--hosts, and {hosts}"),
         ([*LAUNCH, *SAVED, "--frobnicate"], {}, "--frobnicate"),
         ([*LAUNCH, *SAVED, "--tensor-model-parallel-size", "4"], {}, "on 2 ranks: --tensor-model-parallel-size 4"),
         ([*LAUNCH, *SAVED, "--micro-batch-size", "4"], {}, "on 4 ranks: --global-batch-size 8"),

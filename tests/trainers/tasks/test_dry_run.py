@@ -12,7 +12,7 @@ from commengine import Communicator, UsageError, cost
 from commengine.cost import FittedModel, Segment
 from tests.support import mpirun
 from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.dry_run import dry_run, forecast, kept_tensors, windows
+from trainers.tasks.dry_run import dry_run, forecast, kept_tensors
 from trainers.tasks.gpt import GPTTrainConfig
 
 HOST = torch.device("cpu")
@@ -85,28 +85,6 @@ def test_a_bert_has_a_forecast():
     assert found.flops == cost.model_flops(shape, 4) / 4
     kept = kept_tensors(config, overlap=False)
     assert found.memory == cost.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
-
-
-@pytest.mark.mpi
-def test_tensors_in_windows_cost_what_windows_do(mpi_world):
-    """Those that a layer would take from shared memory, by the rule of the group's own communicator."""
-    with Communicator(mpi_world) as world:
-        config = GPTTrainConfig(
-            **SIZES | {"hidden_size": 512, "seq_length": 512, "tensor_model_parallel_size": world.size}
-        )
-        shared = windows(config, world)
-        with world.split(0) as group:
-            every = forecast(config, world.size, 1e9, HOST).collectives.get("tensor", [])
-            large = 2 * 512 * 512 * 4
-            expected = world.size > 1 and group.shares_operand("all_reduce", large, torch.float32)
-        assert shared == ({("tensor", "all_reduce", float(large))} if expected else set())
-        twice = {name: (Segment(2, 0, 2e-5, 2e-9),) for name in MODEL.collectives}
-        model = FittedModel(twice, MODEL.collectives)
-        found = forecast(config, 2, 1e9, HOST, model, lambda group, one: one.size == large)
-        less = sum(one.count * MODEL.seconds("all_reduce", large, 2) for one in every if one.size == large)
-        if world.size == 2:
-            assert less > 0
-            assert forecast(config, 2, 1e9, HOST, model).communication - found.communication == pytest.approx(less)
 
 
 @pytest.mark.mpi

@@ -12,7 +12,7 @@ from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import TokenSamples, ZipfSamples, count_tokens
 from trainers.tasks import unigram
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = pytest.mark.mpi
 TOKENS = 1003
 
 
@@ -25,6 +25,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> TokenSamples:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 100, 5000])
+@pytest.mark.every_size
 def test_the_ranks_count_each_token_once(
     world: Communicator, samples: TokenSamples, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_the_ranks_count_each_token_once(
         unigram.text_counts(samples, 30, world)
 
 
+@pytest.mark.slow
 def test_a_long_count_is_within_the_timeout(
     mpi_world: Any, samples: TokenSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from commengine import UsageError
+from tests.support.training.states import local_state
 from trainers.training.precision import LossScaler
 
 GOOD, BAD = False, True
@@ -61,7 +62,7 @@ def test_an_overflow_at_the_minimum_is_an_error():
 def snapshot(trainer):
     """Copies of all that a skipped step must leave alone, on this rank."""
     parameters = [p.detach().clone() for p in trainer.model.parameters()]
-    kept = [tensor.detach().clone() for _, tensor in trainer.optimizer.local_state()]
+    kept = [tensor.detach().clone() for _, tensor in local_state(trainer.optimizer)]
     steps = [state["step"].clone() for adamw in trainer.optimizer._steps for state in adamw.state.values()]
     return [*parameters, *kept, *steps, torch.tensor(trainer.optimizer.updates)]
 

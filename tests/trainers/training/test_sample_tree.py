@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.support.exact import in_pairs
 from tplayers import placements
-from tplayers.products import columns_first
 from trainers.training import sample_tree
 from trainers.training.layout import BucketLayout
 from trainers.training.sample_tree import SampleTree, run_length, tree_of_samples
@@ -57,7 +56,7 @@ def test_gradients_of_a_bucket(samples, dtype, turned, monkeypatch):
     monkeypatch.setattr(sample_tree, "PIECE", 3)
     module = nn.Linear(2, 2, dtype=dtype)
     if turned:
-        module.weight.data = columns_first(module.weight.data)
+        module.weight.data = module.weight.data.t().contiguous().t()
     named = list(module.named_parameters())
     layout = BucketLayout(named, placements(module), Group(), shard=False, flat=True)
     result = torch.zeros(layout.size)

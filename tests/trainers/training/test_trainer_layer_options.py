@@ -12,8 +12,9 @@ from commengine.rank_zero import on_every_rank
 from trainers.data.corpus import Corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import Source
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
-from trainers.training.compiler import require_compiler
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.training import transformer_trainer
+from trainers.training.trainer import require_compiler
 
 
 class Counting(Samples):
@@ -43,7 +44,7 @@ def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     config = dataclasses.replace(CONFIG, tensor_model_parallel_size=tensor, global_batch_size=2 * world.size // tensor)
     steps, parameters = [], []
     for compiled in (False, True):
-        trainer = gpt_trainer(dataclasses.replace(config, compile=compiled), world, CORPUS)
+        trainer = transformer_trainer(dataclasses.replace(config, compile=compiled), world, CORPUS)
         first = trainer.step()
         with torch._dynamo.config.patch(error_on_recompile=True):
             steps.append([first, trainer.step(), trainer.step()])
@@ -84,7 +85,7 @@ def test_fused_dropout_trains_with_masks_of_its_own(world):
     losses = []
     for mask in ("position", "fused", "fused"):
         config = dataclasses.replace(config, attention_dropout_mask=mask)
-        trainer = gpt_trainer(config, world, CORPUS)
+        trainer = transformer_trainer(config, world, CORPUS)
         losses.append([trainer.step().loss for _ in range(3)])
         trainer.close()
     assert losses[1] == losses[2] and losses[0] != losses[1]

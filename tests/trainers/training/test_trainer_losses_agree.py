@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.training.runs import Runs
 from trainers.data.samples import EpochPermutation, ZipfSamples
 
 #: the runs take 30 to 60 s, and 100 under Open MPI, where 4 ranks on 2 cores wait for each other longer
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 20)]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 SPLIT = [layout for layout in LAYOUTS if layout != (1, 1)]
+FEW = [(2, 2), (4, 1)]  # of these, in make test
 STEPS, BATCH, SEED = 20, 8, 77
 RATE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-warmup-iters", "4", "--weight-decay", "0.5", "--clip-grad", "0.8"]
 # One head of keys and values, which all ranks of a tensor group share. With an epsilon of 1e-6 the gradient norm of a
@@ -62,26 +64,25 @@ VARIANTS = {
 BOTH = [(1, 1), (1, 2), (2, 2)]  # where gradients are accumulated or reduced
 REDUCED = [(1, 2), (2, 2)]
 TENSOR = [(2, 1), (2, 2)]
-RUN = {
-    "accumulated": BOTH, "bucketed": BOTH, "overlapped": BOTH, "sequence": TENSOR,
-    "llama": [(1, 1), (2, 2), (4, 1)], "replayed": [(2, 1)], "selective": [(2, 1)],
-}  # the others at every layout  # fmt: skip
+
+
+def layouts(all_of_them, few=FEW):
+    """The parameters of a test: ``make test`` takes the layouts in ``few``."""
+    return [layout if layout in few else pytest.param(layout, marks=pytest.mark.long) for layout in all_of_them]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, pretrain, mock):
     """The folder of each (TP, DP, variant)."""
     root = tmp_path_factory.mktemp("runs")
-    wanted = [(*layout, name) for layout in LAYOUTS for name in VARIANTS if layout in RUN.get(name, LAYOUTS)]
+    wanted = [(*layout, name) for layout in LAYOUTS for name in VARIANTS]
     folders = {key: root / "-".join(map(str, key)) for key in wanted}
     base = [*mock, *RATE, "--seed", str(SEED), "--train-iters", str(STEPS)]
-    commands = [
-        (tensor * data, [*base, *VARIANTS[name], "--tensor-model-parallel-size", str(tensor), "--save", folder])
-        for (tensor, data, name), folder in folders.items()
-    ]
-    for (n, _), outcome in zip(commands, pretrain(*commands, timeout=LIMIT_S), strict=True):
-        assert outcome.codes == [0] * n, outcome.err
-    return folders
+    commands = {
+        (tensor, data, name): (tensor * data, [*base, *VARIANTS[name], "--tensor-model-parallel-size", str(tensor)])
+        for tensor, data, name in wanted
+    }
+    return Runs(commands, folders, pretrain, timeout=LIMIT_S)
 
 
 def numbers(runs, rows, layout, variant, key):
@@ -95,10 +96,8 @@ def model(runs, layout, variant):
     return load_file(runs[(*layout, variant)] / last / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [(layout, name) for layout in SPLIT for name in ("plain", "dropout", "llama") if layout in RUN.get(name, SPLIT)],
-)
+@pytest.mark.parametrize("variant", ["plain", "dropout", "llama"])
+@pytest.mark.parametrize("layout", layouts(SPLIT, [(2, 2)]))
 def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, layout, variant):
     for key, scale in (("lm_loss", 1.0), ("grad_norm", None)):
         expected, found = (numbers(runs, rows, where, variant, key) for where in ((1, 1), layout))
@@ -109,7 +108,7 @@ def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, lay
     assert torch.equal(*(numbers(runs, rows, at, variant, "learning_rate") for at in ((1, 1), layout)))
 
 
-@pytest.mark.parametrize("layout", TENSOR)
+@pytest.mark.parametrize("layout", layouts(TENSOR, [(2, 1)]))
 def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
     for key in ("lm_loss", "grad_norm"):
         one, other = (
@@ -136,13 +135,13 @@ def test_the_runs_have_something_to_agree_on(runs, rows):
     assert norms.min() < 0.8 < norms.max()  # some steps are clipped, some are not
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", layouts(SPLIT))
 def test_initial_parameters_are_bit_identical(runs, layout):
     files = [runs[(*where, "initial")] / "iter_0000001" / "model.safetensors" for where in ((1, 1), layout)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", layouts(SPLIT))
 def test_final_parameters_agree(runs, layout):
     expected, found = model(runs, (1, 1), "plain"), model(runs, layout, "plain")
     assert expected.keys() == found.keys()
@@ -150,7 +149,7 @@ def test_final_parameters_agree(runs, layout):
         torch.testing.assert_close(found[name], whole, rtol=0, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("layout", REDUCED)
+@pytest.mark.parametrize("layout", layouts(REDUCED))
 def test_overlap_changes_no_bit(runs, rows, layout):
     for key in ("lm_loss", "grad_norm"):
         assert torch.equal(*(numbers(runs, rows, layout, name, key) for name in ("bucketed", "overlapped")))
@@ -160,7 +159,7 @@ def test_overlap_changes_no_bit(runs, rows, layout):
     assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.parametrize("layout", REDUCED)
+@pytest.mark.parametrize("layout", layouts(REDUCED))
 def test_overlap_hides_its_collectives_on_a_stream(runs, layout):
     report = json.loads((runs[(*layout, "overlapped")] / "report.json").read_text())
     plain = json.loads((runs[(*layout, "plain")] / "report.json").read_text())
@@ -173,13 +172,13 @@ def test_overlap_hides_its_collectives_on_a_stream(runs, layout):
     assert reduced[1]["hidden_seconds"] == 0 < reduced[0]["hidden_seconds"]
 
 
-@pytest.mark.parametrize("layout", BOTH)
+@pytest.mark.parametrize("layout", layouts(BOTH))
 def test_bucket_size_changes_nothing(runs, rows, layout):
     one, other = (numbers(runs, rows, layout, name, "lm_loss") for name in ("bucketed", "plain"))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", BOTH)
+@pytest.mark.parametrize("layout", layouts(BOTH))
 def test_accumulated_microbatches_are_one_batch(runs, rows, layout):
     for key in ("lm_loss", "grad_norm"):
         one, other = (numbers(runs, rows, layout, name, key) for name in ("plain", "accumulated"))

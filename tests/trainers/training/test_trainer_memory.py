@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from commengine import cost
-from commengine.host.operands import POOL_BYTES
+from tests.support.training.states import local_state
 from tplayers import SelfAttention, TransformerBlock
 
 pytestmark = pytest.mark.mpi
@@ -61,7 +61,7 @@ class Moment:
 
 def counted_state(trainer):
     """The bytes of the distinct memory of the parameters, `GradientBuckets` and `Optimizer`."""
-    tensors = [*trainer.model.parameters(), *(tensor for _, tensor in trainer.optimizer.local_state())]
+    tensors = [*trainer.model.parameters(), *(tensor for _, tensor in local_state(trainer.optimizer))]
     tensors += [segment.gradient for segment in trainer.gradients.segments]
     tensors += [bucket.gradients for bucket in trainer.gradients.buckets if bucket.gradients is not None]
     tensors += [owner.parameters for owner in trainer.optimizer._owners if owner.layout.flat]
@@ -111,6 +111,8 @@ def counted_activations(trainer):
         finish()
 
     trainer.objective, trainer.gradients.finish = Objective(), finished
+    for group in (trainer.grid.tensor, trainer.grid.data):  # a group's first large collective maps its slots
+        group.all_reduce(torch.zeros(1 << 18))
     inside = SelfAttention, "_core"
     if trainer.config.recompute_granularity == "full":
         inside = TransformerBlock, "_layer"
@@ -118,8 +120,7 @@ def counted_activations(trainer):
         trainer.step()
 
     def change(event):
-        # torch counts the mapping of the operands' pool, of which the ranks reserve only what they use.
-        return event.nbytes() if event.name() == "[memory]" and event.nbytes() < POOL_BYTES else 0
+        return event.nbytes() if event.name() == "[memory]" else 0
 
     moments = sorted(
         (
@@ -158,7 +159,10 @@ def kept(config):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case if number % 2 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(CASES)]
+)
 def test_bytes_of_a_step_are_the_plans(trainer, world, case):
     if "tensor" in case and world.size < 2:
         pytest.skip("needs a tensor group of two ranks")
@@ -168,5 +172,6 @@ def test_bytes_of_a_step_are_the_plans(trainer, world, case):
     shape = config.model().cost_shape(config.seq_length)
     planned = cost.training_bytes(shape, config.micro_batch_size, grid.tensor.size, grid.data.size, kept(config))
     assert planned["parameters and optimizer"] == pytest.approx(state, rel=0.01)  # buckets are padded a little
-    assert planned["activations"] == pytest.approx(activations, rel=0.02)
-    assert sum(planned.values()) == pytest.approx(state + max(activations, sent), rel=0.02)
+    above = 0.05 if config.recompute_granularity == "selective" else 0.02  # the layer's MLP has gone by then
+    assert 0.98 * activations <= planned["activations"] <= (1 + above) * activations
+    assert sum(planned.values()) == pytest.approx(state + max(activations, sent), rel=above)

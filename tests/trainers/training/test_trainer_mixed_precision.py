@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commengine import trace
+from tests.support.training.states import local_state
 from tplayers import GPT, Randomness, initialize
 
 pytestmark = pytest.mark.mpi
@@ -66,8 +67,12 @@ def assert_same_bits(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.every_size
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", *(pytest.param(other, marks=pytest.mark.sizes(1, 2)) for other in PRECISIONS if other != "bf16")],
+)
 def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, single, precision):
     """(TP, DP) = (1, 1), (2, 1), (2, 2), by the size of the job, against one rank, in this precision and in fp32.
 
@@ -102,9 +107,9 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
 @pytest.mark.parametrize(
     ("precision", "names"),
     [
-        ("fp32", [*LAYERS]),
-        *((half, [name for name in LAYERS if name != "compiled"]) for half in ("bf16", "fp16")),
-        *(pytest.param(half, ["compiled"], marks=pytest.mark.long) for half in ("bf16", "fp16")),
+        ("fp32", [name for name in LAYERS if name != "compiled"]),  # "everything" compiles, too
+        ("bf16", ["everything"]),
+        *(pytest.param(precision, [*LAYERS], marks=pytest.mark.long) for precision in PRECISIONS),
     ],
 )  # fmt: skip
 def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatch, precision, names):
@@ -125,8 +130,9 @@ def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatc
         assert worst == 0 if same else 0 < worst < LOSSES[precision], (name, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.every_size
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.sizes(1, 2))])
 def test_a_shard_is_clipped_as_the_whole_is(world, alone, trainer, precision):
     """Clipped runs differ by the rounding of the norm; with the norm of a shard alone they would be far off."""
     clipped = {"clip_grad": 0.3, **PRECISIONS[precision]}
@@ -179,7 +185,7 @@ def plain_torch(alone, trainer, dtype, scale, clip, steps):
     return losses, dict(zip(dict(model.named_parameters()), masters, strict=True))
 
 
-@pytest.mark.every_size
+@pytest.mark.sizes(1)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_against_a_plain_torch_loop(world, alone, trainer, precision, clip):
@@ -206,14 +212,13 @@ def test_each_rank_keeps_its_share_of_the_optimizer_and_all_of_the_parameters(wo
     made = trainer(world, bf16=True, use_distributed_optimizer=True)
     elements = sum(p.numel() for p in made.model.parameters())
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        kept = sum(tensor.numel() for name, tensor in made.optimizer.local_state() if name == kind)
+        kept = sum(tensor.numel() for name, tensor in local_state(made.optimizer) if name == kind)
         padding = world.size * kept - elements
         assert 0 <= padding < 64 * (len(dict(made.model.named_parameters())) + world.size * len(made.gradients.buckets))
     for layout in (bucket.layout for bucket in made.gradients.buckets):
         assert layout.size % world.size == 0 and all(start % 64 == 0 for start in layout.starts.values())
 
 
-@pytest.mark.every_size
 @pytest.mark.parametrize(("fp32", "overlap"), list(itertools.product([False, True], repeat=2)))
 def test_what_is_sent(world, trainer, fp32, overlap):
     """Per bucket: gradients in the parameters' dtype or in fp32, parameters in theirs, on the stream or not."""

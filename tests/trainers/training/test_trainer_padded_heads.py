@@ -21,7 +21,12 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "distributed"), [("five heads", False), ("queries of shared groups", True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "distributed"),
+    [pytest.param("five heads", False, marks=pytest.mark.sizes(1, 4)),
+     pytest.param("queries of shared groups", True, marks=pytest.mark.sizes(1, 2))],
+)  # fmt: skip
 def test_losses_of_twenty_steps_and_checkpoints(world, alone, trainer, tmp_path, name, distributed):
     settings = {**SHAPES[name], "lr": 3e-3, "clip_grad": 1.0, "use_distributed_optimizer": distributed}
     root = Path(world.mpi.bcast(str(tmp_path)))
@@ -32,8 +37,8 @@ def test_losses_of_twenty_steps_and_checkpoints(world, alone, trainer, tmp_path,
         one, other = split.step(), whole.step()
         assert one.losses["lm_loss"] == pytest.approx(other.losses["lm_loss"], rel=2e-5)
         assert one.norm == pytest.approx(other.norm, rel=1e-3)
-    run_state.save(split)
-    run_state.save(whole)
+    run_state.CheckpointSaver(split).start(background=False)
+    run_state.CheckpointSaver(whole).start(background=False)
     for file in ("model.safetensors", "optimizer.safetensors"):
         mine, theirs = (load_file(root / f / "iter_0000020" / file) for f in ("split", f"whole-{world.rank}"))
         assert {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in theirs.items()}

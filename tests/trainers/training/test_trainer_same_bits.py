@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.deterministic.tiny_run import RunLayout, run, unlike
+from bench.contest.parts.tiny_run import RunLayout, run, unlike
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 ALONE = RunLayout(1, 1)
 #: two steps of 12 samples: four leaves of the tree of samples, of three samples each
 SMALL = {"num_layers": 1, "global_batch_size": 12, "steps": 2}
-#: (model, precision, layout): they have every option once; ``python -m bench.deterministic.layouts`` has the whole grid
+#: (model, precision, layout): they have every option once; ``python -m bench.contest same_bits`` has the whole grid
 CHOSEN = [
     ("gpt", "fp32", RunLayout(1, 1, {"micro_batch_size": 4, "recompute_granularity": "full"})),
     ("gpt", "bf16", RunLayout(1, 1, {"use_distributed_optimizer": True, "ddp_bucket_size": 500})),
@@ -48,8 +48,6 @@ LONG = {
 }  # fmt: skip
 UNUSUAL += [
     ("gpt", "bf16", RunLayout(2, 1, {"sequence_parallel": True, "recompute_granularity": "selective"}), LONG),
-    ("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT),
-    ("bert", "bf16", RunLayout(4, 1), LONG),
     (
         "llama",
         "bf16",
@@ -61,9 +59,15 @@ UNUSUAL += [
         "seq_length": 1040, "hidden_size": 160, "deterministic_shards": 2, "global_batch_size": 1, "steps": 1,
     }),
 ]  # fmt: skip
+MORE_UNUSUAL = [("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT), ("bert", "bf16", RunLayout(4, 1), LONG)]
 #: gradients and activations that go through shared memory
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 4000, "global_batch_size": 4}
 FOUND = {}
+
+
+def on_its_ranks(cases, *more):
+    """Parameters of tests, each for the number of ranks of its layout."""
+    return [pytest.param(*case, marks=[pytest.mark.sizes(case[2].ranks), *more]) for case in cases]
 
 
 def alone(model, precision, settings=()):
@@ -76,7 +80,8 @@ def alone(model, precision, settings=()):
     return FOUND[key]
 
 
-@pytest.mark.parametrize(("model", "precision", "layout"), CHOSEN, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "precision", "layout"), on_its_ranks(CHOSEN), ids=str)
 def test_layouts(mpi_world, model, precision, layout):
     if mpi_world.size != layout.ranks:
         pytest.skip(f"for {layout.ranks} ranks")
@@ -87,7 +92,12 @@ def test_layouts(mpi_world, model, precision, layout):
     assert {step[2] for step in expected["steps"]} == ({False, True} if precision == "fp16" else {False})  # skipped
 
 
-@pytest.mark.parametrize(("model", "precision", "layout", "settings"), UNUSUAL, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "precision", "layout", "settings"),
+    on_its_ranks(UNUSUAL) + on_its_ranks(MORE_UNUSUAL, pytest.mark.long),
+    ids=str,
+)
 def test_unusual_settings(mpi_world, model, precision, layout, settings):
     if mpi_world.size != layout.ranks:
         pytest.skip(f"for {layout.ranks} ranks")
@@ -118,6 +128,8 @@ def folder(mpi_world):
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
+@pytest.mark.sizes(2)
 def test_a_run_is_resumed_at_another_layout(mpi_world, folder):
     """After the first of two steps, in the middle of an epoch. A second step at the first layout is lost."""
     if mpi_world.size != 2:
@@ -127,6 +139,8 @@ def test_a_run_is_resumed_at_another_layout(mpi_world, folder):
     assert unlike(alone("gpt", "fp32"), found) == []
 
 
+@pytest.mark.slow
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("layout", [RunLayout(2, 1), RunLayout(1, 2)], ids=str)
 def test_without_the_option_the_bits_differ(mpi_world, layout):
     """The control: the comparison finds the differences of ordinary runs."""

@@ -9,15 +9,16 @@ import tokenizers
 import torch
 
 from commengine import ProcessGrid, UsageError
+from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import BERTConfig, GPTConfig
 from trainers.checkpoints import run_state
 from trainers.data.corpus import open_corpus
 from trainers.data.tokenizer import Tokenizer
 from trainers.options import OptionError, parse
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.training import transformer_trainer
 from trainers.trained import load_trained
-from trainers.weights.hugging_face import from_hugging_face
 
 STEPS, SEQUENCE, BATCH = 20, 12, 8
 TRAINING = {
@@ -50,9 +51,12 @@ def plain_torch(model, samples):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.every_size
-@pytest.mark.parametrize("name", ["GPT-2", "Qwen 2"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("GPT-2", marks=pytest.mark.sizes(1, 2)), pytest.param("Qwen 2", marks=pytest.mark.sizes(4))],
+)
 def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs, folder, command, name):
     """From the folder itself and from a converted run: the same losses; handed back, the same parameters."""
     model = theirs(name)
@@ -70,12 +74,12 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
         config.validate(world.size)
         config = config.completed(world.size)
         corpus = open_corpus(config)
-        trainer = gpt_trainer(config, world, corpus)
+        trainer = transformer_trainer(config, world, corpus)
         told = run_state.resume(trainer)
         assert (told is None) == load.startswith("hf:")
         found[load] = [trainer.step().loss for _ in range(STEPS)]
         if load.startswith("hf:"):
-            run_state.save(trainer)
+            run_state.CheckpointSaver(trainer).start(background=False)
         trainer.close()
     wanted = plain_torch(model, corpus.stream(config.seed))
     first, second = found.values()
@@ -102,7 +106,7 @@ def test_masters_are_the_files_values(world, theirs, folder):
     world.barrier()
     words = ["--load", f"hf:{folder / 'in'}", "--tensor-model-parallel-size", "2", "--bf16"]
     config = GPTTrainConfig(**(parse(GPTTrainConfig, words, "pretrain_gpt").to_json() | TRAINING))
-    trainer = gpt_trainer(config, world, open_corpus(config))
+    trainer = transformer_trainer(config, world, open_corpus(config))
     with ProcessGrid(world, tensor=2) as grid:
         wanted = dict(load_trained(f"hf:{folder / 'in'}", grid).model.named_parameters())
     masters = {name.removeprefix("master."): one for name, one in trainer.optimizer.tensors() if "master." in name}
@@ -113,6 +117,7 @@ def test_masters_are_the_files_values(world, theirs, folder):
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["GPT-2", "MegatronBert"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -144,6 +149,7 @@ def test_a_checkpoint_of_megatron_lm_becomes_a_folder_of_transformers(world, the
     world.barrier()
 
 
+@pytest.mark.slow
 def test_the_model_comes_from_the_folder_and_flags_must_agree(tmp_path, theirs, changed):
     theirs("Qwen 2").save_pretrained(tmp_path)
     load = f"hf:{tmp_path}"
@@ -183,7 +189,7 @@ def outcomes(pretrain, theirs, tmp_path_factory):
     words = {"[UNK]": 0, "</s>": 2, **{chr(97 + n): 3 + n for n in range(26)}}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    Tokenizer(backend).save(gpt / "tokenizer.json")
+    (gpt / "tokenizer.json").write_bytes(Tokenizer(backend).to_bytes())
     theirs("BERT").save_pretrained(bert)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + n) for n in range(26)),
              *(f"##{chr(97 + n)}" for n in range(26))]  # fmt: skip

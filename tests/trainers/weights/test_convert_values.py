@@ -8,6 +8,7 @@ from commengine import ProcessGrid
 from trainers.trained import load_trained
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("found", "asked"),

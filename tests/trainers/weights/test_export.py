@@ -9,14 +9,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from commengine import ProcessGrid, UsageError
+from tests.support.weights.hugging_face import to_hugging_face
 from tplayers import BERT, GPT, BERTConfig, GPTConfig, initialize
 from trainers.data.tokenizer import Tokenizer
 from trainers.weights.export import SmallFiles, export
-from trainers.weights.hugging_face import to_hugging_face
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.every_size
+@pytest.mark.sizes(1, 2)
 def test_out_is_what_came_in(world, alone, theirs, family, folder, command):
     """Tensors bit for bit; keys, configuration and tokens as they were; the bytes of one rank alone."""
     import transformers

@@ -18,8 +18,7 @@ from tests.support.small_disk import resize, small_disk, why_not
 from tplayers import GPT, GPTConfig, initialize
 from trainers import pretrain_gpt
 from trainers.checkpoints import pointer
-from trainers.weights.export import SmallFiles, export
-from trainers.weights.export_folder import NEW, OLD, remove_leftovers
+from trainers.weights.export import NEW, OLD, SmallFiles, export, remove_leftovers
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 TINY = [
@@ -37,6 +36,7 @@ def value_of(folder):
     return load_file(folder / "model.safetensors")["transformer.ln_f.bias"].unique().item()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_an_error_at_any_change_of_any_rank_is_one_error_on_all_and_loses_nothing(world, folder):
     place, aside = folder / "out", folder / ".out.commengine-tmp" / OLD
@@ -166,6 +166,7 @@ def test_a_full_disk_leaves_the_old_export(world, theirs, folder, command, mount
         world.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_with_a_disk_that_is_full_for_its_export_goes_on_there(world, folder, mountable, monkeypatch):
     disk, run = folder / "disk", folder / "disk" / "run"

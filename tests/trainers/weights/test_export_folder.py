@@ -1,17 +1,18 @@
 """Folders that commands must not replace: runs, other people's files, the model that a run starts from."""
 
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from commengine import UsageError
+from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import GPTConfig
-from trainers.checkpoints.folder_lock import NAME, FolderLock
-from trainers.weights.export_folder import NEW, OLD, require_replaceable, working_folder
-from trainers.weights.hugging_face import from_hugging_face
+from trainers.checkpoints.folder_lock import NAME, FolderLock, Record
+from trainers.weights.export import NEW, OLD, require_replaceable, working_folder
 
 
 def make(folder: Path, *files: str) -> Path:
@@ -92,39 +93,46 @@ def test_the_folder_beside_is_nobody_elses(world, folder):
     world.barrier()
 
 
-def other_job(folder: Path, *files: str) -> threading.Thread:
-    """A job that holds the lock of ``folder`` and writes ``files`` when another asks for the lock, then ends."""
+@contextmanager
+def other_job(folder: Path, *files: str) -> Iterator[None]:
+    """A job that holds the lock of ``folder``, writes ``files`` when another has asked for the lock, and then ends."""
     folder.mkdir(exist_ok=True)
-    lock = FolderLock(folder)
+    lock, asked, attempt = FolderLock(folder), threading.Event(), FolderLock.attempt
     assert lock.attempt() is None
 
+    def observed(self: FolderLock) -> Record | None:
+        holder = attempt(self)
+        asked.set()
+        return holder
+
     def work() -> None:
-        end = time.monotonic() + 30
-        while not list(folder.glob(f"{NAME}.*")) and time.monotonic() < end:
-            pass
+        asked.wait(30)
         make(folder, *files)
         lock.release()
 
     thread = threading.Thread(target=work)
     thread.start()
-    return thread
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderLock, "attempt", observed)
+        yield
+    thread.join()
+    assert asked.is_set()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_of_two_jobs_the_second_is_refused(world, alone, theirs, folder, command):
     """Neither a run nor an export that another job has written meanwhile is replaced."""
     if world.rank == 0:
         theirs("GPT-2").save_pretrained(folder / "in")
-        thread = other_job(folder / "run", "latest", "iter_0000009/state.json")
-        with pytest.raises(UsageError, match=r"--save .*run: holds a run already"):
+        held = other_job(folder / "run", "latest", "iter_0000009/state.json")
+        with held, pytest.raises(UsageError, match=r"--save .*run: holds a run already"):
             command(alone, "--from", "hf", folder / "in", "--save", folder / "run")
-        thread.join()
         assert set(content(folder / "run")) == {"latest", "iter_0000009/state.json"}
         command(alone, "--from", "hf", folder / "in", "--save", folder / "good")
-        thread = other_job(folder / ".out.commengine-tmp", "../out/config.json", "../out/model.safetensors")
-        with pytest.raises(UsageError, match=r"--to hf .*out: is there already"):
+        held = other_job(folder / ".out.commengine-tmp", "../out/config.json", "../out/model.safetensors")
+        with held, pytest.raises(UsageError, match=r"--to hf .*out: is there already"):
             command(alone, "--load", folder / "good", "--to", "hf", folder / "out")
-        thread.join()
         assert set(content(folder / "out").values()) == {b"kept"}
         command(alone, "--load", folder / "good", "--to", "hf", folder / "out", "--overwrite")
         assert set(content(folder / "out")) >= {"config.json", "model.safetensors"}

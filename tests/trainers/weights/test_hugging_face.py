@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.weights.hugging_face import from_hugging_face, to_hugging_face
 from tplayers import BERT, GPT, BERTConfig, GPTConfig, placements
-from trainers.weights.hugging_face import from_hugging_face, hugging_face_tensors, to_hugging_face
+from trainers.weights.hugging_face import hugging_face_tensors
 
 H, VOCAB = 8, 21
 COMMON = {"hidden_size": H, "num_attention_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 6}
@@ -77,17 +78,3 @@ def test_their_model_takes_what_we_write(name):
     tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert set(missing) <= tied and not unexpected
     assert all((parameter == 1).all() for parameter in peer.parameters())
-
-
-def test_what_is_missing_or_does_not_fit_is_named():
-    _, shape = MODELS["gpt"]
-    parameters = dict(theirs("gpt").named_parameters())
-    with pytest.raises(ValueError, match=r"the model has no place for tensors: transformer\.h\.1\.ln_1\.weight, "):
-        from_hugging_face(parameters, GPTConfig(1, **COMMON))
-    del parameters["transformer.h.1.ln_1.bias"]
-    with pytest.raises(ValueError, match=r"needs tensors that are missing: transformer\.h\.1\.ln_1\.bias$"):
-        from_hugging_face(parameters, shape)
-    with pytest.raises(ValueError, match=r"transformer\.wte\.weight has 21 rows; vocab_size=20"):
-        from_hugging_face(dict(theirs("gpt").named_parameters()), GPTConfig(2, **{**COMMON, "vocab_size": 20}))
-    with pytest.raises(ValueError, match=r"needs tensors that are missing: embedding\.weight, position_embedding, "):
-        to_hugging_face({}, shape)

@@ -8,7 +8,7 @@ from commengine import ProcessGrid, UsageError
 from trainers.checkpoints import part_reader
 from trainers.trained import load_trained
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 TOKENS = torch.randint(0, 57, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -116,6 +116,7 @@ SECOND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "second", "first"), SECOND)
 def test_a_second_name_of_a_tied_tensor_must_have_its_values(world, grid, theirs, folder, family, second, first):
     """Tensors that differ are not tied by transformers. One number of the last rank's slice does."""
@@ -158,6 +159,7 @@ def test_two_names_of_one_tensor_are_refused(world, grid, theirs, folder, family
     world.barrier()
 
 
+@pytest.mark.every_size
 def test_a_rank_reads_its_slices_only(world, grid, theirs, folder, monkeypatch):
     read = []
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from commengine import ProcessGrid, UsageError
+from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import BERTConfig, GPTConfig, placements
 from trainers.trained import load_trained
-from trainers.weights.hugging_face import from_hugging_face
 
-pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 VOCAB, PADDED = 57, 64
 SIZES = {
@@ -42,6 +42,8 @@ def written(world, folder, theirs):
     return written
 
 
+@pytest.mark.slow
+@pytest.mark.every_size
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_versions_at_all_sizes_are_the_model_of_transformers(world, alone, theirs, written, name):
     wanted = from_hugging_face(dict(theirs(name).named_parameters()), CONFIGS[name])

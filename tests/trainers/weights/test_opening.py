@@ -5,14 +5,16 @@ import torch
 from safetensors.torch import load_file
 
 from commengine import ProcessGrid, UsageError
+from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import GPTConfig
 from trainers.data.corpus import open_corpus
 from trainers.options import parse
-from trainers.tasks.gpt import GPTTrainConfig, gpt_trainer
+from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.training import transformer_trainer
 from trainers.trained import load_trained
 from trainers.weights import opening
-from trainers.weights.hugging_face import from_hugging_face
+from trainers.weights.hugging_face_model import HuggingFaceModel
 
 TINY = ["--mock-data", "--micro-batch-size", "1", "--eval-iters", "0", "--sample-tokens", "0"]
 
@@ -23,7 +25,7 @@ def test_a_run_opens_the_files_once_for_its_settings_and_once_for_its_weights(wo
         theirs("GPT-2").save_pretrained(folder)
     world.barrier()
     opened, closed = [], []
-    read = opening.READERS["hf"]
+    read = HuggingFaceModel.open
 
     def counted(path, **asked):
         other = read(path, **asked)
@@ -31,16 +33,16 @@ def test_a_run_opens_the_files_once_for_its_settings_and_once_for_its_weights(wo
         monkeypatch.setattr(other, "close", lambda close=other.close: (closed.append(path), close()))
         return other
 
-    monkeypatch.setitem(opening.READERS, "hf", counted)
+    monkeypatch.setattr(HuggingFaceModel, "open", counted)
     config = parse(GPTTrainConfig, ["--load", f"hf:{folder}", *TINY], "pretrain_gpt")
     config.validate(world.size)
     config = config.completed(world.size)
     assert len(opened) == 1
-    gpt_trainer(config, world, open_corpus(config)).close()
+    transformer_trainer(config, world, open_corpus(config)).close()
     assert len(opened) == len(closed) == 2
     other = GPTTrainConfig(**config.to_json() | {"num_layers": 3}).completed(world.size)
     with pytest.raises(UsageError, match=r"--num-layers 3: the model of --load hf:.* has 2"):
-        gpt_trainer(other, world, open_corpus(other))
+        transformer_trainer(other, world, open_corpus(other))
     with pytest.raises(UsageError, match="--num-layers 3"):
         GPTTrainConfig(**other.to_json() | {"dry_run": True}).completed(world.size)
     assert len(opened) == len(closed) == 4
@@ -78,32 +80,32 @@ def test_values_that_are_not_finite_are_told_once_and_taken_as_they_are(world, t
         model.save_pretrained(folder / "in")
     world.barrier()
     said = (
-        f"warning: hf:{folder / 'in'}: values that are NaN or infinite, which are taken as they are: "
-        "1 in transformer.wte.weight, 7 in transformer.h.1.attn.c_attn.weight, 1 in transformer.ln_f.bias\n"
+        f"warning: hf:{folder / 'in'}: values that are NaN or infinite, which are taken as they are, in "
+        "transformer.wte.weight, transformer.h.1.attn.c_attn.weight, transformer.ln_f.bias\n"
     )
     capfd.readouterr()
     size = ("--tensor-model-parallel-size", world.size)
     command(world, "--from", "hf", folder / "in", "--save", folder / "run", *size)
     assert capfd.readouterr().err == (said if world.rank == 0 else "")
     with ProcessGrid(world) as grid:  # a replica on each rank
-        load_trained(f"hf:{folder / 'in'}", grid, tell_not_finite=True)
+        load_trained(f"hf:{folder / 'in'}", grid)
         assert capfd.readouterr().err == (said if world.rank == 0 else "")
-        load_trained(f"hf:{folder / 'good'}", grid, tell_not_finite=True)
+        load_trained(f"hf:{folder / 'good'}", grid)
         assert capfd.readouterr().err == ""
     command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
     before, after = (load_file(folder / name / "model.safetensors") for name in ("in", "out"))
     assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
     config = parse(GPTTrainConfig, ["--load", f"hf:{folder / 'in'}", *TINY, "--bf16"], "pretrain_gpt")
     capfd.readouterr()
-    gpt_trainer(config, world, open_corpus(config)).close()
+    transformer_trainer(config, world, open_corpus(config)).close()
     assert (said in capfd.readouterr().err) == (world.rank == 0)
     world.barrier()
 
 
 def test_a_sum_that_is_too_large_is_no_fault():
     values = torch.full((100,), 6e4, dtype=torch.float16)
-    assert not values.sum().isfinite() and opening._not_finite(values) == 0
+    assert not values.sum().isfinite() and opening._finite(values)
     values[[2, 5]] = torch.tensor([torch.nan, -torch.inf], dtype=torch.float16)
-    assert opening._not_finite(values) == 2
-    assert opening._not_finite(torch.tensor([torch.inf, -torch.inf, 1.0])) == 2
-    assert opening._not_finite(torch.tensor([])) == 0
+    assert not opening._finite(values)
+    assert not opening._finite(torch.tensor([torch.inf, -torch.inf, 1.0]))
+    assert opening._finite(torch.tensor([]))

@@ -1,5 +1,6 @@
 """The weight files of a folder: which are read, and how damaged, missing and hostile ones are refused."""
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ A, B = torch.arange(6.0).view(2, 3), torch.arange(5.0).to(torch.bfloat16)
 def values(folder):
     """Every tensor of the folder, read in two pieces."""
     found = {}
-    with TensorFiles.open(folder) as files:
+    with contextlib.closing(TensorFiles.open(folder)) as files:
         for name, one in files.tensors.items():
             found[name] = torch.empty(one.shape, dtype=one.dtype)
             flat = found[name].view(-1).view(torch.uint8)

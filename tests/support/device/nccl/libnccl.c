@@ -9,7 +9,7 @@
      connected[..].R   R is ready to communicate: with all, or to send or receive with one peer. The host waits for it
      call-N.R          R's part of the communicator's collective N
      message-N-to-P.R  message N from R to P, which P removes when it has taken it
-     split-N.R, end.R  R's color and key of split N; R has called ncclCommDestroy
+     end.R             R has called ncclCommDestroy
 
    Files of calls stay until the communicator ends. A sum is rounded after each step, from the last rank to the first,
    and the calls of a group are completed from the last one to the first, so that nobody relies on an order.
@@ -45,7 +45,7 @@ static const size_t SIZES[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 typedef struct { char internal[UNIQUE_ID_BYTES]; } UniqueId;
 
 typedef struct Comm {
-    int rank, size, device, number, end, error, outstanding, splits;
+    int rank, size, device, number, end, error, outstanding;
     int lock_file;
     char folder[512];
     char *connected;              /* [0]: with all; [1 + peer]: sends; [1 + size + peer]: receives */
@@ -267,29 +267,8 @@ int ncclCommInitAll(Comm **comm, int count, const int *devices) {
 }
 
 int ncclCommSplit(Comm *comm, int color, int key, Comm **part, const void *config) {
-    (void)config;
-    int planned = entered("CommSplit"), status = SUCCESS, rank = 0, size = 0, mine[2] = {color, key};
-    if (!comm) return fault(INVALID_ARGUMENT, "no communicator");
-    *part = NULL;
-    if (comm->outstanding) return fault(INVALID_USAGE, "split while calls are outstanding");
-    int number = comm->splits++;
-    status = put(path(comm, comm->rank, "split-%d", number), mine, sizeof mine, NULL, 0);
-    for (int peer = 0; peer < comm->size && !status; peer++) {
-        int theirs[2];
-        Path file = path(comm, peer, "split-%d", number);
-        if ((status = met(comm, peer, file, 1, "not every rank splits"))) break;
-        if ((status = get(file, theirs, sizeof theirs, NULL, 0))) break;
-        if (theirs[0] != color) continue;
-        size++;
-        rank += theirs[1] < key || (theirs[1] == key && peer < comm->rank);
-    }
-    if (!status && color != -1) { /* NCCL_SPLIT_NOCOLOR */
-        char folder[600];
-        snprintf(folder, sizeof folder, "%s-%d-%d", comm->folder, number, color);
-        status = join(part, folder, size, rank);
-    }
-    if (planned) *part = NULL; /* after the exchange: the calls of the other ranks succeed */
-    return in_progress(planned ? planned : status);
+    (void)comm, (void)color, (void)key, (void)part, (void)config;
+    return fault(INVALID_USAGE, "ncclCommSplit: the engine connects the ranks of a part as those of a group");
 }
 
 int ncclCommDestroy(Comm *comm) {

@@ -58,9 +58,6 @@ from cupy.cuda import nccl  # noqa: E402
 if not nccl.available:
     pytest.skip("CuPy was imported before, without an NCCL", allow_module_level=True)
 
-#: CuPy's major version
-CUPY = int(cupy.__version__.split(".")[0])
-
 
 class Launch:
     """Calls that NCCL launches at once on one stream. before: the launch that has to be reached first, if any."""

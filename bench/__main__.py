@@ -1,0 +1,45 @@
+"""The programs of this package, and the new names of old ones: ``python -m bench [OLD]``."""
+
+from __future__ import annotations
+
+import sys
+
+from trainers.run.programs import answer
+
+PROGRAMS = {
+    "study": "study the machine at hand: its collectives, a training step, and what more ranks would do",
+    "collectives": "time every collective by every transport; what the engine adds to MPI; where it leaves MPI",
+    "step": "trace training steps: what each collective moved and took, beside the formulas",
+    "replay": "run the collectives of a recorded step again, without its compute",
+    "predict": "predict a training step on a machine that a file describes, such as this one",
+    "doctor": "say on one page what a job has to run on, and what does not fit",
+    "gpu": "what a GPU does: speed, the cost of all-reduces, overlap, a profile, losses",
+    "contest": "prove this project's own figures against other libraries (in the repository only)",
+}
+#: by the old name of a program, the words that now stand after ``python -m``
+RENAMED = {
+    "step_contest": "bench.contest step",
+    "data_parallel": "bench.contest data_parallel",
+    "fields": "bench.contest fields",
+    "generation": "bench.contest generation",
+    "corpus": "bench.contest corpus",
+    "loading": "bench.contest loading",
+    "saving": "bench.contest saving",
+    "norm_placement": "bench.contest norm_placement",
+    "overlap": "bench.contest mechanisms --mechanisms bucket_overlap --rate 0.5e9",
+    "mechanisms": "bench.contest mechanisms",
+    "deterministic": "bench.contest deterministic",
+    "deterministic.layouts": "bench.contest same_bits --keep FILE",
+    "rivals": "bench.contest rivals",
+    "environments.rivals": "bench.contest rivals --install",
+    "emulator": "bench.contest emulator",
+    "all_reduce": "bench.collectives --operations all_reduce --no-out-of-place --over shared",
+    "overhead": "bench.collectives --only overhead",
+    "switch_points": "bench.collectives --only switch-points",
+    "fit": "bench.study --only fit",
+    "report": "bench.study --only report",
+    "this_machine": "bench.predict --measure",
+}
+
+if __name__ == "__main__":
+    sys.exit(answer("bench", PROGRAMS, RENAMED))

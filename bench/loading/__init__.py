@@ -1,1 +1,0 @@
-"""How other people's weights are loaded: the command ``python -m bench.loading``."""

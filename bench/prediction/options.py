@@ -1,0 +1,122 @@
+"""The model and the layout of a prediction, from options: those of pretrain_gpt, a preset, known models."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from bench.command.values import flag
+from bench.prediction.layout import MODELS, Layout
+from commengine.cost import TransformerShape
+from trainers import presets
+from trainers.options import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, OneLineParser, add_some, as_flags
+from trainers.tasks.gpt import GPTTrainConfig
+
+#: the sizes of a model, with their valid values
+SHAPE = {
+    "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
+    "padded_vocab_size": VOCABULARY,
+}  # fmt: skip
+#: the options of pretrain_gpt that change the shape of a model: the Llama family's
+FAMILY = (
+    "ffn_hidden_size", "normalization", "swiglu", "position_embedding_type", "group_query_attention",
+    "num_query_groups", "kv_channels", "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+#: those of the layout; None means that the option was not given
+LAYOUT = (
+    "global_batch_size", "tensor_model_parallel_size", "micro_batch_size", "recompute_granularity",
+    "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "hidden_dropout", "attention_dropout",
+    "attention_dropout_mask",
+)  # fmt: skip
+#: the training command's own values, for options that are not given
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTTrainConfig) if item.name in FAMILY + LAYOUT}
+MICRO_BATCH = 8
+
+
+def add_options(options: OneLineParser) -> None:
+    """Add the options of the model and of the layout."""
+    add = options.add_argument
+    add("--preset", metavar="NAME", help="a model of the paper with its tensor-parallel size, batch and dropout; the "
+        f"options below replace its own. {presets.LIST} prints all of them, with the memory they need")  # fmt: skip
+    add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
+    for name, limits in SHAPE.items():
+        add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
+    add("--gpus", type=int, valid=COUNT, metavar="N",
+        help="devices in all (default: the tensor-parallel size; --plan needs it)")  # fmt: skip
+    add_some(options, GPTTrainConfig, FAMILY + LAYOUT)
+    options.set_defaults(**dict.fromkeys(LAYOUT))
+
+
+def shape_of(arguments: Any) -> TransformerShape:
+    """The model that --preset or --model and the sizes name. Raises ValueError if a size is missing or wrong."""
+    given = [getattr(arguments, name) for name in SHAPE]
+    model = "gpt"
+    if arguments.preset or arguments.model:
+        known = presets.find(arguments.preset).shape() if arguments.preset else MODELS[arguments.model]
+        model = known.model
+        defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
+        given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
+    missing = [flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
+    if missing:
+        raise ValueError(f"give --preset or --model, or also {', '.join(missing)}")
+    layers, hidden, heads, seq, vocab = given
+    if hidden % heads and arguments.kv_channels is None:
+        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
+    family = {name: getattr(arguments, name) for name in FAMILY}
+    changed = [name for name in FAMILY if family[name] != DEFAULTS[name]]
+    if not changed:
+        return TransformerShape(layers, hidden, heads, seq, vocab, model)
+    if model != "gpt":
+        raise ValueError(f"{flag(changed[0])}: is a GPT's, and the model is a BERT")
+    config = GPTTrainConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq, vocab_size=vocab,
+        make_vocab_size_divisible_by=1, **family,
+    )  # fmt: skip
+    if config.num_query_groups is not None and not config.group_query_attention:
+        raise ValueError(f"--num-query-groups {config.num_query_groups}: needs --group-query-attention")
+    try:
+        return config.model().cost_shape(seq)
+    except ValueError as error:
+        raise ValueError(as_flags(str(error), GPTTrainConfig)) from None
+
+
+def batch_of(arguments: Any) -> int | None:
+    """The global batch that is asked for, or else the preset's; None if there is neither."""
+    preset = presets.find(arguments.preset).recipe["global_batch_size"] if arguments.preset else None
+    batch: int | None = arguments.global_batch_size or preset
+    return batch
+
+
+def dropout_of(arguments: Any) -> Layout:
+    """A layout with the dropout that is asked for: by default pretrain_gpt's."""
+    found = {name: DEFAULTS[name] if (value := getattr(arguments, name)) is None else value for name in LAYOUT[-3:]}
+    return Layout(
+        hidden_dropout=found["hidden_dropout"] > 0, attention_dropout=found["attention_dropout"] > 0,
+        position_mask=found["attention_dropout_mask"] != "fused",
+    )  # fmt: skip
+
+
+def layout_of(arguments: Any) -> Layout:
+    """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
+    preset = presets.find(arguments.preset) if arguments.preset else None
+    tensor = arguments.tensor_model_parallel_size or (preset.tensor if preset else 1)
+    micro, gpus = arguments.micro_batch_size or MICRO_BATCH, arguments.gpus or tensor
+    if gpus % tensor:
+        raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
+    data = gpus // tensor
+    batch = batch_of(arguments) or data * micro
+    if batch % (data * micro):
+        raise ValueError(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x {data} data-parallel replicas"
+        )
+    usual = preset.recipe.get("recompute_granularity") if preset else None
+    return replace(
+        dropout_of(arguments),
+        tensor=tensor,
+        data=data,
+        micro_batch=micro,
+        micro_batches=batch // (data * micro),
+        recompute=arguments.recompute_granularity or usual or "none",
+        sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
+        zero1=bool(arguments.use_distributed_optimizer),
+    )

@@ -1,0 +1,84 @@
+"""Calls of a form that has passed the checks before: they skip the checks.
+
+A program repeats its collectives with tensors of the same shapes and dtypes. The checks of such a call give the answer
+that they gave before, except for what may differ between two tensors of one shape and dtype: the device, the strides,
+the place in memory and lazy negation. Only these are looked at again. A call that is not known, or that seems wrong,
+takes the long way through the checks, which say what is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from commengine.errors import GroupMember
+from commengine.operations.checks import TensorLike
+
+from .failures import busy_error, transport_error
+from .routes import Routes
+
+
+class BusyMember(GroupMember, Protocol):
+    """A communicator, and whether a call of it is under way."""
+
+    busy: bool
+
+
+class KnownCalls:
+    """The calls of one communicator without a stream, on host tensors.
+
+    member: the group; its ``busy`` is set while one of these calls is under way. failures: the exceptions of a
+    transport.
+    """
+
+    def __init__(self, member: BusyMember, routes: Routes, failures: tuple[type[Exception], ...]) -> None:
+        self._member, self._forms, self._failures = member, routes.known, failures
+
+    def single(self, name: str, tensor: TensorLike, how: object) -> bool:
+        """Run an operation on one tensor if its form is known. Returns whether. how: the reduction or the root."""
+        try:
+            form = self._forms.get((name, tensor.shape, tensor.dtype, how))
+            if form is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+                return False
+        except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
+            return False
+        member = self._member
+        if member.busy:
+            raise busy_error(member, name)
+        member.busy = True
+        try:
+            form.run(tensor, how)
+        except self._failures as error:
+            raise transport_error(member, name, error) from error
+        finally:
+            member.busy = False
+        return True
+
+    def pair(self, name: str, output: TensorLike, input: TensorLike, how: str | None) -> bool:
+        """Run an operation on two tensors if its form is known. Returns whether. how: the reduction, or None."""
+        try:
+            key = name, output.shape, output.dtype, input.shape, input.dtype
+            form = self._forms.get(key if how is None else (*key, how))
+            if form is None or not (output.is_cpu and input.is_cpu):
+                return False
+            if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
+                return False
+            apart = input.data_ptr() - output.data_ptr()
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+        run, received, sent, own = form
+        if -sent < apart < received and apart != own:
+            return False
+        member = self._member
+        if member.busy:
+            raise busy_error(member, name)
+        member.busy = True
+        try:
+            if how is None:
+                run(output, input)
+            else:
+                run(output, input, how)
+        except self._failures as error:
+            raise transport_error(member, name, error) from error
+        finally:
+            member.busy = False
+        return True

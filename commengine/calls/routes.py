@@ -1,0 +1,183 @@
+"""The route of a call on host tensors: decided once for each form of call, and kept as something that can be called.
+
+| route      | used for                                       | the operation's way |
+|------------|------------------------------------------------|---------------------|
+| window     | tensors that lie in windows, inside one node   | `in_window`         |
+| slots      | private tensors, inside one node               | `in_slots`          |
+| two levels | reductions of a group that spans nodes         | `in_two_levels`     |
+| MPI        | everything else                                | `by_mpi`            |
+
+The form of a call is its operation, the shapes and dtypes of its tensors and its other arguments. A table of switch
+points (`commengine.host.switch_points`) says from which size on each route is faster than MPI. A call asks for no more
+than where its tensors lie, and only in a group that has windows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from commengine.host.switch_points import SwitchPoints, kind_of
+from commengine.host.wire import MpiWire
+from commengine.operations.operation import Operation, Run
+from commengine.shared_memory.flags import PRIVATE
+from commengine.shared_memory.nodes import Node
+from commengine.shared_memory.sequence import SequenceMemory
+from commengine.shared_memory.windows import SharedTensors
+
+#: forms that are kept: a program has a few dozens, and one that never repeats itself must not fill the memory
+MOST_FORMS = 128
+
+
+class Form(NamedTuple):
+    """What is known about the calls of one form.
+
+    run: runs one. first, second: the bytes of its first and its second tensor. own: the bytes from the first tensor's
+    begin to the second's if the call is in place; None if it cannot be.
+    """
+
+    run: Run
+    first: int
+    second: int
+    own: int | None
+
+
+class Routes:
+    """Runs operations on host tensors, for one sequence of collectives: the caller's own, or that of one stream.
+
+    wire: the MPI of the sequence. shared: the tensors in windows; None: everything goes by MPI. points: the same table
+    on every rank.
+    """
+
+    def __init__(self, wire: MpiWire, shared: SharedTensors | None = None, points: SwitchPoints | None = None) -> None:
+        self.wire = wire
+        self._shared = shared if wire.size > 1 else None
+        self._points = points or SwitchPoints({})
+        self._runs: dict[tuple[Any, ...], Run] = {}
+        #: the forms of real, dense tensors with memory, whose calls need no more than a look at where the tensors lie
+        self.known: dict[tuple[Any, ...], Form] = {}
+        self._memory: SequenceMemory | None = None
+        self._opened = False
+
+    def run(self, operation: Operation, args: tuple[Any, ...]) -> None:
+        """Run a call to its end, on the calling thread. args: the operation's, which have been checked."""
+        self.prepared(operation, args)(*args)
+
+    def prepared(self, operation: Operation, args: tuple[Any, ...]) -> Run:
+        """Return what runs this call, and any other call of its form, when it gets the call's arguments."""
+        form = operation.form(args)
+        run = self._runs.get(form)
+        if run is None:
+            if len(self._runs) >= MOST_FORMS:
+                self._runs.clear()
+                self.known.clear()
+            run = self._runs[form] = self._prepare(operation, args)
+            tensors = [args[place] for place in operation.tensors]
+            if tensors and all(isinstance(one, Tensor) and one.nbytes and not one.is_complex() for one in tensors):
+                rows_of_output = operation.in_place and operation.whole == "output"
+                own = self.wire.rank * tensors[-1].nbytes if rows_of_output else None
+                self.known[form] = Form(run, tensors[0].nbytes, tensors[-1].nbytes, own)
+        return run
+
+    def open(self) -> SequenceMemory | None:
+        """Make flags and slots, unless they were made; None, on all ranks, if there is no memory. Collective.
+
+        A stream does it when it is made, because its worker thread would wait in calls that keep the core.
+        """
+        if not self._opened:
+            self._opened = True
+            node = None if self._shared is None else self._shared.node
+            if self._shared is not None and node is not None:
+                self._memory = SequenceMemory.make(
+                    self.wire.comm,
+                    self._shared,
+                    slots=self._points.private_too(node.size, spanning=not node.alone),
+                    wait=self.wire.wait,
+                    across=lambda comm: Routes(self.wire.over(comm)),
+                )
+        return self._memory
+
+    def close(self) -> None:
+        """Free what was made; the communicator is the caller's. Collective."""
+        self._runs.clear()
+        self.known.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _prepare(self, operation: Operation, args: tuple[Any, ...]) -> Run:
+        run = operation.by_mpi(self.wire, *args)
+        if operation.in_memory and self._shared is not None:
+            run = self._through_memory(operation, args, run, self._shared)
+        return run
+
+    def _through_memory(self, operation: Operation, args: tuple[Any, ...], by_mpi: Run, shared: SharedTensors) -> Run:
+        """Return what takes the way through memory where that is faster, and ``by_mpi`` elsewhere."""
+        assert operation.place is not None
+        tensor, name = args[operation.place], operation.name
+        nbytes, dtype = tensor.nbytes, tensor.dtype
+        kind = kind_of(name, dtype)
+        private, beside_windows = (self._points.least_of(name, kind, windows=given) for given in (False, True))
+        if nbytes < max(1, beside_windows):
+            return by_mpi
+        how: Any = self.wire.tree + args[-1] if operation.reduces else args[-1] if operation.rooted else ""
+        asked, windows, find = (dtype, how), shared.segments, shared.find
+        places = tuple(operation.arguments.index(argument) for argument in operation.in_memory)
+        tensors = len(operation.tensors)
+        ways: _Ways | None = None
+
+        def run(*args: Any) -> None:
+            nonlocal ways
+            if nbytes < (beside_windows if windows else private):
+                by_mpi(*args)
+                return
+            if ways is None:
+                ways = self._ways(operation, nbytes, dtype)
+            memory = ways.memory
+            place = next(filter(None, (find(args[one]) for one in places)), None) if windows else None
+            if memory is None:
+                by_mpi(*args)
+            elif ways.two_levels and (place is not None or memory.slots is not None):
+                operation.in_two_levels(memory, place, *args[:tensors], how)
+            elif ways.window and place is not None:
+                operation.in_window(memory, place, *args[:tensors], how)
+            elif ways.slots and place is None:
+                operation.in_slots(memory, *args[:tensors], how)
+            else:
+                if windows and ways.compared:  # a rank whose tensor lies elsewhere may take another way, and would wait
+                    memory.flags.begin(name, PRIVATE if place is None else place.number, nbytes, asked)
+                by_mpi(*args)
+
+        return run
+
+    def _ways(self, operation: Operation, nbytes: int, dtype: torch.dtype) -> _Ways:
+        """Return the ways of calls of ``nbytes``. Collective, because the first one makes the memory."""
+        memory = self.open()
+        if memory is None:
+            return _Ways(None, False, False, False, False)
+        node = memory.node
+        point = self._points.point(operation.name, dtype, node.size)
+        if not node.alone:
+            two_levels = operation.reduces and nbytes >= point.two_level and self._two_levels_keep_the_order(node)
+            return _Ways(memory, False, False, two_levels, False)
+        window, slots = nbytes >= point.window, nbytes >= point.bounce
+        return _Ways(memory, window, slots and memory.slots is not None, False, window or slots)
+
+    def _two_levels_keep_the_order(self, node: Node) -> bool:
+        """Never in rank order, and in a tree if the ranks of each node are a subtree: 2^k neighbours."""
+        if self.wire.order is None:
+            return True
+        in_order = [rank for ranks in node.table for rank in ranks] == list(range(self.wire.size))
+        return self.wire.order == "tree" and in_order and node.size.bit_count() == 1
+
+
+class _Ways(NamedTuple):
+    """The ways of the calls of one form; memory: None if there is none. compared: where windows are, also by MPI."""
+
+    memory: SequenceMemory | None
+    window: bool
+    slots: bool
+    two_levels: bool
+    compared: bool

@@ -1,0 +1,44 @@
+"""The operations of a Communicator, a file each: the public call, its checks, and its ways to the wire.
+
+| part of an operation's file            | says                                                                     |
+|----------------------------------------|--------------------------------------------------------------------------|
+| the class of its row (`Operation`)     | its name, arguments, size and formula, from which the project's tables come |
+| `by_mpi`                               | how MPI moves host tensors                                               |
+| `in_window`, `in_slots`                | how the ranks of a node do, in shared memory                             |
+| `in_two_levels`                        | how a group that spans nodes reduces                                     |
+| `by_nccl`                              | how NCCL moves device tensors                                            |
+| the class with the public method       | its arguments, its checks, and the call                                  |
+
+`commengine.calls.routes` decides which of the ways a call on host tensors takes.
+"""
+
+from .all_gather import ALL_GATHER, AllGatherCall
+from .all_reduce import ALL_REDUCE, AllReduceCall
+from .all_to_all import ALL_TO_ALL, AllToAllCall
+from .barrier import BARRIER, BarrierCall
+from .broadcast import BROADCAST, BroadcastCall
+from .gather import GATHER, GatherCall
+from .messages import RECV, SEND, SENDRECV, MessageCalls
+from .operation import Operation
+from .reduce import REDUCE, ReduceCall
+from .reduce_scatter import REDUCE_SCATTER, ReduceScatterCall
+from .scatter import SCATTER, ScatterCall
+
+_ALL: tuple[Operation, ...] = (
+    ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV,
+    SENDRECV,
+)  # fmt: skip
+
+#: all operations by name
+OPERATIONS = {operation.name: operation for operation in _ALL}
+
+#: the operations that have a way through shared memory, and those of them that reduce
+IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_memory)
+REDUCING_IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_memory and operation.reduces)
+
+
+class OperationCalls(
+    AllReduceCall, ReduceCall, ReduceScatterCall, AllGatherCall, BroadcastCall, GatherCall, ScatterCall, AllToAllCall,
+    BarrierCall, MessageCalls,
+):  # fmt: skip
+    """The public calls of all operations."""

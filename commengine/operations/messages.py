@@ -1,0 +1,140 @@
+"""send, recv and sendrecv, from one rank to another; `EXCHANGE`: many of them at once, in no order."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor
+
+from commengine.device.nccl import NcclWire
+from commengine.errors import TransferError
+from commengine.host.wire import MpiWire
+from commengine.stream import Stream, Work
+
+from .checks import Caller, TensorLike, check_disjoint, check_rank, checked_tensor
+from .operation import Call, Operation, Run, Touched
+
+#: "send" or "recv", the tensor, and the other rank
+Transfer: TypeAlias = "tuple[str, Tensor, int]"
+
+
+class _Messages(Operation):
+    """Operations that are an exchange of one or two messages."""
+
+    formula: ClassVar[str | None] = "p2p"
+
+    def transfers(self, *args: Any) -> list[Transfer]:
+        """Return the messages of a call."""
+        return [(self.name, *args)]
+
+    def by_mpi(self, wire: MpiWire, *args: Any) -> Run:
+        return lambda *args: _exchange(wire, self.transfers(*args))
+
+    def by_nccl(self, wire: NcclWire, *args: Any) -> None:
+        transfers = self.transfers(*args)
+        with wire.group() if len(transfers) > 1 else contextlib.nullcontext():
+            for verb, tensor, peer in transfers:
+                (wire.send if verb == "send" else wire.recv)(tensor.data_ptr(), tensor.nbytes, peer)
+
+
+class Send(_Messages):
+    """The row of `send`, and its ways."""
+
+    name, arguments, counted = "send", ("tensor", "dst"), "tensor"
+
+    def by_mpi(self, wire: MpiWire, tensor: Tensor, dst: int) -> Run:
+        return lambda tensor, _: wire.calls.Send(wire.moved(tensor), dst)
+
+
+class Recv(_Messages):
+    """The row of `recv`, and its ways."""
+
+    name, arguments, counted = "recv", ("tensor", "src"), "tensor"
+
+
+class SendRecv(_Messages):
+    """The row of `sendrecv`, and its ways."""
+
+    name, arguments, counted = "sendrecv", ("sent", "dst", "received", "src"), "sent"
+
+    def transfers(self, sent: Tensor, dst: int, received: Tensor, src: int) -> list[Transfer]:
+        return [("send", sent, dst), ("recv", received, src)]
+
+
+class MessageExchange(_Messages):
+    """The messages of a coalesce() block, as one call: no order of them deadlocks."""
+
+    name, arguments, counted, formula = "exchange", ("transfers",), None, None
+
+    def transfers(self, transfers: list[Transfer]) -> list[Transfer]:
+        return transfers
+
+    def touched(self, args: tuple[Any, ...]) -> list[Touched]:
+        return [Touched(tensor, verb == "send", verb == "recv") for verb, tensor, _ in args[0]]
+
+    def form(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.name,)
+
+
+SEND, RECV, SENDRECV, EXCHANGE = Send(), Recv(), SendRecv(), MessageExchange()
+
+
+def exchange_of(calls: list[Call]) -> Call:
+    """Return the call that does the messages of all ``calls``, which are sends and receives."""
+    transfers = [one for call in calls for one in call.operation.transfers(*call.args)]  # type: ignore[attr-defined]
+    peers = tuple(dict.fromkeys(peer for *_, peer in transfers))
+    # A device tensor stands for the exchange if there is one: its transport also takes host tensors, the host transport
+    # takes no device tensors.
+    stands = next((tensor for _, tensor, _ in transfers if not tensor.is_cpu), transfers[0][1])
+    nbytes = sum(part.nbytes for _, part, _ in transfers)
+    return Call(EXCHANGE, (transfers,), stands, None, None, nbytes, peers)
+
+
+def _exchange(wire: MpiWire, transfers: list[Transfer]) -> None:
+    """Start all messages, and wait for all. Raises TransferError for one of another length than its tensor."""
+    requests, statuses = [], []
+    for verb, tensor, peer in sorted(transfers, key=lambda transfer: transfer[0]):  # receives first
+        start = wire.calls.Irecv if verb == "recv" else wire.calls.Isend
+        requests.append(start(wire.moved(tensor), peer))
+        statuses.append(wire.status())
+    wire.waitall(requests, statuses)
+    received = [transfer for transfer in transfers if transfer[0] == "recv"]
+    for (_, tensor, peer), status in zip(received, statuses, strict=False):
+        count = status.Get_count(wire.types.move[tensor.dtype])
+        if count != tensor.numel():
+            raise TransferError(
+                f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
+            )
+
+
+class MessageCalls:
+    """`send`, `recv` and `sendrecv`, as programs call them."""
+
+    def send(self: Caller, tensor: TensorLike, dst: int, *, stream: Stream | None = None) -> Work:
+        """Send ``tensor`` to rank ``dst``, which must `recv` a tensor of as many elements and the same dtype.
+
+        It may block until then; `sendrecv` and `coalesce` exchange messages without a deadlock. A message is matched
+        within one stream: both ranks give their stream of the same number, or no stream.
+        """
+        tensor = checked_tensor(self, "send", tensor)
+        dst = check_rank(self, "send", "dst", dst)
+        return self._calls.run(SEND, (tensor, dst), stream)
+
+    def recv(self: Caller, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
+        """Fill ``tensor`` with the message from rank ``src``. A message of another length raises CollectiveError."""
+        tensor = checked_tensor(self, "recv", tensor)
+        src = check_rank(self, "recv", "src", src)
+        return self._calls.run(RECV, (tensor, src), stream)
+
+    def sendrecv(
+        self: Caller, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *,
+        stream: Stream | None = None,
+    ) -> Work:  # fmt: skip
+        """Send to ``dst`` while receiving from ``src``. Exchanges in any pattern do not deadlock."""
+        sent = checked_tensor(self, "sendrecv", sendtensor, "sendtensor")
+        received = checked_tensor(self, "sendrecv", recvtensor, "recvtensor")
+        check_disjoint(self, "sendrecv", sent, received)
+        dst = check_rank(self, "sendrecv", "dst", dst)
+        src = check_rank(self, "sendrecv", "src", src)
+        return self._calls.run(SENDRECV, (sent, dst, received, src), stream)

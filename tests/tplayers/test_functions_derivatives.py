@@ -1,0 +1,327 @@
+"""Second derivatives of all that tplayers exports: the truth of finite differences, or an error that names them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tplayers
+from commengine import CartesianGrid, Communicator
+from tests.support.small_models import S as TOKENS
+from tests.support.small_models import arguments, block, made, total
+from tests.tplayers.conftest import Group
+from tplayers.fields import replicated
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+
+B, S, H, HEADS, VOCAB = 2, 8, 8, 4, 16
+F64 = torch.float64
+#: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
+NO_FUNCTIONS = {
+    "BERTConfig", "CanonicalShards", "Constant", "DropoutMask", "GPTConfig", "Gelu", "KeyValueCache", "NormPlacement",
+    "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute", "RopeScaling", "Sampling",
+    "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter", "all_reduce_together", "generate",
+    "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan", "require_divisible",
+    "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """``value`` gives this rank's tensors from ``inputs``. together: the ranks' losses are terms of one sum."""
+
+    value: Callable[..., Any]
+    inputs: list[Tensor] = field(default_factory=list)
+    module: nn.Module = field(default_factory=nn.Module)
+    together: bool = False
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def of_layer(module: nn.Module, *inputs: Tensor, **more: Any) -> Case:
+    return Case(lambda *x: module(*x, **more), list(inputs), module)
+
+
+def of_field(make: Callable[..., nn.Module], channels: int = 2, axes: int = 2) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        grid = CartesianGrid(comm, (comm.size, 1)[:axes])
+        whole = grid.decompose((4 * comm.size, 4)[:axes])
+        module = make(grid, whole)
+        x = draw(B, channels, *whole.local_shape(grid.coords), seed=comm.rank)
+        return Case(module, [x], module if isinstance(module, nn.Module) else nn.Module(), together=True)
+
+    return case
+
+
+def of_operator(function: Callable[..., Tensor], *shape: int) -> Callable[[Communicator], Case]:
+    return lambda comm: Case(lambda x: function(x, comm), [draw(*shape, seed=comm.rank)], together=True)
+
+
+def of_region(function: Callable[..., Tensor]) -> Callable[[Communicator], Case]:
+    return lambda comm: Case(lambda x: function(x, comm, 0) if "dim" in function.__code__.co_varnames
+                             else function(x, comm), [draw(4, 3)])  # fmt: skip
+
+
+def of_model(kind: str, **options: Any) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        model = made(kind, comm, dtype=F64, num_layers=1, hidden_dropout=0.1, attention_dropout=0.1, **options)
+        inputs, named = arguments(kind)
+        return Case(lambda: total(model(*inputs, **named)), module=model)
+
+    return case
+
+
+def of_canonical(kind: str, **options: Any) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        found = of_model(kind, **options)(comm)
+        tplayers.use_canonical_shards(found.module, comm, 4)
+        return found
+
+    return case
+
+
+def of_task(make: Callable[..., nn.Module], *shape: int) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        config = tplayers.BERTConfig(1, 16, HEADS, 13, TOKENS, make_vocab_size_divisible_by=16)
+        model = make(config, comm, dtype=F64)
+        tokens = torch.randint(13, shape, generator=torch.Generator().manual_seed(0))
+        return Case(lambda: model(tokens, randomness=arguments("bert")[1]["randomness"]), module=model.eval())
+
+    return case
+
+
+def cross_entropy(comm: Communicator) -> Case:
+    target = torch.tensor([3, -100, 0, 15])
+    return Case(
+        lambda x: tplayers.vocab_parallel_cross_entropy(1.0 * x, target, comm, overwrite=True),
+        [draw(4, VOCAB // comm.size, seed=comm.rank)],
+    )
+
+
+def embedding(comm: Communicator) -> Case:
+    table = tplayers.VocabParallelEmbedding(VOCAB, H, comm, dtype=F64)
+    tokens = torch.tensor([[1, 5], [15, 1]])
+    return Case(lambda x: (table(tokens), table.logits(x)), [draw(3, H)], table)
+
+
+def started(comm: Communicator) -> Case:
+    grid = CartesianGrid(comm, (comm.size,))
+    whole, stream = grid.decompose((3 * comm.size,)), comm.new_stream()
+
+    def value(x: Tensor) -> Tensor:
+        return tplayers.start_transfer(x, tplayers.plan_halo(grid, whole, 1), comm, stream).wait()
+
+    return Case(value, [draw(2, 3, seed=comm.rank)], together=True)
+
+
+def of_grid(function: Callable[..., Tensor], points: int = 3) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        grid = CartesianGrid(comm, (comm.size,))
+        whole = grid.decompose((3 * comm.size,))
+        return Case(lambda x: function(x, grid, whole), [draw(2, points, seed=comm.rank)], together=True)
+
+    return case
+
+
+def plan_of(grid: CartesianGrid, whole: Any) -> Any:
+    return tplayers.plan_halo(grid, whole, 1)
+
+
+RANDOMNESS = tplayers.Randomness(5, 17, (1, 2))
+X = (S, B, H)
+#: the exported name (with a remark), and its case
+CASES: dict[str, Callable[[Communicator], Case]] = {
+    "LayerNorm": lambda comm: of_layer(tplayers.LayerNorm(H, dtype=F64), draw(*X)),
+    "RMSNorm": lambda comm: of_layer(tplayers.RMSNorm(H, dtype=F64), draw(*X)),
+    "ColumnParallelLinear": lambda comm: of_layer(tplayers.ColumnParallelLinear(H, 16, comm, dtype=F64), draw(*X)),
+    "ColumnParallelLinear, a shard": lambda comm: of_layer(
+        tplayers.ColumnParallelLinear(H, 16, comm, sequence_parallel=True, dtype=F64),
+        draw(S // comm.size, B, H, seed=comm.rank),
+    ),
+    "RowParallelLinear": lambda comm: of_layer(
+        tplayers.RowParallelLinear(16, H, comm, dtype=F64), draw(S, B, 16 // comm.size, seed=comm.rank)
+    ),
+    "ReplicatedLinear": lambda comm: of_layer(tplayers.ReplicatedLinear(H, 5, dtype=F64), draw(*X)),
+    "MLP": lambda comm: of_layer(tplayers.MLP(H, 16, comm, dtype=F64), draw(*X)),
+    "SwiGLU": lambda comm: of_layer(tplayers.SwiGLU(H, 16, comm, dtype=F64), draw(*X)),
+    "SelfAttention": lambda comm: of_layer(
+        tplayers.SelfAttention(H, HEADS, comm, attention_dropout=0.1, dtype=F64), draw(*X), randomness=RANDOMNESS
+    ),
+    "SelfAttention, fused": lambda comm: of_layer(tplayers.SelfAttention(H, HEADS, comm, dtype=F64), draw(*X)),
+    "SelfAttention, two heads of keys": lambda comm: of_layer(
+        tplayers.SelfAttention(H, HEADS, comm, query_groups=2, attention_dropout=0.1, recompute_core=True, dtype=F64),
+        draw(*X), randomness=RANDOMNESS,
+    ),
+    "TransformerBlock": lambda comm: of_layer(
+        block(comm, H, HEADS, 16, attention_dropout=0.1, dtype=F64), draw(*X), randomness=RANDOMNESS
+    ),
+    "TransformerBlock, recomputed": lambda comm: of_layer(
+        block(comm, H, HEADS, 16, attention_dropout=0.1, recompute="full", swiglu=True, dtype=F64),
+        draw(*X), randomness=RANDOMNESS,
+    ),
+    "VocabParallelEmbedding": embedding,
+    "vocab_parallel_cross_entropy": cross_entropy,
+    "class_cross_entropy": lambda comm: Case(
+        lambda x: tplayers.class_cross_entropy(x, torch.tensor([2, -100, 0])), [draw(3, 4)]
+    ),
+    "dropout": lambda comm: Case(
+        lambda x: tplayers.dropout(x, 0.3, RANDOMNESS.keys("here")), [draw(*X, seed=comm.rank)], together=True
+    ),
+    "GPT": of_model("gpt"),
+    "GPT, of shards": of_model("gpt", sequence_parallel=True, recompute="selective"),
+    "GPT, canonical": of_canonical("gpt"),
+    "GPT, a Llama": of_model("llama"),
+    "GPT, a canonical Llama": of_canonical("llama", num_query_groups=4),
+    "Transformer": of_model("gpt", position_embedding_type="rope"),
+    "BERT": of_model("bert"),
+    "BERT, canonical": of_canonical("bert"),
+    "BERTSequenceClassifier": of_task(
+        lambda config, comm, **more: tplayers.BERTSequenceClassifier(config, comm, classes=3, **more), 3, TOKENS
+    ),
+    "BERTMultipleChoice": of_task(tplayers.BERTMultipleChoice, 1, 3, TOKENS),
+    "BERTSpans": of_task(tplayers.BERTSpans, 3, TOKENS),
+    "FieldConv": of_field(lambda grid, whole: tplayers.FieldConv(2, 3, 3, grid, whole, padding=1, dtype=F64)),
+    "FieldConvTranspose": of_field(
+        lambda grid, whole: tplayers.FieldConvTranspose(2, 2, 2, grid, whole, stride=2, dtype=F64)
+    ),
+    "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
+    "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
+    "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
+    "FieldBatchNorm": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64)),
+    "FieldBatchNorm, plain": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, affine=False)),
+    "FieldBatchNorm, 1 axis": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64), axes=1),
+    "FieldGroupNorm": of_field(lambda grid, whole: tplayers.FieldGroupNorm(2, 4, grid, whole, dtype=F64), 4),
+    "FieldLayerNorm": of_field(lambda grid, whole: tplayers.FieldLayerNorm(2, grid, whole, dtype=F64)),
+    "SpectralConv": of_field(lambda grid, whole: tplayers.SpectralConv(2, 2, 2, grid, whole, dtype=F64)),
+    "UNet": of_field(lambda grid, whole: tplayers.UNet(2, 1, grid, whole, width=2, depth=1, dtype=F64)),
+    "UNet, in groups": of_field(
+        lambda grid, whole: tplayers.UNet(2, 1, grid, whole, width=8, depth=1, norm="group", dtype=F64)
+    ),
+    "FNO": of_field(lambda grid, whole: tplayers.FNO(2, 1, grid, whole, width=4, modes=2, depth=2, dtype=F64)),
+    "replicated": lambda comm: Case(lambda x: replicated(comm, x), [draw(3)]),
+    "copy_to_tensor_parallel_region": of_region(tplayers.copy_to_tensor_parallel_region),
+    "gather_from_sequence_parallel_region": of_region(tplayers.gather_from_sequence_parallel_region),
+    "gather_from_tensor_parallel_region": of_region(tplayers.gather_from_tensor_parallel_region),
+    "reduce_from_tensor_parallel_region": of_region(tplayers.reduce_from_tensor_parallel_region),
+    "reduce_scatter_to_sequence_parallel_region": of_region(tplayers.reduce_scatter_to_sequence_parallel_region),
+    "scatter_to_tensor_parallel_region": of_region(tplayers.scatter_to_tensor_parallel_region),
+    "all_gather": of_operator(tplayers.all_gather, 2, 3),
+    "all_reduce": of_operator(tplayers.all_reduce, 2, 3),
+    "all_to_all": of_operator(lambda x, comm: tplayers.all_to_all(x, comm, 0, 1), 4, 3),
+    "broadcast": of_operator(tplayers.broadcast, 2, 3),
+    "gather": of_operator(tplayers.gather, 2, 3),
+    "reduce_scatter": of_operator(tplayers.reduce_scatter, 4, 3),
+    "scatter": of_operator(tplayers.scatter, 4, 3),
+    "sum_reduce": of_operator(tplayers.sum_reduce, 2, 3),
+    "repartition": of_grid(lambda x, grid, whole: tplayers.repartition(x, grid.comm, whole, whole)),
+    "shift": of_grid(lambda x, grid, whole: tplayers.shift(x, grid, 0)),
+    "halo_exchange": of_grid(lambda x, grid, whole: tplayers.halo_exchange(x, grid, 1, decomposition=whole)),
+    "halo_accumulate": of_grid(lambda x, grid, whole: tplayers.halo_accumulate(x, grid, 1, decomposition=whole), 5),
+    "transfer": of_grid(lambda x, grid, whole: tplayers.transfer(x, plan_of(grid, whole), grid.comm)),
+    "transfer_adjoint": of_grid(
+        lambda x, grid, whole: tplayers.transfer_adjoint(x, plan_of(grid, whole), grid.comm), 5
+    ),
+    "start_transfer": started,
+}  # fmt: skip
+#: those of which a penalty on the gradients of inputs has a derivative on any number of ranks
+DIFFERENTIATES = {
+    "LayerNorm", "ReplicatedLinear", "class_cross_entropy", "dropout", "FieldConv", "FieldConvTranspose",
+    "FieldMaxPool", "FieldAvgPool", "FieldUpsample", "FieldBatchNorm", "FieldBatchNorm, plain",
+    "FieldBatchNorm, 1 axis", "FieldGroupNorm", "FieldLayerNorm", "SpectralConv", "UNet", "UNet, in groups", "FNO",
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "halo_accumulate", "halo_exchange",
+    "reduce_scatter", "repartition", "scatter", "shift", "sum_reduce",
+}  # fmt: skip
+STEP = 1e-6
+
+
+@pytest.fixture
+def group(mpi_world):
+    with Communicator(mpi_world, order="tree") as comm:
+        yield Group(comm)
+
+
+def test_every_export_has_a_case_or_nothing_to_differentiate():
+    exported = {name for name, value in vars(tplayers).items() if name[0] != "_" and not inspect.ismodule(value)}
+    exported.add("replicated")
+    named = {name.split(",")[0] for name in CASES}
+    assert exported - named - NO_FUNCTIONS == set()
+    assert (named | NO_FUNCTIONS) - exported == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_derivative_is_right_or_an_error(group, name):
+    case = CASES[name](group.comm)
+    group.fill(case.module)
+    torch.manual_seed(1)
+    parameters = dict(case.module.named_parameters())
+    leaves = [x.requires_grad_() for x in (*case.inputs, *parameters.values())]
+    placements = tplayers.placements(case.module)
+    ways = [draw(*x.shape, seed=70 + group.rank * case.together) for x in case.inputs]
+    ways += [placements[name].part(draw(*placements[name].shape, seed=80)) for name in parameters]
+
+    def first(over: list[Tensor], **options: Any) -> list[Tensor]:
+        values = case.value(*case.inputs)
+        terms = (
+            torch.sin(y + 0.3 * group.rank * case.together)
+            for y in (values if isinstance(values, list | tuple) else [values])
+        )
+        return torch.autograd.grad(sum(term.sum() for term in terms), over, allow_unused=True, **options)
+
+    def penalty(gradients: list[Tensor | None]) -> Tensor:
+        return sum((g.pow(3).sum() for g in gradients if g is not None), start=torch.zeros((), dtype=F64))
+
+    for over in (case.inputs, [*parameters.values()]):
+        if not over:
+            continue
+        plain = first(over)
+        gradients = first(over, create_graph=True)
+        torch.testing.assert_close([g for g in gradients if g is not None], [g for g in plain if g is not None])
+        problem = None
+        try:
+            second = torch.autograd.grad(penalty(gradients), leaves, allow_unused=True)
+        except RuntimeError as error:
+            problem = str(error)
+            assert "no second derivative" in problem or "not implemented" in problem, problem
+        assert len({*group.comm.mpi.allgather(problem is None)}) == 1
+        if problem is not None:
+            assert not (over is case.inputs and name in DIFFERENTIATES), problem
+            continue
+        # Parameters that layers of fields share are one for all ranks, and their gradient is of the sum of all losses.
+        once = case.together and group.rank > 0
+        slope = sum(
+            float((g * way).sum())
+            for number, (g, way) in enumerate(zip(second, ways, strict=True))
+            if g is not None and not (once and number >= len(case.inputs))
+        )
+        sides = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for leaf, way in zip(leaves, ways, strict=True):
+                    leaf += sign * STEP * way
+            sides.append(float(penalty(first(over)).detach()))
+            with torch.no_grad():
+                for leaf, way in zip(leaves, ways, strict=True):
+                    leaf -= sign * STEP * way
+        truth = (sides[0] - sides[1]) / (2 * STEP)
+        found, expected = (sum(group.comm.mpi.allgather(one)) for one in (slope, truth))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (found, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_that_were_summed_in_place(group):
+    layer = tplayers.ReplicatedLinear(H, 3, sequence_parallel=True, dtype=F64)
+    group.fill(layer)
+    for parameter in layer.parameters():
+        (parameter.grad,) = torch.autograd.grad(layer(draw(2, H)).pow(3).sum(), parameter, create_graph=True)
+    tplayers.sum_partial_gradients(layer, group.comm)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(layer.weight.grad.pow(2).sum(), layer.weight)

@@ -1,0 +1,65 @@
+"""Content of files: its checks by a pydantic model, and faults that name their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from commengine import UsageError
+
+from .reading import InputFileError
+
+Checked = TypeVar("Checked", bound=BaseModel)
+_SHOWN = 100  # characters of a key, and of a value
+
+
+class ReadPart(BaseModel):
+    """An object in a file, of which some keys are read. They have the types that they say, and numbers are finite."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class FilePart(ReadPart):
+    """The same without other keys than those that are read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def checked(kind: type[Checked], data: Any) -> Checked:
+    """``data``, of JSON's types, as ``kind``. Raises ValueError that names the first key at fault, and its value."""
+    try:
+        return kind.model_validate_json(json.dumps(data))  # of JSON, so that a list may be a tuple
+    except ValidationError as error:
+        raise ValueError(told(error)) from None
+
+
+@contextmanager
+def fault_in(where: str | Callable[[], str], most: int = 200) -> Iterator[None]:
+    """Turn the error of code that meets other content than it reads into UsageError, which begins with ``where``.
+
+    A UsageError and an InputFileError stay, because they name their place. most: characters of the error that are kept.
+    """
+    try:
+        yield
+    except (UsageError, InputFileError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{where if isinstance(where, str) else where()}: {what[:most]}") from error
+
+
+def told(error: ValidationError) -> str:
+    """The first fault, such as ``node.nics=0: should be greater than or equal to 1``."""
+    first = error.errors(include_url=False)[0]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    name = ascii(name[:_SHOWN])[1:-1]
+    if first["type"] == "missing":
+        return f"{name} is missing"
+    if first["type"] == "extra_forbidden":
+        return f"unknown: {name}"
+    said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{name}={repr(first['input'])[:_SHOWN]}: {said}" if name else said
