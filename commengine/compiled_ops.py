@@ -2,16 +2,18 @@
 
 `torch.library` operators take no Python objects, so a compiled graph names a communicator by its handle, an integer.
 The table from handles to live communicators is the only one at module level that changes at run time.
-It holds them weakly, and a communicator that closes leaves it. The operators change their output in place and return
-nothing: the compiler keeps such operators in the order of the program, which must be the same on every rank.
+It holds them weakly, and a communicator that closes leaves it.
 
-The compiler removes a collective whose result nobody uses. Therefore all ranks of a group must compile, or none of
-them. The errors are those of the `Communicator`, raised when the graph runs.
+The operators change no tensor and return a new one. Inductor loses the order between an operator that writes a tensor
+and the kernels that read it afterwards: with torch 2.11 and 2.13 such a kernel read memory that nothing had written.
+The compiler knows no order but that of inputs and results, and ranks with unlike graphs might choose unlike orders. So
+a collective that does not need the result of the one before it names it (``after``). The compiler removes a collective
+whose result nobody uses. Therefore all ranks of a group must compile, or none of them. The errors are those of the
+`Communicator`, raised when the graph runs.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from typing import Any, Protocol
@@ -27,6 +29,7 @@ class Collectives(Protocol):
     """The collectives of a `commengine.communicator.Communicator` that have operators."""
 
     handle: int
+    size: int
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, stream: Stream | None = None) -> Work:
         """Reduce ``tensor`` over the group, in place."""
@@ -57,56 +60,87 @@ def unregister(handle: int) -> None:
 # As the layers call them -------------------------------------------------------------------------------------------
 
 
-def all_reduce_(x: Tensor, comm: Collectives, op: str = "sum", stream: Stream | None = None) -> Work | None:
-    """Call `Communicator.all_reduce`. Inside `torch.compile`, record an operator, which ignores ``stream``.
+def all_reduced(
+    x: Tensor, comm: Collectives, op: str = "sum", stream: Stream | None = None
+) -> tuple[Tensor, Work | None]:
+    """Call `Communicator.all_reduce`. Returns ``x``, which it changes, and the Work.
 
-    Returns the Work, or None inside `torch.compile`.
+    Inside `torch.compile`, record an operator: the result is a new tensor, ``stream`` is ignored, and the Work is None.
     """
     if torch.compiler.is_compiling():
-        torch.ops.commengine.all_reduce_(x, comm.handle, op)
-        return None
-    return comm.all_reduce(x, op, stream=stream)
+        return torch.ops.commengine.all_reduce(x, comm.handle, op), None
+    return x, comm.all_reduce(x, op, stream=stream)
 
 
-def all_gather_into_(output: Tensor, input: Tensor, comm: Collectives, stream: Stream | None = None) -> Work | None:
-    """Call `Communicator.all_gather`, or record an operator, as `all_reduce_` does."""
+def all_gathered(
+    part: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Tensor | None = None
+) -> tuple[Tensor, Work | None]:
+    """Call `Communicator.all_gather` with a new tensor of every rank's ``part`` along dim 0. Returns it and the Work.
+
+    Inside `torch.compile`, record an operator, as `all_reduced` does. after: a tensor that is computed before it.
+    """
     if torch.compiler.is_compiling():
-        torch.ops.commengine.all_gather_into_(output, input, comm.handle)
-        return None
-    return comm.all_gather(output, input, stream=stream)
+        return torch.ops.commengine.all_gather(part, comm.handle, comm.size, after), None
+    whole = part.new_empty((comm.size * part.shape[0], *part.shape[1:]))
+    return whole, comm.all_gather(whole, part, stream=stream)
 
 
-def reduce_scatter_into_(output: Tensor, input: Tensor, comm: Collectives, stream: Stream | None = None) -> Work | None:
-    """Call `Communicator.reduce_scatter`, or record an operator, as `all_reduce_` does."""
+def reduce_scattered(
+    total: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Tensor | None = None
+) -> tuple[Tensor, Work | None]:
+    """Call `Communicator.reduce_scatter` with a new tensor for this rank's rows. Returns it and the Work.
+
+    Inside `torch.compile`, record an operator, as `all_gathered` does.
+    """
     if torch.compiler.is_compiling():
-        torch.ops.commengine.reduce_scatter_into_(output, input, comm.handle)
-        return None
-    return comm.reduce_scatter(output, input, stream=stream)
+        return torch.ops.commengine.reduce_scatter(total, comm.handle, comm.size, after), None
+    part = total.new_empty((total.shape[0] // comm.size, *total.shape[1:]))
+    return part, comm.reduce_scatter(part, total, stream=stream)
 
 
 # The operators -----------------------------------------------------------------------------------------------------
 
 
-def _run(method: str, place: int, *args: Any) -> None:
-    """Call a method of the communicator that ``args[place]`` names, with the other arguments."""
-    comm = _live.get(args[place])
+def _named(handle: int) -> Any:
+    comm = _live.get(handle)
     if comm is None:
-        raise CollectiveError(f"a compiled graph uses communicator {args[place]}, which is closed")
-    getattr(comm, method)(*args[:place], *args[place + 1 :])
+        raise CollectiveError(f"a compiled graph uses communicator {handle}, which is closed")
+    return comm
 
 
-def _fake(*args: object) -> None:
-    """Do nothing: the operators change no shapes and no dtypes."""
+def _all_reduce(x: Tensor, comm: int, op: str) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    _named(comm).all_reduce(result, op)
+    return result
+
+
+def _all_gather(input: Tensor, comm: int, size: int, after: Tensor | None) -> Tensor:
+    return all_gathered(input.contiguous(), _named(comm))[0]
+
+
+def _reduce_scatter(input: Tensor, comm: int, size: int, after: Tensor | None) -> Tensor:
+    return reduce_scattered(input.contiguous(), _named(comm))[0]
+
+
+def _rows(input: Tensor, rows: int) -> Tensor:
+    return torch.empty((rows, *input.shape[1:]), dtype=input.dtype, device=input.device)
 
 
 _library: Any = torch.library.Library("commengine", "DEF")  # type: ignore[no-untyped-call]
 # An operator's arguments keep their order: torch's cache on disk may hold graphs that an earlier version compiled.
-for _method, _schema in {
-    "all_reduce": "all_reduce_(Tensor(a!) x, int comm, str op) -> ()",
-    "all_gather": "all_gather_into_(Tensor(a!) output, Tensor input, int comm) -> ()",
-    "reduce_scatter": "reduce_scatter_into_(Tensor(a!) output, Tensor input, int comm) -> ()",
-}.items():
-    # MPI and NCCL need contiguous tensors: the compiler must keep the strides that the program gave.
-    _name = _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(_name, functools.partial(_run, _method, _schema.count("Tensor")), "CompositeExplicitAutograd")
+for _schema, _run, _fake in (
+    ("all_reduce(Tensor x, int comm, str op) -> Tensor", _all_reduce, lambda x, comm, op: _rows(x, x.shape[0])),
+    (
+        "all_gather(Tensor input, int comm, int size, Tensor? after) -> Tensor",
+        _all_gather,
+        lambda input, comm, size, after: _rows(input, input.shape[0] * size),
+    ),
+    (
+        "reduce_scatter(Tensor input, int comm, int size, Tensor? after) -> Tensor",
+        _reduce_scatter,
+        lambda input, comm, size, after: _rows(input, input.shape[0] // size),
+    ),
+):
+    _name = _library.define(_schema)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"commengine::{_name}", _fake, lib=_library)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Communicator
-from commengine.compiled_ops import all_reduce_
+from commengine.compiled_ops import all_reduced
 
 from .checks import require_within
 from .functions import one_derivative
@@ -97,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         # Subtracting the global maximum keeps exp() finite. A rank that holds only padding contributes -inf.
         peak = values.amax(dim=-1).amax(dim=0)
-        all_reduce_(peak, comm, "max")
+        peak, _ = all_reduced(peak, comm, "max")
         values.sub_(peak.unsqueeze(-1))
         mine = (target >= start) & (target < min(start + shards * width, vocab_size))
         column = torch.where(mine, target - start, 0)
@@ -111,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums[1] = torch.where(mine, values[places], 0.0)
         values = arithmetic.exp_(values)
         sums[0] = arithmetic.add(shard.sum(dim=-1) for shard in values.unbind())
-        all_reduce_(sums, comm)
+        sums, _ = all_reduced(sums, comm)
 
         counted = target != IGNORED
         tie = logits.new_empty(0)  # it leads from the gradient to the logits, which are not kept: see `one_derivative`

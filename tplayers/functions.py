@@ -40,6 +40,15 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if cast else x
 
 
+def finished(result: Tensor) -> Tensor:
+    """The result of an operation in place, as the forward of a Function returns it.
+
+    The compiler of torch 2.11 loses the gradient of such a result, without an error. A copy keeps it, and the compiler
+    fuses the copy with the operation. Outside of `torch.compile` nothing is copied.
+    """
+    return result.clone() if torch.compiler.is_compiling() else result
+
+
 def in_forward_dtypes(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a Function: within autocast, too, it computes in the dtypes of the forward."""
 

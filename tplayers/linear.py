@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
+from commengine.compiled_ops import all_gathered
 
 from .functions import lowered, one_derivative
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .regions import (
     communicates,
-    gathered_rows,
     reduce_own_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     reduced_rows,
@@ -268,7 +268,7 @@ class _ColumnParallelLinears(torch.autograd.Function):
             x = x.contiguous()
         ctx.save_for_backward(x, *weights)
         ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
-        return products.outputs(gathered_rows(x, comm)[0] if split else x, weights, biases)
+        return products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases)
 
     @staticmethod
     @one_derivative
@@ -279,12 +279,12 @@ class _ColumnParallelLinears(torch.autograd.Function):
         grad_x = gathering = reducing = None
         rows, whole = [products.rows(grad) for grad in grads], x
         if ctx.split and any(need_layers[::2]):
-            whole, gathering = gathered_rows(x, comm, stream)
+            whole, gathering = all_gathered(x, comm, stream, after=rows[0])
         if need_x:
             lead = comm.size * x.shape[0] if ctx.split else x.shape[0]
             total = products.of_input(rows, weights).view(lead, *x.shape[1:])
             # In place: nothing else holds this product.
-            grad_x, reducing = reduced_rows(total, comm, ctx.split, stream)
+            grad_x, reducing = reduced_rows(total, comm, ctx.split, stream, after=whole)
         found: list[Tensor | None] = []
         for mine, need_weight, need_bias in zip(rows, need_layers[::2], need_layers[1::2], strict=True):
             if need_weight and gathering is not None:

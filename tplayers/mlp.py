@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 
-from .functions import one_derivative
+from .functions import finished, one_derivative
 from .linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear
 from .placement import Normal, require_one_of
 
@@ -102,7 +102,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return finished(F.silu(gate).mul_(up))
 
     @staticmethod
     @one_derivative

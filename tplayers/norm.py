@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine.dtypes import HALF_TYPES, wide
 
-from .functions import one_derivative, widened
+from .functions import finished, one_derivative, widened
 from .placement import Constant, Placement, add_parameter
 
 #: The norm of a model's layers.
@@ -110,7 +110,7 @@ class _RootMeanSquare(torch.autograd.Function):
         scale = (length.square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, scale)
         normalised: Tensor = (of_x * scale).to(x.dtype)
-        return normalised.mul_(weight)
+        return finished(normalised.mul_(weight))
 
     @staticmethod
     @one_derivative

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, Work
-from commengine.compiled_ops import all_gather_into_, all_reduce_, reduce_scatter_into_
+from commengine.compiled_ops import all_gathered, all_reduced, reduce_scattered
 
 from .functions import one_derivative
 
@@ -57,11 +57,11 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
 
     Autograd knows of the change: if another operation has saved ``x`` for its backward, that backward raises an error.
     """
-    if communicates(comm) and not (
-        x.requires_grad and torch.is_grad_enabled()
-    ):  # the compiler knows no mark_dirty here
-        all_reduce_(x, comm)
-        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():
+        return reduce_from_tensor_parallel_region(x, comm)
+    if communicates(comm) and not (x.requires_grad and torch.is_grad_enabled()):
+        all_reduced(x, comm)
+        if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(x)
         return x
     return _apply(_ReduceOwn, x, comm)
@@ -114,27 +114,18 @@ def communicates(comm: Communicator) -> bool:
 # The collectives, on any dimension and layout ---------------------------------------------------------------------
 
 
-def gathered_rows(part: Tensor, comm: Communicator, stream: Stream | None = None) -> tuple[Tensor, Work | None]:
-    """Begin to gather the ``part`` of every rank, which is contiguous, along dim 0; and what to wait for, if any."""
-    # Not new_empty: the compiler would merge two of them, and so use one buffer for the forward's and the backward's
-    # gathering.
-    whole = torch.empty((comm.size * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
-    return whole, all_gather_into_(whole, part, comm, stream)
-
-
 def reduced_rows(
-    total: Tensor, comm: Communicator, split: bool, stream: Stream | None = None
+    total: Tensor, comm: Communicator, split: bool, stream: Stream | None = None, *, after: Tensor | None = None
 ) -> tuple[Tensor, Work | None]:
-    """Begin to sum ``total`` over the ranks, in place; and what to wait for, if any.
+    """Begin to sum ``total`` over the ranks, in place if not compiled; the sum, and what to wait for, if any.
 
-    split: only this rank's rows are wanted, which then lie in a tensor of their own.
+    split: only this rank's rows are wanted, which then lie in a tensor of their own. after: as of `all_gathered`.
     """
     if not communicates(comm):
         return total, None
     if not split:
-        return total, all_reduce_(total, comm, stream=stream)
-    part = total.new_empty((total.shape[0] // comm.size, *total.shape[1:]))
-    return part, reduce_scatter_into_(part, total, comm, stream)
+        return all_reduced(total, comm, stream=stream)
+    return reduce_scattered(total, comm, stream, after=after)
 
 
 def _unchanged(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -142,9 +133,9 @@ def _unchanged(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _all_reduce(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    result = x.clone(memory_format=torch.contiguous_format)
-    all_reduce_(result, comm)
-    return result
+    if torch.compiler.is_compiling():  # its operator leaves x as it is
+        return all_reduced(x, comm)[0]
+    return all_reduced(x.clone(memory_format=torch.contiguous_format), comm)[0]
 
 
 def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -153,7 +144,7 @@ def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    return _from_front(gathered_rows(x.movedim(dim, 0).contiguous(), comm)[0], dim)
+    return _from_front(all_gathered(x.movedim(dim, 0).contiguous(), comm)[0], dim)
 
 
 def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -183,8 +174,7 @@ class _ReduceOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.mark_dirty(x)
-        all_reduce_(x, comm)
-        return x
+        return all_reduced(x, comm)[0]
 
     @staticmethod
     @one_derivative

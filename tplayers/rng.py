@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .functions import finished
 from .host_copy import integers
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64
@@ -186,7 +187,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return (x * keep).mul_(scale)
+        return finished((x * keep).mul_(scale))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

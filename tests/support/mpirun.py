@@ -103,6 +103,7 @@ def command(
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         out, err = stop(process)
+        print(f"ended after {timeout} s: {argv}", out, err, sep="\n")  # pytest shows it, and the error's words lack it
         raise subprocess.TimeoutExpired(argv, timeout, out, err) from None
     except BaseException:
         stop(process)

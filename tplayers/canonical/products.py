@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import Stream
-from commengine.compiled_ops import all_reduce_
+from commengine.compiled_ops import all_gathered, all_reduced
 from tplayers.functions import lowered, one_derivative
 from tplayers.linear import Products, column_parallel_products
-from tplayers.regions import gathered_rows, reduced_rows
+from tplayers.regions import reduced_rows
 
 from .shards import CanonicalShards, tree_sum
 
@@ -181,7 +181,7 @@ class _Rows(torch.autograd.Function):
         comm, grad = ctx.comm, grads[0].contiguous()
         need_x, _, _, need_weight, need_bias = ctx.needs_input_grad
         if ctx.split:
-            grad, _ = gathered_rows(grad, comm)
+            grad, _ = all_gathered(grad, comm)
         flat = grad.view(-1, grad.shape[-1])
         parts = x.view(x.shape[0], -1, x.shape[-1])
         grad_x = grad_weight = None
@@ -220,8 +220,8 @@ class _Replicated(torch.autograd.Function):
         grad_weight = tree_sum(mine.t() @ rows_ for mine, rows_ in pairs)
         grad_bias = tree_sum(mine.sum(dim=0) for mine, _ in pairs)
         if split and shards.comm.size > 1:
-            all_reduce_(grad_weight, shards.comm)
-            all_reduce_(grad_bias, shards.comm)
+            all_reduced(grad_weight, shards.comm)
+            all_reduced(grad_bias, shards.comm)
         return grad_x, grad_weight, grad_bias, None, None
 
 

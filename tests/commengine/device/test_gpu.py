@@ -10,6 +10,7 @@ import torch
 
 from commengine import CollectiveError, Communicator, trace
 from commengine.device.stream import DeviceStream
+from commengine.errors import TransferError
 from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     test_all_gather,
     test_all_gather_in_place,
@@ -168,6 +169,13 @@ def test_a_graphs_capture_is_refused(comm):
         comm.all_reduce(tensor, "avg")
     comm.all_reduce(tensor, "avg")
     assert (tensor - 1).abs().max() < 1e-5
+
+
+def test_an_error_has_nccls_own_words(comm):
+    """NCCL refuses a code that is no data type. CuPy alone would say "invalid argument"."""
+    tensor = torch.ones(3, device=comm.device)
+    with pytest.raises(TransferError, match=r"\(.*99\)"):
+        comm._backend.transport.enqueue("allReduce", tensor.data_ptr(), tensor.data_ptr(), 3, 99, 0)
 
 
 def test_numpy_and_torch_find_the_same_nccl(comm):

@@ -21,7 +21,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
         "if comm.rank == 1: time.sleep(300)\n"
         "comm.all_reduce(tensor)\ntorch.cuda.synchronize()\n"
     )
-    done = mpirun.run(2, str(tmp_path / "job.py"), timeout=150)
+    done = mpirun.run(2, str(tmp_path / "job.py"), timeout=100, fresh=True)
     if "needs one for each rank" in done.stderr:
         pytest.skip("NCCL wants a device for each rank")
     assert done.returncode == 124, (done.stdout, done.stderr)
