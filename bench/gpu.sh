@@ -192,7 +192,8 @@ live() {
         tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
     stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
         tests/commengine/device/test_gpu.py $also
-    stage gpu_serial 60 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" tests/trainers/training/test_clipping.py
+    stage gpu_serial 60 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" tests/trainers/training/test_clipping.py \
+        tests/tplayers/test_dropout_kernel.py
     stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
         tests/commengine/device/test_gpu.py $also
     find_two_ranks
@@ -269,6 +270,8 @@ fast() {
     stage overhead 140 "$python" -m bench.gpu overhead $tiny --ranks "$ranks" --rounds $rounds --sizes 8 1M \
         --output "$r/overhead.md" --json "$r/overhead.json"
     stage profile 50 "$mpiexec" -n 1 "$python" -m bench.gpu profile $tiny --output "$r/profile.md" --json "$r/profile.json"
+    stage dropout 70 "$mpiexec" -n 1 "$python" -m bench.gpu dropout $tiny ${dry:+--rounds 1} --output "$r/dropout.md" \
+        --json "$r/dropout.json"
     stage flops 160 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny ${dry:+--eager-only} --models 355M \
         --output "$r/flops.md" --json "$r/flops.json"
     stage overlap 50 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap $tiny --rounds $overlap_rounds \

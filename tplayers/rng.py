@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dropout_kernel import drawn_mask
 from .functions import finished
 from .host_copy import integers
 
@@ -116,6 +117,8 @@ def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int
     """The mask of `dropout` with ``keys``: bool [rows, b, columns] or [b, heads, rows, columns], True where x stays."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} is not within 0 to 1")
+    if (mask := drawn_mask(keys, rows, columns, first_row, _least(p))) is not None:
+        return mask
     counters = torch.arange(
         first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device
     ).to(torch.int32)
@@ -131,7 +134,12 @@ def dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
 
 def keep_mask(counters: Tensor, keys: Tensor, p: float) -> Tensor:
     """Bool, True with probability 1 - p: a hash of (int64 key, int32 counter), broadcast against each other."""
-    return _hashed(counters, keys) >= min(int(p * 2**32) - 2**31, 2**31 - 1)
+    return _hashed(counters, keys) >= _least(p)
+
+
+def _least(p: float) -> int:
+    """The smallest hash of an element that stays, with probability 1 - p."""
+    return min(int(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def exponential(counters: Tensor, keys: Tensor) -> Tensor:
@@ -187,9 +195,16 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return finished((x * keep).mul_(scale))
+        return finished(_masked(x, keep, scale))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
-        return (grads[0] * keep).mul_(ctx.scale), None, None
+        return _masked(grads[0], keep, ctx.scale), None, None
+
+
+def _masked(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """``x`` times ``keep`` times ``scale``, rounded once."""
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():  # one kernel; the host's rounds the scale, too
+        return torch.ops.aten.native_dropout_backward(x, keep, scale)  # type: ignore[no-any-return]
+    return (x * keep).mul_(scale)
