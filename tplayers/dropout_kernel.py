@@ -1,17 +1,15 @@
 """Dropout's mask in one CUDA kernel: the integers of `rng`, which torch's operators would write to memory each.
 
-CuPy compiles the source when the first mask is drawn. Where there is no CuPy, or it cannot compile, torch's operators
-draw the same mask. A compiled graph does not come here, because its compiler fuses the operators itself.
+Where there is no CuPy, or it cannot compile, torch's operators draw the same mask. A compiled graph does not come here,
+because its compiler fuses the operators itself.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from commengine.device.kernel import compiled
 
 #: Each block draws lines of the mask: the elements of one key and one row. Plain C, so that a test runs it on the host.
 SOURCE = r"""
@@ -36,7 +34,6 @@ extern "C" __global__ void keep_mask(
     }
 }
 """
-_THREADS, _MOST_BLOCKS = 256, 1 << 20
 
 
 def drawn_mask(keys: Tensor, rows: int, columns: int, first_row: int, least: int) -> Tensor | None:
@@ -44,7 +41,9 @@ def drawn_mask(keys: Tensor, rows: int, columns: int, first_row: int, least: int
 
     least: the smallest value of a hash whose element stays. The mask is enqueued on torch's current stream.
     """
-    if keys.device.type != "cuda" or torch.compiler.is_compiling() or (kernel := _kernel()) is None:
+    if keys.device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    if (start := compiled(SOURCE, "keep_mask")) is None:
         return None
     keys = keys.contiguous()
     number = keys.numel()
@@ -55,27 +54,5 @@ def drawn_mask(keys: Tensor, rows: int, columns: int, first_row: int, least: int
     key_stride, row_stride = (1, number) if keys.dim() == 1 else (rows, 1)
     sizes = (rows * number, columns, key_stride, number, row_stride, rows, first_row)
     with torch.cuda.device(keys.device):
-        kernel(rows * number, (mask.data_ptr(), keys.data_ptr(), *sizes), least)
+        start(rows * number, (mask.data_ptr(), keys.data_ptr(), *sizes), least)
     return mask
-
-
-@functools.cache
-def _kernel() -> Any:
-    """A function that starts the kernel for (lines, its other arguments, least); None if there is none."""
-    try:
-        import cupy
-    except ImportError:
-        return None
-    try:
-        compiled = cupy.RawKernel(SOURCE, "keep_mask")
-        compiled.compile()
-    except Exception as error:  # of NVRTC, or because it is missing: masks are right without the kernel
-        warnings.warn(f"dropout on the device is slow: CuPy cannot compile its kernel: {error}", stacklevel=2)
-        return None
-
-    def start(lines: int, arguments: tuple[int, ...], least: int) -> None:
-        stream = torch.cuda.current_stream()
-        with cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
-            compiled((min(lines, _MOST_BLOCKS),), (_THREADS,), (*arguments, cupy.int32(least)))
-
-    return start

@@ -143,7 +143,8 @@ def test_a_padded_model_is_the_one_without_padding(group, alone, close, heads, k
             optimizer.step()
         close(group.same(step(split, group.comm)), step(whole, alone.comm))
     require_zeros(split, dict(split.named_parameters()))
-    close(group.assembled(split), alone.assembled(whole))
+    # AdamW divides a gradient by its own size, so the rounding of one that is nearly 0 counts for more.
+    torch.testing.assert_close(group.assembled(split), alone.assembled(whole), rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.mpi
