@@ -1,10 +1,12 @@
-"""ProcessGrid: tensor groups of adjacent ranks, and data groups across them.
+"""ProcessGrid: the ranks of a job along four axes, with a group for each axis.
 
-The layout is that of Shoeybi et al. 2019, appendix B.1, Figure 8.
+Tensor and data are the axes of Shoeybi et al. 2019, appendix B.1, Figure 8. The pipeline is that of Narayanan et al.
+2021 (arXiv 2104.04473, section 3), the slowest axis, so that its messages are those that cross nodes.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -12,28 +14,54 @@ from .communicator import Communicator
 from .errors import CollectiveError
 from .mpi import OwnsCommunicators, load_mpi
 
+#: the axes of a grid. The rank's number grows fastest along the first one
+AXES = ("tensor", "context", "data", "pipeline")
+
 
 @dataclass(frozen=True)
 class GridLayout:
-    """The groups of a world of ``world_size`` ranks with tensor groups of ``tensor`` ranks: pure arithmetic.
+    """The groups of a world of ``world_size`` ranks along the axes of `AXES`: pure arithmetic.
 
-    Raises CollectiveError if ``tensor`` does not divide ``world_size``.
+    tensor, context, pipeline: the sizes of these groups. ``data`` is what remains of the world.
+
+    Raises CollectiveError if their product does not divide ``world_size``.
     """
 
     world_size: int
     tensor: int
+    context: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor < 1 or self.world_size % self.tensor:
-            raise CollectiveError(
-                f"tensor={self.tensor} does not divide the {self.world_size} ranks of the group: "
-                f"the sizes that do are {divisors(self.world_size)}"
-            )
+        given = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        product = math.prod(given.values())
+        if min(given.values()) >= 1 and self.world_size % product == 0:
+            return
+        sizes = {name: size for name, size in given.items() if name == "tensor" or size != 1}
+        said = " times ".join(f"{name}={size}" for name, size in sizes.items())
+        verb = "does not divide" if len(sizes) == 1 else f"is {product}, which does not divide"
+        raise CollectiveError(
+            f"{said} {verb} the {self.world_size} ranks of the group: the sizes that do are {divisors(self.world_size)}"
+        )
 
     @property
     def data(self) -> int:
         """The size of a data group."""
-        return self.world_size // self.tensor
+        return self.world_size // (self.tensor * self.context * self.pipeline)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The number of ``rank`` within its group of each axis, in the order of `AXES`."""
+        found = {}
+        for axis in AXES:
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def group(self, rank: int, axis: str) -> list[int]:
+        """The ranks of ``rank``'s group along ``axis``, in order: all that differ in this place only."""
+        before = AXES[: AXES.index(axis)]
+        step = math.prod(getattr(self, one) for one in before)
+        first = rank - step * self.place(rank)[axis]
+        return [first + step * number for number in range(getattr(self, axis))]
 
 
 def divisors(number: int) -> list[int]:
@@ -42,30 +70,36 @@ def divisors(number: int) -> list[int]:
 
 
 class ProcessGrid(OwnsCommunicators):
-    """The ranks of ``world`` as a grid: each rank belongs to one tensor group and one data group.
+    """The ranks of ``world`` as a grid: each rank belongs to one group of each axis.
 
     world: the Communicator to split; it stays the caller's. Construction and `close` are collective over it.
-    tensor: the size of a tensor group; it must divide ``world.size``. A data group has the other factor as its size.
+    tensor, context, pipeline: the sizes of these groups; their product must divide ``world.size``. A data group has
+        the remaining factor as its size.
 
-    Raises CollectiveError on every rank if ``tensor`` does not divide, and CollectiveMismatch if the ranks gave
+    Raises CollectiveError on every rank if the product does not divide, and CollectiveMismatch if the ranks gave
     different sizes.
 
-    The attributes ``tensor`` and ``data`` are this rank's two Communicators, ``layout`` is the `GridLayout`.
+    The attributes ``tensor``, ``context``, ``data`` and ``pipeline`` are this rank's Communicators: adjacent ranks form
+    a tensor group, then come context, data and pipeline. ``layout`` is the `GridLayout`.
 
     Warns on rank 0 when a tensor group crosses nodes, because its collectives run over the network for every layer.
     """
 
-    def __init__(self, world: Communicator, tensor: int = 1) -> None:
+    def __init__(self, world: Communicator, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
         self.world = world
         problem = None
         try:
-            self.layout = GridLayout(world.size, tensor)
+            self.layout = GridLayout(world.size, tensor, context, pipeline)
         except CollectiveError as error:
             problem = str(error)
-        world.compare(f"ProcessGrid(tensor={tensor!r})", problem)
-        position, replica = world.rank % tensor, world.rank // tensor
-        self.tensor = _split(world, replica, position, "tensor")
-        self.data = _split(world, position, replica, "data")
+        more = "".join(
+            f", {name}={size!r}" for name, size in (("context", context), ("pipeline", pipeline)) if size != 1
+        )
+        world.compare(f"ProcessGrid(tensor={tensor!r}{more})", problem)
+        place = self.layout.place(world.rank)
+        self.tensor, self.context, self.data, self.pipeline = (
+            _split(world, self.layout.group(world.rank, axis)[0], place[axis], axis) for axis in AXES
+        )
         self._warn_of_crossed_nodes()
 
     def _warn_of_crossed_nodes(self) -> None:
@@ -83,12 +117,14 @@ class ProcessGrid(OwnsCommunicators):
             )
 
     def close(self) -> None:
-        """Free the two groups; the world stays open. Collective."""
-        self.tensor.close()
-        self.data.close()
+        """Free the groups; the world stays open. Collective."""
+        for comm in (self.tensor, self.context, self.data, self.pipeline):
+            comm.close()
 
     def __repr__(self) -> str:
-        return f"ProcessGrid(tensor={self.tensor.size}, data={self.data.size})"
+        sizes = {axis: getattr(self.layout, axis) for axis in AXES}
+        shown = [f"{axis}={size}" for axis, size in sizes.items() if axis in ("tensor", "data") or size > 1]
+        return f"ProcessGrid({', '.join(shown)})"
 
 
 def _split(world: Communicator, color: int, key: int, name: str) -> Communicator:

@@ -1,18 +1,56 @@
 """ProcessGrid: who is in a group with whom."""
 
+import itertools
+import math
 import warnings
 
 import pytest
 import torch
 
 from commengine import CollectiveError, GridLayout, ProcessGrid
-from commengine.grid import divisors
+from commengine.grid import AXES, divisors
 from tests.support import mpirun
 
 
 def test_the_papers_figure_8():
     """512 GPUs, 8 to a model."""
     assert GridLayout(512, 8).data == 64
+
+
+def shapes(size):
+    """Every (tensor, context, data, pipeline) of ``size`` ranks."""
+    return [shape for shape in itertools.product(divisors(size), repeat=4) if math.prod(shape) == size]
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_groups_of_every_shape(size):
+    """Against the definition: ranks are counted with the tensor axis inside, then context, data, pipeline."""
+    for tensor, context, data, pipeline in shapes(size):
+        layout = GridLayout(size, tensor, context, pipeline)
+        assert layout.data == data
+        places = [
+            {"tensor": t, "context": c, "data": d, "pipeline": p}
+            for p in range(pipeline) for d in range(data) for c in range(context) for t in range(tensor)
+        ]  # fmt: skip
+        assert [layout.place(rank) for rank in range(size)] == places
+        for rank, axis in itertools.product(range(size), AXES):
+            mates = [r for r in range(size) if all(places[r][one] == places[rank][one] for one in AXES if one != axis)]
+            assert layout.group(rank, axis) == mates
+            assert mates.index(rank) == places[rank][axis]
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        ((8, 2, 1, 3), "tensor=2 times pipeline=3 is 6, which does not divide the 8 ranks"),
+        ((4, 1, 0, 1), "tensor=1 times context=0 is 0, which does not divide the 4 ranks"),
+        ((4, 2, 2, 2), "tensor=2 times context=2 times pipeline=2 is 8, which does not divide the 4 ranks"),
+        ((4, -1, 1, -1), "does not divide the 4 ranks"),
+    ],
+)
+def test_sizes_of_which_the_product_does_not_divide(sizes, said):
+    with pytest.raises(CollectiveError, match=said):
+        GridLayout(*sizes)
 
 
 @pytest.mark.parametrize("world_size, tensor", [(6, 4), (2, 3), (4, 0), (4, -2), (1, 2)])
@@ -43,6 +81,7 @@ def test_communicators_of_a_grid(world):
                 assert comm.rank == list(group).index(world.rank)
                 assert comm.world_rank == world.rank
             assert (grid.tensor.name, grid.data.name) == ("tensor", "data")
+            assert (grid.context.size, grid.pipeline.size) == (1, 1)
             total = torch.tensor([1.0])
             grid.tensor.all_reduce(total)
             grid.data.all_reduce(total)
@@ -50,6 +89,34 @@ def test_communicators_of_a_grid(world):
         with pytest.raises(CollectiveError, match="closed"):
             grid.tensor.barrier()
         world.barrier()
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
+def test_communicators_of_every_shape(world):
+    for tensor, context, data, pipeline in shapes(world.size):
+        with ProcessGrid(world, tensor, context=context, pipeline=pipeline) as grid:
+            for axis, size in zip(AXES, (tensor, context, data, pipeline), strict=True):
+                comm = getattr(grid, axis)
+                members = torch.zeros(comm.size, dtype=torch.int64)
+                comm.all_gather(members, torch.tensor([world.rank]))
+                assert (comm.name, comm.size) == (axis, size)
+                assert members.tolist() == grid.layout.group(world.rank, axis)
+            assert repr(grid).count("=") == 2 + (context > 1) + (pipeline > 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_stages_pass_a_message_on(world):
+    """What a pipeline sends: each stage gets the sum of the stages before it."""
+    with ProcessGrid(world, pipeline=world.size) as grid:
+        stage, total = grid.pipeline, torch.zeros(3)
+        if stage.rank > 0:
+            stage.recv(total, stage.rank - 1)
+        total += stage.rank
+        if stage.rank < stage.size - 1:
+            stage.send(total, stage.rank + 1)
+        assert total.tolist() == [sum(range(stage.rank + 1))] * 3
 
 
 @pytest.mark.mpi(min_size=1)
