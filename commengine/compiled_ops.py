@@ -6,16 +6,18 @@ It holds them weakly, and a communicator that closes leaves it.
 
 The operators change no tensor and return a new one. Inductor loses the order between an operator that writes a tensor
 and the kernels that read it afterwards: with torch 2.11 and 2.13 such a kernel read memory that nothing had written.
-The compiler knows no order but that of inputs and results, and ranks with unlike graphs might choose unlike orders. So
-a collective that does not need the result of the one before it names it (``after``). The compiler removes a collective
-whose result nobody uses. Therefore all ranks of a group must compile, or none of them. The errors are those of the
-`Communicator`, raised when the graph runs.
+The compiler knows no order but that of inputs and results. So a column-parallel layer's backward, where a collective
+does not need the result of the one before it, names that result (``after``). The two heads of a BERT, and the replay of
+a recomputed layer, are not tied: their order is the compiler's, which is the same for graphs that differ in constants
+only. The compiler removes a collective whose result nobody uses. Therefore all ranks of a group must compile, or none
+of them. The errors are those of the `Communicator`, raised when the graph runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -73,27 +75,27 @@ def all_reduced(
 
 
 def all_gathered(
-    part: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Tensor | None = None
+    part: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Work | None]:
     """Call `Communicator.all_gather` with a new tensor of every rank's ``part`` along dim 0. Returns it and the Work.
 
-    Inside `torch.compile`, record an operator, as `all_reduced` does. after: a tensor that is computed before it.
+    Inside `torch.compile`, record an operator, as `all_reduced` does. after: tensors that are computed before it.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.commengine.all_gather(part, comm.handle, comm.size, after), None
+        return torch.ops.commengine.all_gather(part, comm.handle, comm.size, list(after)), None
     whole = part.new_empty((comm.size * part.shape[0], *part.shape[1:]))
     return whole, comm.all_gather(whole, part, stream=stream)
 
 
 def reduce_scattered(
-    total: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Tensor | None = None
+    total: Tensor, comm: Collectives, stream: Stream | None = None, *, after: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Work | None]:
     """Call `Communicator.reduce_scatter` with a new tensor for this rank's rows. Returns it and the Work.
 
     Inside `torch.compile`, record an operator, as `all_gathered` does.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.commengine.reduce_scatter(total, comm.handle, comm.size, after), None
+        return torch.ops.commengine.reduce_scatter(total, comm.handle, comm.size, list(after)), None
     part = total.new_empty((total.shape[0] // comm.size, *total.shape[1:]))
     return part, comm.reduce_scatter(part, total, stream=stream)
 
@@ -114,31 +116,31 @@ def _all_reduce(x: Tensor, comm: int, op: str) -> Tensor:
     return result
 
 
-def _all_gather(input: Tensor, comm: int, size: int, after: Tensor | None) -> Tensor:
+def _all_gather(input: Tensor, comm: int, size: int, after: list[Tensor]) -> Tensor:
     return all_gathered(input.contiguous(), _named(comm))[0]
 
 
-def _reduce_scatter(input: Tensor, comm: int, size: int, after: Tensor | None) -> Tensor:
+def _reduce_scatter(input: Tensor, comm: int, size: int, after: list[Tensor]) -> Tensor:
     return reduce_scattered(input.contiguous(), _named(comm))[0]
 
 
-def _rows(input: Tensor, rows: int) -> Tensor:
-    return torch.empty((rows, *input.shape[1:]), dtype=input.dtype, device=input.device)
+def _like(input: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=input.dtype, device=input.device)
 
 
 _library: Any = torch.library.Library("commengine", "DEF")  # type: ignore[no-untyped-call]
 # An operator's arguments keep their order: torch's cache on disk may hold graphs that an earlier version compiled.
 for _schema, _run, _fake in (
-    ("all_reduce(Tensor x, int comm, str op) -> Tensor", _all_reduce, lambda x, comm, op: _rows(x, x.shape[0])),
+    ("all_reduce(Tensor x, int comm, str op) -> Tensor", _all_reduce, lambda x, comm, op: _like(x, x.shape)),
     (
-        "all_gather(Tensor input, int comm, int size, Tensor? after) -> Tensor",
+        "all_gather(Tensor input, int comm, int size, Tensor[] after) -> Tensor",
         _all_gather,
-        lambda input, comm, size, after: _rows(input, input.shape[0] * size),
+        lambda input, comm, size, after: _like(input, (input.shape[0] * size, *input.shape[1:])),
     ),
     (
-        "reduce_scatter(Tensor input, int comm, int size, Tensor? after) -> Tensor",
+        "reduce_scatter(Tensor input, int comm, int size, Tensor[] after) -> Tensor",
         _reduce_scatter,
-        lambda input, comm, size, after: _rows(input, input.shape[0] // size),
+        lambda input, comm, size, after: _like(input, (input.shape[0] // size, *input.shape[1:])),
     ),
 ):
     _name = _library.define(_schema)

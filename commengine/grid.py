@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .communicator import Communicator
 from .errors import CollectiveError
 from .mpi import OwnsCommunicators, load_mpi
+from .operations.checks import is_c_int
 
 #: the axes of a grid. The rank's number grows fastest along the first one
 AXES = ("tensor", "context", "data", "pipeline")
@@ -34,8 +35,14 @@ class GridLayout:
 
     def __post_init__(self) -> None:
         given = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        for name, size in given.items():
+            if not is_c_int(size, 1):
+                raise CollectiveError(
+                    f"{name}={size!r} does not divide the {self.world_size} ranks of the group: the sizes that do are "
+                    f"{divisors(self.world_size)}"
+                )
         product = math.prod(given.values())
-        if min(given.values()) >= 1 and self.world_size % product == 0:
+        if self.world_size % product == 0:
             return
         sizes = {name: size for name, size in given.items() if name == "tensor" or size != 1}
         said = " times ".join(f"{name}={size}" for name, size in sizes.items())
@@ -92,9 +99,7 @@ class ProcessGrid(OwnsCommunicators):
             self.layout = GridLayout(world.size, tensor, context, pipeline)
         except CollectiveError as error:
             problem = str(error)
-        more = "".join(
-            f", {name}={size!r}" for name, size in (("context", context), ("pipeline", pipeline)) if size != 1
-        )
+        more = "" if (context, pipeline) == (1, 1) else f", context={context!r}, pipeline={pipeline!r}"
         world.compare(f"ProcessGrid(tensor={tensor!r}{more})", problem)
         place = self.layout.place(world.rank)
         self.tensor, self.context, self.data, self.pipeline = (
@@ -114,6 +119,14 @@ class ProcessGrid(OwnsCommunicators):
                 "layer's collectives go over the network. Place adjacent ranks on one node (srun --distribution=block, "
                 "mpirun --map-by slot) or use a smaller tensor size",
                 stacklevel=3,
+            )
+
+    def require_axes(self, user: str, *axes: str) -> None:
+        """Raise CollectiveError, on every rank, if an axis that ``user``, a name, does not know has several ranks."""
+        more = [axis for axis in AXES if axis not in axes and getattr(self.layout, axis) > 1]
+        if more:
+            raise CollectiveError(
+                f"{user} knows the axes {' and '.join(axes)} of a grid, and {self!r} has {more[0]}, too"
             )
 
     def close(self) -> None:

@@ -41,8 +41,14 @@ def drawn_mask(keys: Tensor, rows: int, columns: int, first_row: int, least: int
 
     least: the smallest value of a hash whose element stays. The mask is enqueued on torch's current stream.
     """
-    if keys.device.type != "cuda" or torch.compiler.is_compiling():
+    # A fake tensor of torch's tracers has no memory.
+    if keys.device.type != "cuda" or torch.compiler.is_compiling() or hasattr(keys, "fake_mode"):
         return None
+    with torch.cuda.device(keys.device):  # CuPy, too, takes it
+        return _drawn(keys, rows, columns, first_row, least)
+
+
+def _drawn(keys: Tensor, rows: int, columns: int, first_row: int, least: int) -> Tensor | None:
     if (start := compiled(SOURCE, "keep_mask")) is None:
         return None
     keys = keys.contiguous()
@@ -53,6 +59,5 @@ def drawn_mask(keys: Tensor, rows: int, columns: int, first_row: int, least: int
         return mask
     key_stride, row_stride = (1, number) if keys.dim() == 1 else (rows, 1)
     sizes = (rows * number, columns, key_stride, number, row_stride, rows, first_row)
-    with torch.cuda.device(keys.device):
-        start(rows * number, (mask.data_ptr(), keys.data_ptr(), *sizes), least)
+    start(rows * number, (mask.data_ptr(), keys.data_ptr(), *sizes), least)
     return mask

@@ -279,12 +279,12 @@ class _ColumnParallelLinears(torch.autograd.Function):
         grad_x = gathering = reducing = None
         rows, whole = [products.rows(grad) for grad in grads], x
         if ctx.split and any(need_layers[::2]):
-            whole, gathering = all_gathered(x, comm, stream, after=rows[0])
+            whole, gathering = all_gathered(x, comm, stream, after=rows)
         if need_x:
             lead = comm.size * x.shape[0] if ctx.split else x.shape[0]
             total = products.of_input(rows, weights).view(lead, *x.shape[1:])
             # In place: nothing else holds this product.
-            grad_x, reducing = reduced_rows(total, comm, ctx.split, stream, after=whole)
+            grad_x, reducing = reduced_rows(total, comm, ctx.split, stream, after=(whole,))
         found: list[Tensor | None] = []
         for mine, need_weight, need_bias in zip(rows, need_layers[::2], need_layers[1::2], strict=True):
             if need_weight and gathering is not None:

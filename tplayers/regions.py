@@ -19,7 +19,7 @@ reduce_scatter_to_sequence_parallel_region         reduce-scatter        all-gat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def communicates(comm: Communicator) -> bool:
 
 
 def reduced_rows(
-    total: Tensor, comm: Communicator, split: bool, stream: Stream | None = None, *, after: Tensor | None = None
+    total: Tensor, comm: Communicator, split: bool, stream: Stream | None = None, *, after: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Work | None]:
     """Begin to sum ``total`` over the ranks, in place if not compiled; the sum, and what to wait for, if any.
 

@@ -73,6 +73,8 @@ class DataParallel:
         self.module, self.allow_unused, self.equal_buffers = module, allow_unused, equal_buffers
         if not isinstance(ranks, Communicator | ProcessGrid):
             raise CollectiveError(f"DataParallel needs a commengine.Communicator or ProcessGrid, not {ranks!r}")
+        if isinstance(ranks, ProcessGrid):
+            ranks.require_axes("DataParallel", "tensor", "data")
         require_same_structure(ranks if isinstance(ranks, Communicator) else ranks.world, module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:

@@ -136,6 +136,7 @@ def load_trained(
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
     """
+    grid.require_axes("load_trained", "tensor", "data")
     if of_other_program(load := os.fspath(folder)):
         return _load_other(load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked)
 

@@ -76,6 +76,8 @@ def _step_seconds(model: GPT, tokens: torch.Tensor, randomness: Randomness, loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    if way == "kernel" and tokens.is_cuda and drawn_mask(randomness.base, 1, 1, 0, 0) is None:
+        raise ContestError("CuPy, which makes the kernel, is missing or cannot compile it")
     with mock.patch("tplayers.rng.drawn_mask", drawn_mask if way == "kernel" else lambda *_: None):
         losses.add(float(step()))
         return seconds(step, tokens.device, 2, 5)

@@ -21,12 +21,12 @@ def compiled(source: str, name: str) -> Callable[[int, tuple[int, ...], int], No
     """
     try:
         import cupy
-    except ImportError:
-        return None
-    try:
+
         kernel = cupy.RawKernel(source, name)
         kernel.compile()
-    except Exception as error:  # of NVRTC, or because it is missing
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # a CuPy that does not start, or an NVRTC that is missing
         warnings.warn(f"CuPy cannot compile {name}, and slower operators do its work: {error}", stacklevel=2)
         return None
 

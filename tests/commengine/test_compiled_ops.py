@@ -14,8 +14,9 @@ pytestmark = pytest.mark.mpi
 def calls(comm, x, whole):
     """Each operator, and arguments for it. x: the rows of a rank, whole: those of all."""
     yield torch.ops.commengine.all_reduce, (x, comm.handle, "max")
-    yield torch.ops.commengine.all_gather, (x, comm.handle, comm.size, whole)
-    yield torch.ops.commengine.reduce_scatter, (whole, comm.handle, comm.size, None)
+    yield torch.ops.commengine.all_gather, (x, comm.handle, comm.size, [x, whole])
+    yield torch.ops.commengine.all_reduce, (x[0, 0], comm.handle, "min")
+    yield torch.ops.commengine.reduce_scatter, (whole, comm.handle, comm.size, [])
 
 
 @pytest.mark.every_size
@@ -24,7 +25,7 @@ def test_operators_do_what_the_communicator_does(world, turned):
     """With inputs of any strides, which stay as they are."""
     ranks = [torch.arange(6.0).view(3, 2) + rank for rank in range(world.size)]
     x, whole = ranks[world.rank], torch.cat(ranks)
-    expected = (ranks[-1], whole, world.size * x)
+    expected = (ranks[-1], whole, ranks[0][0, 0], world.size * x)
     for (operator, arguments), right in zip(calls(world, x, whole), expected, strict=True):
         given = arguments[0].t().contiguous().t() if turned else arguments[0].clone()
         found = operator(given, *arguments[1:])

@@ -43,9 +43,11 @@ def test_groups_of_every_shape(size):
     "sizes, said",
     [
         ((8, 2, 1, 3), "tensor=2 times pipeline=3 is 6, which does not divide the 8 ranks"),
-        ((4, 1, 0, 1), "tensor=1 times context=0 is 0, which does not divide the 4 ranks"),
+        ((4, 1, 0, 1), "^context=0 does not divide the 4 ranks"),
+        ((4, 1, 1, 2.0), "^pipeline=2.0 does not divide the 4 ranks"),
+        ((4, None, 1, 1), "^tensor=None does not divide the 4 ranks"),
         ((4, 2, 2, 2), "tensor=2 times context=2 times pipeline=2 is 8, which does not divide the 4 ranks"),
-        ((4, -1, 1, -1), "does not divide the 4 ranks"),
+        ((4, -1, 1, -1), "^tensor=-1 does not divide the 4 ranks"),
     ],
 )
 def test_sizes_of_which_the_product_does_not_divide(sizes, said):
@@ -103,6 +105,26 @@ def test_communicators_of_every_shape(world):
                 assert (comm.name, comm.size) == (axis, size)
                 assert members.tolist() == grid.layout.group(world.rank, axis)
             assert repr(grid).count("=") == 2 + (context > 1) + (pipeline > 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+@pytest.mark.parametrize("other", [2.0, None, "2"])
+def test_a_size_that_is_no_number_on_one_rank_is_an_error_on_all(world, other):
+    with pytest.raises(CollectiveError):
+        ProcessGrid(world, pipeline=other if world.rank == 0 else world.size)
+    world.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_size
+def test_who_knows_two_axes_refuses_a_third(world):
+    from trainers.data_parallel import DataParallel
+
+    words = r"DataParallel knows the axes tensor and data .* has pipeline, too"
+    with ProcessGrid(world, pipeline=world.size) as grid, pytest.raises(CollectiveError, match=words):
+        DataParallel(torch.nn.Linear(2, 2), grid)
+    world.barrier()
 
 
 @pytest.mark.mpi(min_size=2)

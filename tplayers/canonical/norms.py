@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commengine.dtypes import wide
-from tplayers.functions import one_derivative, widened
+from tplayers.functions import finished, one_derivative, widened
 from tplayers.norm import WideLayerNorm
 
 from .pointwise import pointwise
@@ -40,7 +40,7 @@ class _RootMeanSquare(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scale)
         ctx.shards, ctx.split = shards, split
         normalised: Tensor = (of_x * scale).to(x.dtype)
-        return normalised.mul_(weight)
+        return finished(normalised.mul_(weight))
 
     @staticmethod
     @one_derivative

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commengine import Stream
 from commengine.compiled_ops import all_gathered, all_reduced
-from tplayers.functions import lowered, one_derivative
+from tplayers.functions import finished, lowered, one_derivative
 from tplayers.linear import Products, column_parallel_products
 from tplayers.regions import reduced_rows
 
@@ -172,7 +172,7 @@ class _Rows(torch.autograd.Function):
         own, *shape, _ = x.shape
         y = tree_sum(_products(x.view(own, -1, x.shape[-1]), _of_shards(weight, own))).view(*shape, -1)
         y, _ = reduced_rows(y, comm, ctx.split)
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else finished(y.add_(bias))
 
     @staticmethod
     @one_derivative
@@ -220,8 +220,8 @@ class _Replicated(torch.autograd.Function):
         grad_weight = tree_sum(mine.t() @ rows_ for mine, rows_ in pairs)
         grad_bias = tree_sum(mine.sum(dim=0) for mine, _ in pairs)
         if split and shards.comm.size > 1:
-            all_reduced(grad_weight, shards.comm)
-            all_reduced(grad_bias, shards.comm)
+            grad_weight, _ = all_reduced(grad_weight, shards.comm)
+            grad_bias, _ = all_reduced(grad_bias, shards.comm)
         return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -60,7 +60,7 @@ class CanonicalShards:
         blocks = zip(*(one.chunk(number) for one in values), strict=True)
         total = tree_sum(torch.cat([part.reshape(-1, part.shape[-1]).sum(dim=0) for part in block]) for block in blocks)
         if split and self.comm.size > 1:
-            all_reduced(total, self.comm)
+            total, _ = all_reduced(total, self.comm)
         return total
 
 

@@ -67,6 +67,7 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
+        grid.require_axes("Trainer", "tensor", "data")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
