@@ -20,6 +20,7 @@ from commengine import Communicator
 from tplayers import Randomness
 from tplayers.dropout_kernel import drawn_mask
 from tplayers.models.gpt import GPT, GPTConfig
+from trainers.options import COUNT, OneLineParser
 
 WAYS = ("kernel", "operators")
 #: of the hidden states, of attention, and how attention's mask is drawn
@@ -28,9 +29,9 @@ DROPOUTS: tuple[tuple[float, float, Literal["position", "fused"]], ...] = (
 )  # fmt: skip
 
 
-def add_options(parser: Any) -> None:
+def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each way (default: 5)")
+    parser.add_argument("--rounds", type=int, valid=COUNT, default=5, help="rounds of each way (default: %(default)s)")
 
 
 def run(world: Communicator, given: Any) -> None:
