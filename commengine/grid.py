@@ -35,20 +35,15 @@ class GridLayout:
 
     def __post_init__(self) -> None:
         given = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
-        for name, size in given.items():
-            if not is_c_int(size, 1):
-                raise CollectiveError(
-                    f"{name}={size!r} does not divide the {self.world_size} ranks of the group: the sizes that do are "
-                    f"{divisors(self.world_size)}"
-                )
-        product = math.prod(given.values())
-        if self.world_size % product == 0:
+        wrong = dict([item for item in given.items() if not is_c_int(item[1], 1)][:1])  # the first is named
+        if not wrong and self.world_size % math.prod(given.values()) == 0:
             return
-        sizes = {name: size for name, size in given.items() if name == "tensor" or size != 1}
-        said = " times ".join(f"{name}={size}" for name, size in sizes.items())
-        verb = "does not divide" if len(sizes) == 1 else f"is {product}, which does not divide"
+        sizes = wrong or {name: size for name, size in given.items() if name == "tensor" or size != 1}
+        said = " times ".join(f"{name}={size!r}" for name, size in sizes.items())
+        product = "" if wrong or len(sizes) == 1 else f"is {math.prod(sizes.values())}, which "
         raise CollectiveError(
-            f"{said} {verb} the {self.world_size} ranks of the group: the sizes that do are {divisors(self.world_size)}"
+            f"{said} {product}does not divide the {self.world_size} ranks of the group: the sizes that do are "
+            f"{divisors(self.world_size)}"
         )
 
     @property

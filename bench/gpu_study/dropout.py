@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from bench.gpu_study.flops import LENGTH, MODELS, TINY_LENGTH, TINY_MODELS, seconds
+from bench.gpu_study.flops import LENGTH, MODELS, TINY_LENGTH, TINY_MODELS, drawn_model, seconds
 from bench.gpu_study.rows import RowFile
 from bench.programs.driver import ContestError
 from bench.timing.turns import Spread, ratio, take_turns
@@ -51,12 +51,7 @@ def run(world: Communicator, given: Any) -> None:
             layers, hidden, heads, vocabulary, length, hidden_dropout=of_hidden, attention_dropout=of_attention,
             attention_dropout_mask=mask,
         )  # fmt: skip
-        torch.manual_seed(0)
-        model = GPT(config, world).to(world.device, torch.bfloat16)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.0, 0.02)
-
+        model = drawn_model(world, config)
         losses: set[float] = set()
         step = functools.partial(_step_seconds, model, tokens, randomness, losses)
         times = take_turns({way: functools.partial(step, way) for way in WAYS}, given.rounds)

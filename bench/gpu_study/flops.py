@@ -52,12 +52,18 @@ def ceiling(device: torch.device, side: int) -> float:
     return 2 * side**3 / seconds(lambda: left @ right, device, 5, 20)
 
 
-def model_speed(world: Communicator, config: GPTConfig, batch: int, length: int, compiled: bool) -> float:
-    """FLOP/s of a training step."""
+def drawn_model(world: Communicator, config: GPTConfig) -> GPT:
+    """A model in bf16 on the device, with drawn parameters."""
     model = GPT(config, world).to(world.device, torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
+    return model
+
+
+def model_speed(world: Communicator, config: GPTConfig, batch: int, length: int, compiled: bool) -> float:
+    """FLOP/s of a training step."""
+    model = drawn_model(world, config)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
     tokens = torch.randint(config.vocab_size, (batch, length), device=world.device)
 

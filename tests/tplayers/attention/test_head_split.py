@@ -137,14 +137,14 @@ def test_a_padded_model_is_the_one_without_padding(group, alone, close, heads, k
     there = split_heads(group.size, HEADS[heads][0], HEADS[heads][1] or HEADS[heads][0], 4, pad=True)
     more = there.padded_groups * there.padded_queries > HEADS[heads][0]
     assert (sum(group.comm.mpi.allgather(padding)) > 0) == more
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (split, whole)]
+    # With eps=1e-8 AdamW divides a gradient that is nearly 0 by its own size: its rounding would be as large as a step.
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3) for model in (split, whole)]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.step()
         close(group.same(step(split, group.comm)), step(whole, alone.comm))
     require_zeros(split, dict(split.named_parameters()))
-    # AdamW divides a gradient by its own size, so the rounding of one that is nearly 0 counts for more.
-    torch.testing.assert_close(group.assembled(split), alone.assembled(whole), rtol=1e-7, atol=1e-8)
+    close(group.assembled(split), alone.assembled(whole))
 
 
 @pytest.mark.mpi
