@@ -57,7 +57,8 @@ site=$work/site
 export PATH="$site/bin:$(dirname "$python"):$PATH"
 export LD_LIBRARY_PATH="$site/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PYTHONPATH="$PWD/bench/gpu_study/every_rank:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+# A stage that is stopped leaves torn files in a compiler's cache, which every later job would read.
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$work/inductor"
 if [ -z "${NCCL_DEBUG:-}" ] && [ "$job" != fast ]; then
     export NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$work/results/nccl.%h.%p.log"
 fi
@@ -253,7 +254,7 @@ right() {
     train cpu 1 90 --device cpu
     train resumed 1 90 --device cpu --load "$work/results/runs/cuda/$(printf 'iter_%07d' $half)"
     if command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null; then
-        train compiled 1 120 --device $device --bf16 --compile
+        train compiled 1 240 --device $device --bf16 --compile
     else
         left_out compiled "torch.compile needs a C++ compiler"
         without='--without compiled'

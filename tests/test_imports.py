@@ -50,6 +50,7 @@ ROOMS = {
         {"config"},
         {"data"},
         {"cleaning", "generation"},  # from texts to a corpus: filters, duplicates, held-out text; texts from a model
+        {"pipeline"},  # in which order the stages of a model compute, and the messages between them
         {"training"},  # one step: a model, an objective and gradients; it knows no data and no files
         {"checkpoints"},
         {"weights"},  # models and tokenizers of other programs, read and written as checkpoints are

@@ -27,6 +27,11 @@ from .memory import activation_bytes as activation_bytes
 from .memory import layer_activation_bytes as layer_activation_bytes
 from .memory import parameter_bytes as parameter_bytes
 from .memory import training_bytes as training_bytes
+from .pipeline import bubble as bubble
+from .pipeline import cut_layers as cut_layers
+from .pipeline import kept_microbatches as kept_microbatches
+from .pipeline import output_layers as output_layers
+from .pipeline import timeline as timeline
 from .step import Collective as Collective
 from .step import data_parallel_collectives as data_parallel_collectives
 from .step import key_value_collectives as key_value_collectives

@@ -1,0 +1,126 @@
+"""The costs of a pipeline: where a model is cut into stages, the time of a schedule, and what a stage keeps.
+
+    [P] Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021 (arXiv 2104.04473):
+        sections 2.2 (schedules, bubbles) and 4.1 (messages)
+
+p: stages, m: micro-batches, v: chunks of layers that a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .transformer import TransformerShape, model_flops
+
+#: (is a backward, micro-batch, chunk): one action of a rank
+Action = tuple[bool, int, int]
+
+
+def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Return the time in which a rank waits, over the time in which it computes: (p - 1) / (v m) [P, section 2.2]."""
+    return (stages - 1) / (chunks * microbatches)
+
+
+def output_layers(shape: TransformerShape, recompute: str = "none") -> float:
+    """Return the cost of the output layer and the heads, in layers: the ratio of their FLOPs."""
+    one, two = (model_flops(_of_layers(shape, count), 1, recompute) for count in (1, 2))
+    return (2 * one - two) / (two - one)
+
+
+def _of_layers(shape: TransformerShape, layers: int) -> TransformerShape:
+    return TransformerShape(**{**vars(shape), "layers": layers})
+
+
+def cut_layers(layers: int, stages: int, last: float = 0.0) -> list[range]:
+    """Return the layers of each stage, so that the stage that costs most costs as little as it can.
+
+    last: what the last stage has besides, in layers (`output_layers`). Where stages could exchange a layer, the later
+    one has it, because an earlier one keeps more micro-batches. Raises ValueError unless each stage gets a layer.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages: each needs a layer")
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        loads = [count + (last if stage == stages - 1 else 0.0) for stage, count in enumerate(counts)]
+        counts[min(reversed(range(stages)), key=loads.__getitem__)] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(low, high) for low, high in zip(starts, starts[1:], strict=False)]
+
+
+def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Return how many micro-batches' activations a stage keeps at most, each counted for all layers of the rank.
+
+    min(p - i, m) for stage i from 0. With chunks a rank keeps 1 + (p - 1) / (p v) times as many layers' activations on
+    stage 0 [P, section 2.2].
+    """
+    if chunks == 1:
+        return min(stages - stage, microbatches)
+    first = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    return min(first, chunks * microbatches) / chunks
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of each rank begins and ends, in seconds, and the seconds of the whole schedule."""
+
+    spans: Sequence[Mapping[Action, tuple[float, float]]]
+
+    @property
+    def seconds(self) -> float:
+        """The end of the last action."""
+        return max(end for rank in self.spans for _, end in rank.values())
+
+    def idle(self, rank: int) -> float:
+        """Return the share of the whole in which ``rank`` computes nothing."""
+        return 1 - sum(end - begin for begin, end in self.spans[rank].values()) / self.seconds
+
+
+def timeline(
+    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[int, bool, int], float], message: float = 0.0
+) -> Timeline:
+    """Return when each action happens if every rank does its order, and messages are sent while it goes on.
+
+    orders: of each rank. seconds: of the action of a chunk, by (rank, is a backward, chunk). message: the seconds of
+    one from a stage to the next.
+
+    Raises ValueError, naming the actions, if the orders wait for each other.
+    """
+    stages, chunks = len(orders), 1 + max(chunk for one in orders for *_, chunk in one)
+    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in orders]
+    places, clocks = [0] * stages, [0.0] * stages
+    while any(place < len(one) for place, one in zip(places, orders, strict=True)):
+        moved = False
+        for rank, one in enumerate(orders):
+            while places[rank] < len(one):
+                action = one[places[rank]]
+                ready = _ready(action, rank, stages, chunks, spans, message)
+                if ready is None:
+                    break
+                begin = max(ready, clocks[rank])
+                clocks[rank] = begin + seconds[rank, action[0], action[2]]
+                spans[rank][action] = (begin, clocks[rank])
+                places[rank] += 1
+                moved = True
+        if not moved:
+            left = [tuple(one[place]) for place, one in zip(places, orders, strict=True) if place < len(one)]
+            raise ValueError(f"the orders wait for each other, at {left}")
+    return Timeline(spans)
+
+
+def _ready(
+    action: Action, rank: int, stages: int, chunks: int, spans: Sequence[Mapping[Action, tuple[float, float]]],
+    message: float,
+) -> float | None:  # fmt: skip
+    """Return when the input of an action is there; None if it has not been computed."""
+    backward, microbatch, chunk = action
+    virtual = chunk * stages + rank
+    before = virtual + 1 if backward else virtual - 1
+    if before < 0:
+        return 0.0
+    if before == stages * chunks:  # the gradient of the loss
+        span = spans[rank].get((False, microbatch, chunk))
+        return None if span is None else span[1]
+    other = before % stages
+    span = spans[other].get((backward, microbatch, before // stages))
+    return None if span is None else span[1] + (message if other != rank else 0.0)

@@ -1,0 +1,58 @@
+"""Orders: what a pipeline stage computes, one action after the other (Narayanan et al. 2021, section 2.2, Figure 4).
+
+p: the stages, i: the number of one of them, m: micro-batches, v: chunks of layers that a rank has. Chunk c of rank i is
+the virtual stage c p + i: the first chunks of all ranks come before the second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """The forward, or the backward, of one chunk for one micro-batch."""
+
+    backward: bool
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{'backward' if self.backward else 'forward'} of micro-batch {self.microbatch}, chunk {self.chunk}"
+
+
+def order(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """The actions of rank ``stage``: 1F1B, or with several chunks interleaved 1F1B.
+
+    After its first forwards a rank does one forward and one backward in turn, and at the end the backwards that are
+    left. The first forwards are p - i - 1 of them, or 2 (p - i - 1) + (v - 1) g if chunks are interleaved: micro-batches
+    then go through the chunks in groups of g, which is p, or more where p does not divide m.
+
+    Raises ValueError if there are several chunks and fewer micro-batches than stages.
+    """
+    groups = _groups(stages, microbatches, chunks)
+    forwards = [Action(False, one, chunk) for group in groups for chunk in range(chunks) for one in group]
+    backwards = [Action(True, one, chunk) for group in groups for chunk in reversed(range(chunks)) for one in group]
+    first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * len(groups[0])
+    first = min(first, len(forwards))
+    found = forwards[:first]
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        found += [forward, backward]
+    return found + backwards[len(forwards) - first :]
+
+
+def forwards(stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """The actions of every rank in a pass without backwards, of any number of micro-batches."""
+    groups = _groups(stages, microbatches, chunks) if microbatches >= stages else [range(microbatches)]
+    return [Action(False, one, chunk) for group in groups for chunk in range(chunks) for one in group]
+
+
+def _groups(stages: int, microbatches: int, chunks: int) -> Sequence[range]:
+    """The micro-batches that go through all chunks before the next ones start: p of them, or nearly so."""
+    if chunks == 1:
+        return [range(microbatches)]
+    if microbatches < stages:
+        raise ValueError(f"{microbatches} micro-batches are fewer than the {stages} stages, which interleaving needs")
+    count = microbatches // stages
+    bounds = [-(-number * microbatches // count) for number in range(count + 1)]  # the larger groups first
+    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
