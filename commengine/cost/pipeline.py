@@ -8,6 +8,7 @@ p: stages, m: micro-batches, v: chunks of layers that a rank has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def cut_layers(layers: int, stages: int, last: float = 0.0) -> list[range]:
         loads = [count + (last if stage == stages - 1 else 0.0) for stage, count in enumerate(counts)]
         counts[min(reversed(range(stages)), key=loads.__getitem__)] += 1
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
-    return [range(low, high) for low, high in zip(starts, starts[1:], strict=False)]
+    return [range(low, high) for low, high in itertools.pairwise(starts)]
 
 
 def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 1) -> float:

@@ -66,8 +66,12 @@ class KeyValueCache:
     def begin(self, s: int) -> Tensor | slice:
         """Prepare for ``s`` new tokens in each row, and return their positions: int64 [b, s], or a slice for all rows.
 
-        Raises ValueError where a row has no room for them.
+        ``positions`` are those of the last call. Raises ValueError where a row has no room for them.
         """
+        self.positions = self._begin(s)
+        return self.positions
+
+    def _begin(self, s: int) -> Tensor | slice:
         longest = max(self.lengths) + s
         if longest > self.capacity:
             raise ValueError(f"the cache has room for {self.capacity} tokens in a row; {longest} are too many")

@@ -20,6 +20,7 @@ from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scat
 from tplayers.rng import Randomness
 
 from .config import NormPlacement, TransformerConfig
+from .part import StageInput
 from .transformer import Transformer
 
 #: the fields of `TransformerConfig` that only a GPT may change
@@ -114,6 +115,8 @@ class BERT(BERTEncoder):
         losses: each parameter then gets a gradient, also if nothing counts.
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
+    part: the layers that this rank has. at: where in them a pass begins. A chunk without the output layer returns (its
+    activations [s, b, h], or this rank's shard of them, None) for the next one.
 
     Raises ValueError for a shape that does not fit and, on the host if not compiled, for a number outside its range.
 
@@ -138,9 +141,12 @@ class BERT(BERTEncoder):
         order_labels: Tensor | None = None,
         positions: Tensor | None = None,
         randomness: Randomness | None = None,
+        at: StageInput | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._require_labels(tokens, labels, order_labels, positions)
-        hidden = self.hidden_states(tokens, randomness, token_types, padding)
+        hidden = self.hidden_states(tokens, randomness, token_types, padding, at=at)
+        if not self.part.ends(at or StageInput()):
+            return hidden, None
         rows, asked = hidden, tokens.shape[1]
         if positions is not None:
             rows, asked = self._at_positions(hidden, positions), positions.shape[1]

@@ -10,6 +10,7 @@ from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.rng import Randomness
 
 from .config import TransformerConfig
+from .part import StageInput
 from .transformer import Transformer
 
 
@@ -29,6 +30,8 @@ class GPT(Transformer):
     cache: the tokens before ``tokens``, which go through the model without them (`Transformer.hidden_states`).
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
+    part: the layers that this rank has. at: where in them a pass begins. A chunk without the output layer returns its
+    activations [s, b, h], or this rank's shard of them, for the next one.
 
     Layers are pre-LN, and GELU is the tanh form. The output layer is tied to the embedding, unless the configuration
     says otherwise.
@@ -45,8 +48,11 @@ class GPT(Transformer):
         labels: Tensor | None = None,
         randomness: Randomness | None = None,
         cache: KeyValueCache | None = None,
+        at: StageInput | None = None,
     ) -> Tensor:
-        hidden = self.hidden_states(tokens, randomness, cache=cache)
+        hidden = self.hidden_states(tokens, randomness, cache=cache, at=at)
+        if not self.part.ends(at or StageInput()):
+            return hidden
         if labels is None:
             return self.logits(hidden).transpose(0, 1)
         return self._losses(self._scores(hidden), labels.t()).t()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from tplayers.rng import Randomness, dropout
 
 from .block import TransformerBlock
 from .config import TransformerConfig
+from .part import ModelPart, StageInput
 
 
 class Transformer(nn.Module):
@@ -31,10 +32,12 @@ class Transformer(nn.Module):
         instead. A subclass adds its heads in `add_heads`.
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
+    part: the layers that this rank has; None for all. Parameters have the same names in every part.
 
     Inside, activations are [s, b, h], so that a sequence shard is contiguous.
     """
 
+    embedding: VocabParallelEmbedding  # on the first part, and if it is tied on the last one
     position_embedding: nn.Parameter  # if positions are learned
     token_type_embedding: nn.Parameter  # if there are token types
     embedding_norm: LayerNorm | RMSNorm  # in a post-LN model
@@ -48,39 +51,48 @@ class Transformer(nn.Module):
         *,
         overlap_stream: Stream | None = None,
         dtype: torch.dtype | None = None,
+        part: ModelPart | None = None,
     ) -> None:
         super().__init__()
         config.require_parallel(comm.size)
         self.config = config
+        self.part = part = part or ModelPart.whole(config.num_layers)
         self.comm = comm
         self.causal = config.causal
         self.sequence_parallel = config.sequence_parallel
         hidden, eps, norm = config.hidden_size, config.norm_epsilon, NORMS[config.normalization]
         init = Normal(config.init_method_std)
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
-        self.embedding = VocabParallelEmbedding(
-            config.padded_vocab_size, hidden, comm, overlap_stream=overlap_stream, init=init, **split
-        )
         self._rotary = config.position_embedding_type == "rope"
-        if not self._rotary:
+        untied = config.untie_embeddings_and_output_weights
+        if part.first or (part.last and not untied):
+            self.embedding = VocabParallelEmbedding(
+                config.padded_vocab_size, hidden, comm, overlap_stream=overlap_stream, init=init, **split
+            )
+        if part.first and not self._rotary:
             positions = Placement((config.max_position_embeddings, hidden), init, partial=config.sequence_parallel)
             add_parameter(self, "position_embedding", positions, dtype)
-        if config.num_tokentypes:
+        if part.first and config.num_tokentypes:
             types = Placement((config.num_tokentypes, hidden), init, partial=config.sequence_parallel)
             add_parameter(self, "token_type_embedding", types, dtype)
-        if config.norm_placement == "post":
+        if part.first and config.norm_placement == "post":
             self.embedding_norm = norm(hidden, eps, **split)
+        mine = set(part.numbers)
+        # None stands for a layer of another rank, so that the names of parameters have the layer's number.
         self.layers = nn.ModuleList(
             TransformerBlock(config, comm, site=f"layers.{number}", overlap_stream=overlap_stream, dtype=dtype)
+            if number in mine
+            else None  # type: ignore[misc]  # torch skips it, and its annotations do not know that
             for number in range(config.num_layers)
         )
-        if config.norm_placement == "pre":
+        if part.last and config.norm_placement == "pre":
             self.final_norm = norm(hidden, eps, **split)
-        if config.untie_embeddings_and_output_weights:
+        if part.last and untied:
             self.output = ColumnParallelLinear(
                 hidden, config.padded_vocab_size, comm, bias=False, init=init, overlap_stream=overlap_stream, **split
             )
-        self.add_heads(dtype)
+        if part.last:
+            self.add_heads(dtype)
 
     def add_heads(self, dtype: torch.dtype | None) -> None:
         """Give the model, which has everything else, the modules of a subclass. Here: none."""
@@ -92,6 +104,7 @@ class Transformer(nn.Module):
         token_types: Tensor | None = None,
         padding: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        at: StageInput | None = None,
     ) -> Tensor:
         """The last layer's output [s, b, h], normalised, for tokens [b, s].
 
@@ -102,9 +115,11 @@ class Transformer(nn.Module):
         cache: of `new_cache`, with the tokens before ``tokens``; it then has these, too. The caller says how many of
         them are real (`KeyValueCache.advance`). Only without sequence parallelism (else ValueError), and as in
         `SelfAttention`.
+        at: the chunk of this rank's part, and its input; None for the first chunk. The result is the output of the
+        chunk's last layer, normalised if that is the model's last. The chunks of a pass with a cache go in their order.
         """
         s = tokens.shape[1]
-        config = self.config
+        config, at = self.config, at or StageInput()
         total = s if cache is None else max(cache.lengths) + s
         if total > config.max_position_embeddings:
             raise ValueError(
@@ -114,46 +129,72 @@ class Transformer(nn.Module):
             require_divisible(self.comm.size, sequence_length=s)
             if cache is not None:
                 raise ValueError("a key-value cache excludes sequence_parallel, because a new token has no shards")
+        if token_types is not None and not config.num_tokentypes:
+            raise ValueError("token_types need a model with num_tokentypes above 0")
+        begins = self.part.begins(at)
+        positions: slice | Tensor | None = None
+        if cache is not None:
+            positions = cache.begin(s) if at.chunk == 0 else cache.positions
+        x = self._embedded(tokens, positions, randomness, token_types) if begins else at.received
+        assert x is not None
+        turned = self._rotation(slice(0, s) if positions is None else positions) if self._rotary else None
+        if padding is not None:
+            padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
+        numbers = self.part.chunks[at.chunk]
+        caches = [None] * len(numbers) if cache is None else cache.layers[self.part.numbers.index(numbers.start) :]
+        for number, of_layer in zip(numbers, caches, strict=False):
+            x = self.layers[number](x, randomness, padding, of_layer, turned)
+        if self.part.ends(at) and config.norm_placement == "pre":
+            normed: Tensor = self.final_norm(x)
+            return normed
+        return x
+
+    def _embedded(
+        self, tokens: Tensor, positions: slice | Tensor | None, randomness: Randomness | None,
+        token_types: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The input of the first layer. positions: of a cache; None if there is none."""
+        s, config = tokens.shape[1], self.config
         x: Tensor = self.embedding(tokens.t())
-        turned = None
-        if self._rotary:
-            turned = self._rotation(slice(0, s) if cache is None else cache.begin(s))
-        else:
+        if not self._rotary:
             # [s, h], or [b, s, h] where the rows differ
             table = self.position_embedding
-            of_positions = self._own_rows(lambda rows: table[rows], s) if cache is None else table[cache.begin(s)]
+            of_positions = self._own_rows(lambda rows: table[rows], s) if positions is None else table[positions]
             x = x + (of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1))
         if config.num_tokentypes:
             x = x + self._of_types(tokens, token_types)
-        elif token_types is not None:
-            raise ValueError("token_types need a model with num_tokentypes above 0")
         if config.norm_placement == "post":
             x = self.embedding_norm(x)
         if self.training and config.hidden_dropout > 0:
             first = self.comm.rank * s // self.comm.size if self.sequence_parallel else 0
             x = dropout(x, config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
-        if padding is not None:
-            padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
-        for number, layer in enumerate(self.layers):
-            x = layer(x, randomness, padding, None if cache is None else cache.layers[number], turned)
-        if config.norm_placement == "pre":
-            normed: Tensor = self.final_norm(x)
-            return normed
         return x
+
+    def activations(self, tokens: Tensor) -> Tensor:
+        """Memory for the activations between two layers for ``tokens`` [b, s]: [s, b, h], or this rank's shard."""
+        b, s = tokens.shape
+        weight = self._weight
+        return weight.new_empty(s // self.comm.size if self.sequence_parallel else s, b, self.config.hidden_size)
+
+    @property
+    def _weight(self) -> Tensor:
+        """A weight of this part, which has the dtype and the device of all."""
+        found: Tensor = cast(TransformerBlock, self.layers[self.part.chunks[0].start]).attention_norm.weight
+        return found
 
     def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
         """An empty cache for ``batch`` rows of at most ``capacity`` tokens, of this rank's heads. Not collective."""
-        attention = self.layers[0].attention
+        attention = self.layers[self.part.chunks[0].start].attention
         assert isinstance(attention, SelfAttention)
-        weight = self.embedding.weight
+        weight = self._weight
         return KeyValueCache(
-            len(self.layers), batch, attention.kv_heads, attention.head_size, capacity, dtype=weight.dtype,
+            len(self.part.numbers), batch, attention.kv_heads, attention.head_size, capacity, dtype=weight.dtype,
             device=weight.device,
         )  # fmt: skip
 
     def _rotation(self, positions: slice | Tensor) -> Rotation:
         """The rotation of queries and keys at ``positions``, the same in every layer."""
-        config, weight = self.config, self.embedding.weight
+        config, weight = self.config, self._weight
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, dtype=torch.int64, device=weight.device)
         turns = frequencies(config.head_size, config.rotary_base, config.rope_scaling, weight.device)

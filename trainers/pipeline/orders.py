@@ -6,6 +6,7 @@ the virtual stage c p + i: the first chunks of all ranks come before the second 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ def order(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[A
     """The actions of rank ``stage``: 1F1B, or with several chunks interleaved 1F1B.
 
     After its first forwards a rank does one forward and one backward in turn, and at the end the backwards that are
-    left. The first forwards are p - i - 1 of them, or 2 (p - i - 1) + (v - 1) g if chunks are interleaved: micro-batches
+    left. The first forwards are p - i - 1 of them, or 2 (p - i - 1) + (v - 1) g if chunks are interleaved. Micro-batches
     then go through the chunks in groups of g, which is p, or more where p does not divide m.
 
     Raises ValueError if there are several chunks and fewer micro-batches than stages.
@@ -55,4 +56,4 @@ def _groups(stages: int, microbatches: int, chunks: int) -> Sequence[range]:
         raise ValueError(f"{microbatches} micro-batches are fewer than the {stages} stages, which interleaving needs")
     count = microbatches // stages
     bounds = [-(-number * microbatches // count) for number in range(count + 1)]  # the larger groups first
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
