@@ -42,6 +42,8 @@ from .models.config import TransformerConfig as TransformerConfig
 from .models.fno import FNO as FNO
 from .models.gpt import GPT as GPT
 from .models.gpt import GPTConfig as GPTConfig
+from .models.part import ModelPart as ModelPart
+from .models.part import StageInput as StageInput
 from .models.transformer import Transformer as Transformer
 from .models.unet import UNet as UNet
 from .movement.halo import halo_accumulate as halo_accumulate

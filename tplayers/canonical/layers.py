@@ -117,8 +117,11 @@ class _Embedding(VocabParallelEmbedding):
 def _logit_shards(
     x: Tensor, layer: VocabParallelEmbedding | ColumnParallelLinear, bias: Tensor | None, shards: CanonicalShards
 ) -> Tensor:
-    """The shards [own, ..., padded vocabulary / C] of an output layer's logits of ``x``."""
-    weight = ColumnWeight(layer.weight, bias)
+    """The shards [own, ..., padded vocabulary / C] of an output layer's logits of ``x``.
+
+    The layer may have a ``twin`` of its weight, a tensor in the same memory that gets the gradient of this use alone.
+    """
+    weight = ColumnWeight(vars(layer).get("twin", layer.weight), bias)
     (y,) = columns(x, [weight], shards, split=layer.sequence_parallel, stream=layer.overlap_stream)
     return y
 

@@ -51,8 +51,16 @@ class ModelPart:
         """Whether the output layer is here."""
         return self.chunks[-1].stop == self.layers
 
+    def chunk_of(self, name: str) -> int:
+        """The number of the chunk that has the parameter ``name``."""
+        group, _, rest = name.partition(".")
+        if group == "layers":
+            number = int(rest.partition(".")[0])
+            return next(chunk for chunk, numbers in enumerate(self.chunks) if number in numbers)
+        return 0 if self.first else len(self.chunks) - 1
+
     def begins(self, at: StageInput) -> bool:
-        """Whether the chunk begins with the embedding. Raises ValueError if its input is missing, or is one too many."""
+        """Whether the embedding comes first. Raises ValueError if the input is missing, or is one too many."""
         begins = self.chunks[at.chunk].start == 0
         if begins != (at.received is None):
             raise ValueError(

@@ -219,6 +219,11 @@ class Transformer(nn.Module):
     # The output layer ---------------------------------------------------------------------------------------------
 
     @property
+    def tied(self) -> str | None:
+        """The name of the weight that the embedding and the output layer share; None if each has its own."""
+        return None if self.config.untie_embeddings_and_output_weights else "embedding.weight"
+
+    @property
     def output_layer(self) -> ColumnParallelLinear | VocabParallelEmbedding:
         """The layer of which the weight [padded vocabulary / comm.size, h] gives this rank's logits."""
         return self.output if self.config.untie_embeddings_and_output_weights else self.embedding

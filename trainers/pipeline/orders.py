@@ -26,8 +26,8 @@ def order(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[A
     """The actions of rank ``stage``: 1F1B, or with several chunks interleaved 1F1B.
 
     After its first forwards a rank does one forward and one backward in turn, and at the end the backwards that are
-    left. The first forwards are p - i - 1 of them, or 2 (p - i - 1) + (v - 1) g if chunks are interleaved. Micro-batches
-    then go through the chunks in groups of g, which is p, or more where p does not divide m.
+    left. There are p - i - 1 first forwards, or 2 (p - i - 1) + (v - 1) g if chunks are interleaved. Micro-batches then
+    go through the chunks in groups of g, which is p, or more where p does not divide m.
 
     Raises ValueError if there are several chunks and fewer micro-batches than stages.
     """

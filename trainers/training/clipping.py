@@ -32,19 +32,22 @@ CHUNK = 2**16
 LOW = 40
 
 
-def gradient_norm(segments: Sequence[GradientSegment], tensor: Communicator, data: Communicator | None = None) -> float:
+def gradient_norm(
+    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = ()
+) -> float:
     """The Euclidean norm of the whole model's gradient: the same at every TP size, and on every rank.
 
     The squares of split parameters are summed over the tensor group. Replicated parameters, and tied ones, count once.
-    data: the data group, if each of its ranks has only a share of the gradient. Collective over both groups.
+    shares: the groups of which each rank has only a share of the gradient: the pipeline group, and with ZeRO-1 the data
+    group. Collective over all groups.
     """
     gradients = [[part for grad in grads for part in summands(grad)] for grads in _by_placement(segments)]
     device = next((grads[0].device for grads in gradients if grads), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = [torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else zero for grads in gradients]
     squares = torch.stack(sums).cpu()  # both at once: reading a device's tensor waits for the device
-    if data is not None:
-        data.all_reduce(squares)
+    for group in shares:
+        group.all_reduce(squares)
     squares[1] += 0.0 * squares[0]  # NaN if a replicated gradient is not finite on this rank; then all ranks get NaN
     sharded = squares[1:]
     tensor.all_reduce(sharded)
@@ -55,7 +58,7 @@ def _by_placement(segments: Sequence[GradientSegment]) -> tuple[list[Tensor], li
     """The gradients of replicated parameters, and those of split ones."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for segment in segments:
-        if (grad := segment.gradient) is not None:
+        if segment.treatment.counted and (grad := segment.gradient) is not None:
             found[segment.treatment.sharded].append(grad)
     return found
 
@@ -72,7 +75,7 @@ def summands(grad: Tensor) -> Sequence[Tensor]:
 
 
 def exact_gradient_norm(
-    segments: Sequence[GradientSegment], tensor: Communicator, data: Communicator | None = None
+    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = ()
 ) -> float:
     """`gradient_norm` with the same bits at every layout; infinite if it is not finite.
 
@@ -84,28 +87,27 @@ def exact_gradient_norm(
     are seldom that unequal.
     """
     gradients = _by_placement(segments)
-    largest = _largest(gradients[0] + gradients[1], tensor, data)
+    largest = _largest(gradients[0] + gradients[1], (tensor, *shares))
     if largest == 0 or not math.isfinite(largest):
         return largest
     _, exponent = math.frexp(largest)
     totals = [_squares(grads, exponent) for grads in gradients]
     words = torch.tensor([[total >> LOW, total & (1 << LOW) - 1] for total in totals], dtype=torch.int64, device="cpu")
-    if data is not None:
-        data.all_reduce(words)
+    for group in shares:
+        group.all_reduce(words)
     sharded = words[1].clone()
     tensor.all_reduce(sharded)
     high, low = (words[0] + sharded).tolist()
     return math.ldexp(math.sqrt((high << LOW) + low), exponent - BITS // 2)
 
 
-def _largest(gradients: list[Tensor], tensor: Communicator, data: Communicator | None) -> float:
+def _largest(gradients: list[Tensor], groups: Sequence[Communicator]) -> float:
     """The largest absolute value on any rank; infinity if one is NaN."""
     ends = [float(end) for gradient in gradients if gradient.numel() for end in torch.aminmax(gradient)]
     found = max((math.inf if math.isnan(end) else abs(end) for end in ends), default=0.0)
     largest = torch.tensor(found, dtype=torch.float64, device="cpu")
-    for group in (tensor, data):
-        if group is not None:
-            group.all_reduce(largest, "max")
+    for group in groups:
+        group.all_reduce(largest, "max")
     return float(largest)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +24,19 @@ class Treatment:
     decayed: AdamW's weight decay applies. It does not apply to parameters of one dimension: biases and norms (paper,
     section 4.2).
     sharded: the ranks of the tensor group hold different parts. partial: each rank of the tensor group computes only a
-    part of the gradient, and the gradient is the sum of the parts.
+    part of the gradient, and the gradient is the sum of the parts. counted: the norm counts it; not the second copy of
+    a tied weight.
     """
 
     decayed: bool
     sharded: bool
     partial: bool
+    counted: bool = True
 
     @classmethod
-    def of(cls, placement: Placement) -> Treatment:
+    def of(cls, placement: Placement, *, counted: bool = True) -> Treatment:
         """The treatment of a parameter with this placement."""
-        return cls(len(placement.shape) > 1, placement.sharded, placement.partial)
+        return cls(len(placement.shape) > 1, placement.sharded, placement.partial, counted)
 
 
 class BucketLayout:
@@ -43,7 +45,8 @@ class BucketLayout:
     part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
     data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
     masters: False: half-precision parameters have no masters, and are treated as others. flat: see below; True makes
-        it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too.
+        it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too. counted: as in
+        `Treatment`, of all of them.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.optimizer.FlatParameters`): those in half
@@ -53,11 +56,11 @@ class BucketLayout:
 
     def __init__(
         self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
-        shard: bool, masters: bool = True, flat: bool = False,
+        shard: bool, masters: bool = True, flat: bool = False, counted: bool = True,
     ) -> None:  # fmt: skip
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
-        self.treatments = {parameter: Treatment.of(placements[name]) for name, parameter in part}
+        self.treatments = {parameter: Treatment.of(placements[name], counted=counted) for name, parameter in part}
         self.dtype, self.device = first.dtype, first.device
         self.mixed = masters and first.dtype in HALF_TYPES
         #: the dtype of masters, moments and gradient sums
@@ -115,13 +118,18 @@ class BucketLayout:
                 yield treatment, slice(low - self.mine.start, high - self.mine.start)
 
 
-def parts(parameters: Iterable[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Cut ``parameters`` into runs of one dtype and at most ``size`` elements; a larger parameter is a run alone."""
+def parts(
+    parameters: Iterable[tuple[str, nn.Parameter]], size: int, kind: Callable[[str], object] = lambda _: None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut ``parameters`` into runs of one dtype and at most ``size`` elements; a larger parameter is a run alone.
+
+    kind: of a name; all of a run have one.
+    """
     part: list[tuple[str, nn.Parameter]] = []
     elements = 0
     for name, parameter in parameters:
         full = elements + parameter.numel() > size
-        if part and (full or part[0][1].dtype != parameter.dtype):
+        if part and (full or part[0][1].dtype != parameter.dtype or kind(part[0][0]) != kind(name)):
             yield part
             part, elements = [], 0
         part.append((name, parameter))

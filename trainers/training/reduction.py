@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from tplayers import all_reduce_together, placements
 
 from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
 from .sample_tree import SampleTree
+from .tied import TiedWeight
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class GradientBucket:
         self.layout = layout
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
+        self.last = False  # the step's last microbatch is under way
         self.gradients: Tensor | None = None
         self.views: dict[nn.Parameter, Tensor] = {}  # the part of `gradients` of each parameter
         if layout.flat or data.size > 1:
@@ -85,6 +87,7 @@ class GradientBucket:
 
         Raises RuntimeError that names the parameters that got no gradient from the sample before.
         """
+        self.last = last
         if self.tree is not None:
             if 0 < len(self.waiting) < len(self.layout.names):
                 raise _incomplete(self.missing)
@@ -161,6 +164,8 @@ class GradientBuckets:
     op: "sum", or "avg" for the mean of the ranks' gradients.
     run: every microbatch is one sample, and the sum over the samples of the global batch is taken in a binary tree with
         leaves of ``run`` samples (`SampleTree`). Needs ``reduce_in_fp32``. None: they are added one to the other.
+    chunk_of: the number of a parameter's chunk, by its name. Chunks get their last gradients at different times.
+    tied: a weight that needs the gradient of another stage.
 
     Parameters that require no gradient have no place in a bucket.
 
@@ -178,37 +183,52 @@ class GradientBuckets:
     def __init__(
         self, module: nn.Module, data: Communicator, *, overlap: bool, bucket_size: int,
         tensor: Communicator | None = None, shard: bool = False, reduce_in_fp32: bool = False, masters: bool = True,
-        op: str = "sum", run: int | None = None,
+        op: str = "sum", run: int | None = None, chunk_of: Callable[[str], int] = lambda _: 0,
+        tied: TiedWeight | None = None,
     ) -> None:  # fmt: skip
-        self.data, self.tensor = data, tensor
+        self.data, self.tensor, self.tied = data, tensor, tied
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
         self.named = dict(module.named_parameters())
         self.placements = placements(module)
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
-        layouts = (
-            BucketLayout(part, self.placements, data, shard=shard, masters=masters, flat=run is not None)
-            for part in parts(reversed(trained), bucket_size)
-        )
-        self.buckets = [GradientBucket(layout, data, run) for layout in layouts]
+
+        def layout(part: list[tuple[str, nn.Parameter]]) -> BucketLayout:
+            counted = tied is None or tied.counted or part[0][0] != tied.name
+            return BucketLayout(
+                part, self.placements, data, shard=shard, masters=masters, flat=run is not None, counted=counted
+            )
+
+        def kind(name: str) -> tuple[int, bool]:
+            return chunk_of(name), tied is not None and name == tied.name
+
+        self.buckets = [GradientBucket(layout(part), data, run) for part in parts(reversed(trained), bucket_size, kind)]
+        self._chunks = [kind(next(iter(bucket.layout.names.values()))) for bucket in self.buckets]
+        #: the gradient of the other use of a tied weight, apart from the first; it has no place in an optimizer
+        self._twin: GradientBucket | None = None
+        if tied is not None and tied.twin is not None:
+            self._twin = GradientBucket(layout([(tied.name, tied.twin)]), data, run)
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
         if tensor is None and any(placed.partial for placed in self.placements.values()):
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
         self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
-        self._last = False
         #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done; None: the
         #: result is where it belongs
         self._in_flight: list[tuple[Work, Tensor | None]] = []
-        bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.names}
+        bucket_of = {p: bucket for bucket in self._all for p in bucket.layout.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
             for p, bucket in bucket_of.items()
         ]
 
+    @property
+    def _all(self) -> list[GradientBucket]:
+        return self.buckets if self._twin is None else [*self.buckets, self._twin]
+
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
         self.drain()
-        for bucket in self.buckets:
+        for bucket in self._all:
             bucket.zero()
 
     def drain(self) -> None:
@@ -218,15 +238,17 @@ class GradientBuckets:
         self._in_flight.clear()
 
     @contextlib.contextmanager
-    def last_microbatch(self) -> Iterator[None]:
-        """A block around the last backward of a step. With ``overlap``, gradients are sent from within it."""
-        for bucket in self.buckets:
+    def last_microbatch(self, chunk: int = 0) -> Iterator[None]:
+        """A block around the last backward of a step through ``chunk``. With ``overlap``, it sends gradients."""
+        mine = [bucket for bucket, (of, _) in zip(self.buckets, self._chunks, strict=True) if of == chunk]
+        mine += [] if self._twin is None else [self._twin]
+        for bucket in mine:
             bucket.begin_sample(last=True)
-        self._last = True
         try:
             yield
         finally:
-            self._last = False
+            for bucket in mine:
+                bucket.last = False
 
     def complete(self) -> list[str]:
         """End the last microbatch although gradients are missing: they count as zero, or as accumulated before.
@@ -250,17 +272,35 @@ class GradientBuckets:
         """
         if missing := self._missing():
             raise _incomplete(missing)
-        if self.data.size > 1:
-            for index, bucket in enumerate(self.buckets):
-                work, received = self._in_flight[index] if self.stream is not None else self._send(bucket)
+        for index, (bucket, (_, tied)) in enumerate(zip(self.buckets, self._chunks, strict=True)):
+            if tied:
+                self._finish_tied(bucket)
+            if self.data.size > 1 and not (tied and bucket.tree is not None):
+                work, received = self._in_flight[index] if index < len(self._in_flight) else self._send(bucket)
                 work.wait()
                 if received is not None:
                     bucket.reduced.copy_(received)
-            self._in_flight.clear()
+        self._in_flight.clear()
         self._sum_partial()
 
+    def _finish_tied(self, bucket: GradientBucket) -> None:
+        """Add the gradient of the tied weight's other use to that of ``bucket``. With a tree, sum both over the data.
+
+        The tree then has each use apart, and the sum is the same at every layout. With ZeRO-1 it is whole here, too.
+        """
+        assert self.tied is not None
+        if bucket.tree is not None:
+            for one in (bucket, self._twin):
+                if one is not None and one.gradients is not None:
+                    self.data.all_reduce(one.gradients, self.op)
+            if self._twin is not None and self._twin.gradients is not None and bucket.gradients is not None:
+                bucket.gradients += self._twin.gradients
+        (gradient,) = [bucket.gradients] if bucket.gradients is not None else [p.grad for p in bucket.layout.names]
+        assert gradient is not None
+        self.tied.add(gradient)
+
     def _missing(self) -> list[str]:
-        return [name for bucket in self.buckets for name in bucket.missing]
+        return [name for bucket in self._all for name in bucket.missing]
 
     def remove(self) -> None:
         """Take the hooks off the module."""
@@ -276,17 +316,23 @@ class GradientBuckets:
         bucket.waiting.discard(parameter)
         if bucket.tree is not None and not bucket.waiting:
             bucket.tree.end()
-            if not self._last:
+            if not bucket.last:
                 bucket.begin_sample(last=False)
-        if self._last:
+        if bucket.last:
             self._send_complete()
 
     def _send_complete(self) -> None:
         """With a stream: send each bucket that is complete and next in order."""
         if self.stream is None:
             return
-        while (sent := len(self._in_flight)) < len(self.buckets) and not self.buckets[sent].waiting:
+        while (sent := len(self._in_flight)) < len(self.buckets) and self._may_go(sent):
             self._in_flight.append(self._send(self.buckets[sent]))
+
+    def _may_go(self, number: int) -> bool:
+        """Whether bucket ``number`` has all gradients of the step, and needs none of another stage."""
+        _, tied = self._chunks[number]
+        bucket = self.buckets[number]
+        return bucket.last and not bucket.waiting and not tied
 
     def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor | None]:
         """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result.

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
-from tplayers import Randomness, placements
+from tplayers import ModelPart, Randomness, StageInput, placements
 from trainers.config import TrainConfig, bucket_size, overlapped
+from trainers.pipeline.schedule import Passed, Schedule, activations_like
 
 from .clipping import clip, exact_gradient_norm, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
+from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
 from .reduction import GradientBuckets
 from .sample_tree import run_length, tree_of_samples
-from .schedule import learning_rate
+from .tied import tied_weight
 
 
 class Diverged(UsageError):
@@ -54,10 +56,11 @@ class Trainer:
     """A model in training: its gradients, optimizer, loss scaler and iteration. Collective over the grid's world.
 
     config: valid for the world's size (`TrainConfig.validate`).
-    grid: the tensor and data groups. The trainer closes it with `close`.
+    grid: the tensor, data and pipeline groups. The trainer closes it with `close`.
     model: its parameters have their initial values. They are in the dtype that ``config.bf16`` and ``config.fp16`` name
         (`precision.parameter_dtype`), and either placed by a layer of tplayers over ``grid.tensor``, or equal on all
-        ranks. The trainer moves the model to the grid's device, and may make its parameters views of flat buffers.
+        ranks. In a pipeline it is this stage's part (`tplayers.ModelPart`), and the batches have ``tokens``. The
+        trainer moves the model to the grid's device, and may make its parameters views of flat buffers.
     objective, batches: what is minimized, and over which samples; see `trainers.training.interfaces`.
 
     All methods are collective, with the same arguments on every rank.
@@ -67,23 +70,29 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
-        grid.require_axes("Trainer", "tensor", "data")
+        grid.require_axes("Trainer", "tensor", "data", "pipeline")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
         self.run = None if config.canonical_shards is None else run_length(batches.size)
+        part: ModelPart | None = getattr(model, "part", None)
+        self.schedule = Schedule(grid.pipeline, part, threaded=False)
+        self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         self.gradients = GradientBuckets(
             model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
             bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.data.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
+            chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied,
         )  # fmt: skip
         self.optimizer = Optimizer(
             self.gradients, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
         )  # fmt: skip
+        if self.tied is not None:
+            self.tied.follow(self.gradients.named[self.tied.name])
         self.scaler = _loss_scaler(config) if config.fp16 else None
         self.iteration = 0
 
@@ -107,10 +116,11 @@ class Trainer:
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
         losses = self._forward_and_backward(microbatches, counts)
-        data.all_reduce(losses)
+        for group in (data, self.grid.pipeline):
+            group.all_reduce(losses)
         norm_of = gradient_norm if self.run is None else exact_gradient_norm
-        shards = data if self.gradients.shard else None
-        norm = norm_of(self.gradients.segments, self.grid.tensor, shards) / self.loss_scale
+        shares = [self.grid.pipeline, *([data] if self.gradients.shard else [])]
+        norm = norm_of(self.gradients.segments, self.grid.tensor, shares) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
         step = Step(dict(zip(self.objective.names, losses.tolist(), strict=True)), norm, rate, self._overflowed(norm))
         if not step.skipped:
@@ -133,34 +143,40 @@ class Trainer:
         return of_terms
 
     def _forward_and_backward(self, microbatches: Sequence[Microbatch], counts: Sequence[int]) -> Tensor:
-        """Fill the gradients, in the order of a schedule: here one microbatch after the other.
+        """Fill the gradients, in the order of the schedule.
 
-        Returns this replica's share of each term's mean over the global batch: float64 [terms], on the host.
+        Returns this rank's share of each term's mean over the global batch: float64 [terms], on the host. It is 0 on a
+        stage without the output layer.
         """
         self.gradients.zero()
-        # On the device, and read once a step: reading a loss makes the host wait for the whole forward.
-        shares = [self._backward(batch, counts) for batch in microbatches[:-1]]
-        with self.gradients.last_microbatch():
-            shares.append(self._backward(microbatches[-1], counts))
-        self.gradients.finish()
-        return tree_of_samples(shares, self.run or len(shares)).cpu()
+        shares: list[Tensor] = []  # on the device, and read once a step: reading one waits for the whole forward
 
-    def _backward(self, batch: Microbatch, counts: Sequence[int]) -> Tensor:
-        """Add the gradient of one microbatch. Returns its share of each term's mean: float64 [terms]."""
-        device = self.grid.world.device
-        randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
-        terms = self.objective(self.forward, batch.to(device), randomness)
-        shares = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
-        loss = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        (loss if self.scaler is None else loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
-        return torch.stack([share.detach().double() for share in shares])
+        def forward(number: int, at: StageInput | None) -> Tensor:
+            batch = microbatches[number]
+            device = self.grid.world.device
+            randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
+            try:
+                terms = self.objective(self.schedule.stage(self.forward, at), batch.to(device), randomness)
+            except Passed as passed:
+                return passed.activations
+            means = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
+            shares.append(torch.stack([mean.detach().double() for mean in means]))
+            loss = means[0] if len(means) == 1 else torch.stack(means).sum()
+            return loss if self.scaler is None else loss * self.scaler.scale
+
+        like = activations_like(self.model, microbatches)
+        self.schedule.run(len(microbatches), forward, like, self.gradients.last_microbatch)
+        self.gradients.finish()
+        if not shares:
+            return torch.zeros(len(counts), dtype=torch.float64, device="cpu")
+        return tree_of_samples(shares, self.run or len(shares)).cpu()
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""
         if self.scaler is None:
             return False
         # The ranks must agree: a replicated parameter's gradient may overflow on one rank of a tensor group only.
-        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.data)
+        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.data, self.grid.pipeline)
 
     def _require_finite(self, step: Step) -> None:
         if not math.isfinite(step.norm):
@@ -193,12 +209,21 @@ class Trainer:
             self.scaler = self.scaler.from_json(loss_scaler)
 
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
-        return sum(math.prod(placement.shape) for placement in placements(self.model).values())
+        """The number of parameters of the whole model. Collective over the pipeline group."""
+        mine = sum(
+            math.prod(placement.shape)
+            for name, placement in placements(self.model).items()
+            if self.tied is None or self.tied.counted or name != self.tied.name
+        )
+        whole = torch.tensor([mine], dtype=torch.int64, device="cpu")
+        self.grid.pipeline.all_reduce(whole)
+        return int(whole)
 
     def close(self) -> None:
         """Free the hooks and the grid."""
         self.gradients.remove()
+        if self.tied is not None:
+            self.tied.close()
         self.grid.close()
 
 

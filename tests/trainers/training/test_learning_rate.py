@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from trainers.training.schedule import learning_rate
+from trainers.training.learning_rate import learning_rate
 
 BASE = {"lr": 0.8, "min_lr": 0.2}
 

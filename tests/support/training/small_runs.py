@@ -1,0 +1,115 @@
+"""Trainers of the small models of `tests.support.small_models`, at any layout, on samples that a number decides."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from commengine import Communicator, ProcessGrid
+from commengine.cost import cut_layers
+from tests.support.small_models import DECODERS, VOCAB, B, S, made
+from tplayers import ModelPart
+from tplayers.rng import generator
+from trainers.config import TrainConfig
+from trainers.training.trainer import Trainer
+
+#: without clipping, so that a step leaves the gradients as they were reduced
+CONFIG = TrainConfig(
+    lr=1e-3, min_lr=0.0, lr_decay_style="constant", weight_decay=0.1, clip_grad=0.0, micro_batch_size=2,
+    global_batch_size=8, train_iters=20, ddp_bucket_size=900,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples by their numbers."""
+
+    kind: str
+    numbers: tuple[int, ...]
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    usable: bool = True
+
+    @property
+    def counts(self):
+        of_order = () if self.kind in DECODERS else (len(self.numbers),)
+        return (int((self.labels != -100).sum()), *of_order)
+
+    def to(self, device):
+        return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device))
+
+
+def sample(number):
+    drawn = torch.randint(VOCAB, (S + 1,), generator=generator(number, "sample"))
+    labels = drawn[1:].clone()
+    labels[: number % 3] = -100  # so that micro-batches count differently
+    return drawn[:-1], labels
+
+
+class Batches:
+    """Global batches of 8 samples, in micro-batches of ``micro``."""
+
+    unusable = ""
+
+    def __init__(self, kind, data, *, micro=2, size=8):
+        self.kind, self.data, self.micro, self.size = kind, data, micro, size
+
+    def __call__(self, k):
+        mine = self.size // self.data.size
+        first = k * self.size + self.data.rank * mine
+        for start in range(first, first + mine, self.micro):
+            numbers = tuple(range(start, start + self.micro))
+            tokens, labels = (torch.stack(rows) for rows in zip(*map(sample, numbers), strict=True))
+            yield Batch(self.kind, numbers, tokens, labels)
+
+
+class Losses:
+    """The losses of a small model of a kind."""
+
+    unit = "nats"
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.names = ("loss",) if kind in DECODERS else ("loss", "order_loss")
+
+    def __call__(self, model, batch, randomness):
+        if self.kind in DECODERS:
+            return (model(batch.tokens, batch.labels, randomness),)
+        order = torch.tensor([number % 2 for number in batch.numbers])
+        lengths = torch.tensor([S - number % 3 for number in batch.numbers])
+        types = (batch.tokens > VOCAB // 2).long()
+        return model(batch.tokens, types, lengths, labels=batch.labels, order_labels=order, randomness=randomness)
+
+
+def parts(layers, stages, chunks=1):
+    """The part of each stage."""
+    cut = cut_layers(layers, stages * chunks)
+    return [ModelPart(layers, tuple(cut[stage::stages])) for stage in range(stages)]
+
+
+def trainer(kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, canonical=None, **options):
+    """A trainer on ``grid`` of a small model. canonical: shards in which it computes. options: of the model."""
+    part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
+    model = made(kind, grid.tensor, dtype=dtype, part=part, num_layers=layers, **options)
+    if canonical is not None:
+        from tplayers import use_canonical_shards
+
+        use_canonical_shards(model, grid.tensor, canonical)
+    return Trainer(config, grid, model, Losses(kind), Batches(kind, grid.data, micro=micro))
+
+
+def gradients(made):
+    """The gradient of each parameter of this rank, whole if it is not sharded over the data group."""
+    found = {}
+    for bucket in made.gradients.buckets:
+        for parameter, name in bucket.layout.names.items():
+            found[name] = parameter.grad if bucket.gradients is None else bucket.views[parameter]
+    return {name: one.clone() for name, one in found.items()}
+
+
+def alone(comm_self, kind, *, config=CONFIG, order=None, **options):
+    """The trainer of the whole model on this rank."""
+    world = Communicator(comm_self, order=order)
+    return trainer(kind, ProcessGrid(world), config=config, **options)
+
+
+assert B > 1

@@ -1,0 +1,110 @@
+"""StageMessages: the activations and gradients that a pipeline stage exchanges with its neighbours."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from commengine import Communicator, Stream, Work
+
+from .orders import Action
+
+
+class StageMessages:
+    """The messages of one rank of ``pipeline``, while it computes. Collective over it.
+
+    A rank sends activations to the next rank, and gradients to the one before; the last rank and the first one are
+    neighbours if ranks have several ``chunks``. A message is [s, b, h], or with sequence parallelism this rank's shard
+    of it (Narayanan et al. 2021, section 4.1).
+
+    threaded: host streams with threads, which move messages while the rank computes, and take time from it. Otherwise
+    MPI moves them while some call of it runs. On a device NCCL moves them in any case.
+
+    Each sender sends in the order of its actions, and its receiver knows this order. A receive begins one message
+    before it is needed. No message waits behind another one: each direction of each link has a stream of its own, where
+    a stream does one thing after the other.
+    """
+
+    def __init__(self, pipeline: Communicator, chunks: int, *, threaded: bool) -> None:
+        self.pipeline, self.chunks = pipeline, chunks
+        rank, size = pipeline.rank, pipeline.size
+        self._after, self._before = (rank + 1) % size, (rank - 1) % size
+        # Link n joins rank n to the next one. A rank's two links have two numbers.
+        numbers = [n % 2 for n in range(size - 1)] + ([2 if size % 2 else 1] if chunks > 1 else [])
+        self._links = [*numbers, *[0] * (size - len(numbers))]
+        streams = [[pipeline.new_stream() for _ in range(max(numbers, default=-1) + 1)] for _ in range(2)]
+        self._activations, self._gradients = streams
+        self._sent: deque[tuple[Work, Tensor]] = deque()
+
+    def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor]) -> None:
+        """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch."""
+        rank, after, before = self.pipeline.rank, self._after, self._before
+        sent = [self._target(before, action) for action in orders[before] if not action.backward]
+        given = [self._target(after, action) for action in orders[after] if action.backward]
+        self._inputs = _Inbox(self.pipeline, before, self._activations, self._links[before], sent, like)
+        self._incoming = _Inbox(self.pipeline, after, self._gradients, self._links[rank], given, like)
+
+    def _target(self, rank: int, action: Action) -> tuple[int, int] | None:
+        """(Micro-batch, chunk of the receiver) of what ``rank`` sends after ``action``; None if it sends nothing."""
+        stages = self.pipeline.size
+        virtual = action.chunk * stages + rank + (-1 if action.backward else 1)
+        return (action.microbatch, virtual // stages) if 0 <= virtual < stages * self.chunks else None
+
+    def activations(self, microbatch: int, chunk: int) -> Tensor:
+        """Wait for the activations that come into ``chunk``."""
+        return self._inputs.take(microbatch, chunk)
+
+    def gradient(self, microbatch: int, chunk: int) -> Tensor:
+        """Wait for the gradient of what ``chunk`` has sent."""
+        return self._incoming.take(microbatch, chunk)
+
+    def send_activations(self, tensor: Tensor) -> None:
+        """Send the result of a forward to the next rank. Nobody may write to ``tensor`` before `finish`."""
+        self._send(tensor, self._after, self._activations[self._links[self.pipeline.rank]])
+
+    def send_gradient(self, tensor: Tensor) -> None:
+        """Send the gradient of what came from the rank before. Nobody may write to ``tensor`` before `finish`."""
+        self._send(tensor, self._before, self._gradients[self._links[self._before]])
+
+    def _send(self, tensor: Tensor, to: int, stream: Stream) -> None:
+        tensor = tensor.detach().contiguous()
+        while self._sent and self._sent[0][0].done():
+            self._sent.popleft()[0].wait()
+        self._sent.append((self.pipeline.send(tensor, to, stream=stream), tensor))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+class _Inbox:
+    """The messages of one kind from one rank, in the order in which it sends them: one receive is always ahead."""
+
+    def __init__(
+        self, comm: Communicator, src: int, streams: Sequence[Stream], link: int,
+        sent: Iterable[tuple[int, int] | None], like: Callable[[int], Tensor],
+    ) -> None:  # fmt: skip
+        self._comm, self._src, self._like = comm, src, like
+        self._stream = streams[link] if streams else None
+        self._coming = deque(one for one in sent if one is not None)
+        self._begun: dict[tuple[int, int], tuple[Work, Tensor]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._coming:
+            key = self._coming.popleft()
+            tensor = self._like(key[0])
+            self._begun[key] = self._comm.recv(tensor, self._src, stream=self._stream), tensor
+
+    def take(self, microbatch: int, chunk: int) -> Tensor:
+        """Wait for a message, and begin the next one."""
+        while (microbatch, chunk) not in self._begun:
+            self._begin()
+        work, tensor = self._begun.pop((microbatch, chunk))
+        work.wait()
+        if not self._begun:
+            self._begin()
+        return tensor

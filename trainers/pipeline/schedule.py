@@ -1,0 +1,148 @@
+"""Schedule: the forwards and backwards of a step's micro-batches, on one rank or on the stages of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from commengine import CollectiveError, Communicator
+from tplayers import ModelPart, StageInput
+
+from .messages import StageMessages
+from .orders import Action, forwards, order
+
+#: What a chunk computes for micro-batch ``number``: its activations for the next chunk, or, of the last chunk, a loss.
+#: The second argument is None on a rank that has the whole model.
+Forward = Callable[[int, StageInput | None], Tensor]
+
+
+class Schedule:
+    """1F1B over the ranks of ``pipeline``, interleaved if a rank has several chunks (`trainers.pipeline.orders`).
+
+    A rank that has the whole model does one micro-batch after the other. Construction and all methods are collective
+    over ``pipeline``.
+
+    part: the layers of this rank; None for a model that has no parts. threaded: as for `StageMessages`.
+    """
+
+    def __init__(self, pipeline: Communicator, part: ModelPart | None = None, *, threaded: bool = False) -> None:
+        self.pipeline = pipeline
+        self.part = part if pipeline.size > 1 else None
+        if part is None and pipeline.size > 1:
+            raise CollectiveError(f"a pipeline of {pipeline.size} stages needs a model that has parts (ModelPart)")
+        self.chunks = 1 if self.part is None else len(self.part.chunks)
+        self.name = "one by one" if self.part is None else "1F1B" if self.chunks == 1 else "interleaved 1F1B"
+        self._messages = None if self.part is None else StageMessages(pipeline, self.chunks, threaded=threaded)
+
+    def run(
+        self, count: int, forward: Forward, like: Callable[[int], Tensor],
+        last_microbatch: Callable[[int], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """The forward and the backward of ``count`` micro-batches, at least one.
+
+        like: new memory for the activations of a micro-batch. last_microbatch: called with the number of a chunk, a
+        block around the chunk's last backward. Raises CollectiveError on every rank if ``count`` differs between them.
+        """
+        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        orders = [order(stage, self.pipeline.size, count, self.chunks) for stage in range(self.pipeline.size)]
+        self._begin(orders, count, like)
+        for action in orders[self.pipeline.rank]:
+            _, number, chunk = action
+            with self._about(action):
+                if not action.backward:
+                    kept[number, chunk] = self._forward(number, chunk, forward)
+                    continue
+                received, result = kept.pop((number, chunk))
+                gradient = None
+                if self._messages is not None and not self._ends(chunk):
+                    gradient = self._messages.gradient(number, chunk)
+                with last_microbatch(chunk) if number == count - 1 else contextlib.nullcontext():
+                    torch.autograd.backward(result, gradient)
+                if self._messages is not None and received is not None:
+                    assert received.grad is not None
+                    self._messages.send_gradient(received.grad)
+        if self._messages is not None:
+            self._messages.finish()
+
+    def evaluate(self, count: int, forward: Forward, like: Callable[[int], Tensor]) -> None:
+        """The forward of ``count`` micro-batches, which may be none. The caller turns gradients off."""
+        orders = [forwards(self.pipeline.size, count, self.chunks)] * self.pipeline.size
+        self._begin(orders, count, like)
+        for action in orders[self.pipeline.rank]:
+            with self._about(action):
+                self._forward(action.microbatch, action.chunk, forward)
+        if self._messages is not None:
+            self._messages.finish()
+
+    def _begin(self, orders: list[list[Action]], count: int, like: Callable[[int], Tensor]) -> None:
+        if self._messages is None:
+            return
+        counts = torch.tensor([count, -count], dtype=torch.int64, device="cpu")
+        self.pipeline.all_reduce(counts, "max")
+        most, least = int(counts[0]), -int(counts[1])
+        if most != least:
+            said = f"this stage has {count} micro-batches; the stages have from {least} to {most}"
+            raise CollectiveError(f"a pipeline's stages need the same number of micro-batches: {said}")
+        self._messages.begin(orders, like)
+
+    def _forward(self, number: int, chunk: int, forward: Forward) -> tuple[Tensor | None, Tensor]:
+        """(The activations that came, the result) of a chunk for a micro-batch."""
+        if self._messages is None or self.part is None:
+            return None, forward(number, None)
+        received = None
+        if self.part.chunks[chunk].start:
+            received = self._messages.activations(number, chunk).requires_grad_(torch.is_grad_enabled())
+        result = forward(number, StageInput(chunk, received))
+        if not self._ends(chunk):
+            self._messages.send_activations(result)
+        return received, result
+
+    def stage(self, model: Any, at: StageInput | None) -> Any:
+        """``model`` as an objective calls it: with a place in a part it is a `StageModel`."""
+        return model if at is None or self.part is None else StageModel(model, self.part, at)
+
+    def _ends(self, chunk: int) -> bool:
+        return self.part is None or self.part.ends(StageInput(chunk))
+
+    def _about(self, action: Action) -> AbstractContextManager[Any]:
+        """A block whose messages are told from others in reports."""
+        return contextlib.nullcontext()
+
+
+def activations_like(model: Any, microbatches: Sequence[Any]) -> Callable[[int], Tensor]:
+    """New memory for the activations of a micro-batch, by its number. The micro-batches have ``tokens`` [b, s]."""
+    return lambda number: model.activations(microbatches[number].tokens)
+
+
+class Passed(Exception):
+    """Ends an objective's call where the model's output is not a result but the input of the next chunk."""
+
+    def __init__(self, activations: Tensor) -> None:
+        super().__init__("the activations of a chunk")
+        self.activations = activations
+
+
+class StageModel:
+    """A model as an objective calls it in one chunk of a stage: it takes the chunk's input by itself.
+
+    Where the chunk has no output layer, a call raises `Passed`, because there are no losses.
+    """
+
+    def __init__(self, model: Any, part: ModelPart, at: StageInput) -> None:
+        self._model, self._at, self._ends = model, at, part.ends(at)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        found = self._model(*args, at=self._at, **named)
+        return found if self._ends else _pass(found if isinstance(found, Tensor) else found[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _pass(activations: Tensor) -> NoReturn:
+    raise Passed(activations)
