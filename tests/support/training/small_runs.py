@@ -6,7 +6,7 @@ import torch
 
 from commengine import Communicator, ProcessGrid
 from commengine.cost import cut_layers
-from tests.support.small_models import DECODERS, VOCAB, B, S, made
+from tests.support.small_models import DECODERS, VOCAB, S, made
 from tplayers import ModelPart
 from tplayers.rng import generator
 from trainers.config import TrainConfig
@@ -86,7 +86,15 @@ def parts(layers, stages, chunks=1):
     return [ModelPart(layers, tuple(cut[stage::stages])) for stage in range(stages)]
 
 
-def trainer(kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, canonical=None, **options):
+class Canonical(TrainConfig):
+    """A run that computes in 4 canonical shards."""
+
+    canonical_shards = 4
+
+
+def trainer(
+    kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, size=8, canonical=None, **options
+):
     """A trainer on ``grid`` of a small model. canonical: shards in which it computes. options: of the model."""
     part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
     model = made(kind, grid.tensor, dtype=dtype, part=part, num_layers=layers, **options)
@@ -94,7 +102,7 @@ def trainer(kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float6
         from tplayers import use_canonical_shards
 
         use_canonical_shards(model, grid.tensor, canonical)
-    return Trainer(config, grid, model, Losses(kind), Batches(kind, grid.data, micro=micro))
+    return Trainer(config, grid, model, Losses(kind), Batches(kind, grid.data, micro=micro, size=size))
 
 
 def gradients(made):
@@ -110,6 +118,3 @@ def alone(comm_self, kind, *, config=CONFIG, order=None, **options):
     """The trainer of the whole model on this rank."""
     world = Communicator(comm_self, order=order)
     return trainer(kind, ProcessGrid(world), config=config, **options)
-
-
-assert B > 1

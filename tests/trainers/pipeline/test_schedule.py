@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commengine import Communicator, ProcessGrid
+from commengine import CollectiveError, Communicator, ProcessGrid
 from tests.support.small_models import KINDS
 from tests.support.training import small_runs
 from tplayers import placements
@@ -58,3 +58,49 @@ def test_steps_are_those_of_one_rank(mpi_world, itself, kind, zero1):
                     assert_same(trainer, alone, trainer.step(), alone.step())
                 assert trainer.parameters() == alone.parameters()
                 trainer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_interleaved_stages_with_any_number_of_microbatches(mpi_world, itself, tied, count):
+    """8 samples on each replica, in as many micro-batches: also fewer than stages, in the order without chunks."""
+    kind = {"micro": 1, "layers": 9, "untie_embeddings_and_output_weights": not tied, "recompute": "full"}
+    config = replace(small_runs.CONFIG, micro_batch_size=1, global_batch_size=count)
+    with Communicator(mpi_world) as world:
+        chunks = 2 if count >= world.size else 1
+        grid = ProcessGrid(world, pipeline=world.size)
+        trainer = small_runs.trainer("gpt", grid, config=config, chunks=chunks, size=count, **kind)
+        alone = small_runs.alone(itself, "gpt", config=config, size=count, **kind)
+        for _ in range(2):
+            assert_same(trainer, alone, trainer.step(), alone.step())
+        trainer.close()
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+def test_the_same_bits_at_every_layout(mpi_world, itself, kind):
+    """With canonical shards: losses, norms and parameters of a pipeline are those of one rank, to the last bit."""
+    config = replace(small_runs.CONFIG, micro_batch_size=1, use_distributed_optimizer=True, clip_grad=1.0)
+    config = small_runs.Canonical(**vars(config))
+    options = {"canonical": 4, "micro": 1, "dtype": torch.float32}
+    options |= {"num_query_groups": 4} if kind == "llama" else {}
+    with Communicator(mpi_world, order="tree") as world:
+        for tensor, pipeline, chunks in [(1, 2, 1), (1, 2, 2), *([(2, 2, 1), (1, 4, 1)] if world.size == 4 else [])]:
+            grid = ProcessGrid(world, tensor=tensor, pipeline=pipeline)
+            trainer = small_runs.trainer(kind, grid, config=config, chunks=chunks, **options)
+            alone = small_runs.alone(itself, kind, config=config, order="tree", **options)
+            for _ in range(3):
+                step, expected = trainer.step(), alone.step()
+                assert dict(step.losses) == dict(expected.losses)
+                assert step.norm == expected.norm
+            trainer.optimizer.wait_for_parameters()
+            placed, whole = placements(trainer.model), dict(alone.model.named_parameters())
+            for name, parameter in trainer.model.named_parameters():
+                assert torch.equal(parameter, placed[name].part(whole[name])), name
+            trainer.close()
+
+
+def test_stages_with_different_numbers_of_microbatches_are_an_error_on_all(mpi_world):
+    with Communicator(mpi_world) as world, ProcessGrid(world, pipeline=world.size) as grid:
+        trainer = small_runs.trainer("gpt", grid, micro=2 if world.rank else 4)
+        with pytest.raises(CollectiveError, match=r"need the same number of micro-batches: .* from 2 to 4"):
+            trainer.step()
