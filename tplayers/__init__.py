@@ -74,10 +74,12 @@ from .placement import Normal as Normal
 from .placement import Placement as Placement
 from .placement import add_parameter as add_parameter
 from .placement import all_reduce_together as all_reduce_together
+from .placement import first_copies as first_copies
 from .placement import initialize as initialize
 from .placement import placements as placements
 from .placement import require_divisible as require_divisible
 from .placement import sum_partial_gradients as sum_partial_gradients
+from .placement import whole_placements as whole_placements
 from .recompute import Recompute as Recompute
 from .regions import copy_to_tensor_parallel_region as copy_to_tensor_parallel_region
 from .regions import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region

@@ -241,6 +241,18 @@ def placements(module: nn.Module) -> dict[str, Placement]:
     return {name: recorded.get(p) or Placement(tuple(p.shape)) for name, p in module.named_parameters()}
 
 
+def whole_placements(module: nn.Module) -> dict[str, Placement]:
+    """The `placements` of the whole model that ``module`` is, or is a stage of (`tplayers.Transformer.whole`)."""
+    whole = getattr(module, "whole", None)
+    return placements(module if whole is None else whole())
+
+
+def first_copies(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` by name, but the one of which another pipeline stage has the first copy."""
+    second = getattr(module, "second_copy", None)
+    return {name: parameter for name, parameter in module.named_parameters() if name != second}
+
+
 #: The attribute of a module that holds the placements of its own parameters.
 _RECORDS = "parameter_placements"
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 
 import torch
 
+from commengine import Communicator, ProcessGrid
 from commengine.host.wire import Order
 
 from .options import (
@@ -85,6 +86,15 @@ class JobConfig:
     )
 
     @property
+    def model_parallel_size(self) -> int:
+        """The ranks that one model is split over. The ranks are this number times the data-parallel size."""
+        return self.tensor_model_parallel_size
+
+    def grid(self, world: Communicator) -> ProcessGrid:
+        """The groups of the job. Collective over ``world``."""
+        return ProcessGrid(world, tensor=self.tensor_model_parallel_size)
+
+    @property
     def order(self) -> Order | None:
         """The order of the job's reductions (`commengine.Communicator`); None: as is fastest."""
         return None
@@ -92,10 +102,13 @@ class JobConfig:
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
         require_ranges(self)
-        tensor = self.tensor_model_parallel_size
+        tensor, whole = self.tensor_model_parallel_size, self.model_parallel_size
         sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
         split = given(self, "tensor_model_parallel_size")
         require(ranks % tensor == 0, f"{split}: does not divide the {ranks} ranks; {sizes} do")
+        stages = f"--pipeline-model-parallel-size {whole // tensor}"
+        fits = [n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0]
+        require(ranks % whole == 0, f"{stages}: does not divide the {ranks} ranks, with {split}; {fits} do")
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.
@@ -252,7 +265,7 @@ class TrainConfig(JobConfig):
         decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
         below = decay is None or self.lr_warmup_iters < decay
         require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
-        replicas = ranks // self.tensor_model_parallel_size
+        replicas = ranks // self.model_parallel_size
         step = self.micro_batch_size * replicas
         batch = self.global_batch_size or step
         require(
@@ -281,6 +294,16 @@ class TrainConfig(JobConfig):
     @property
     def canonical_shards(self) -> int | None:
         """The shards in which the model computes the same bits at every layout; None: it does not."""
+        return None
+
+    @property
+    def samples_at_once(self) -> int:
+        """The samples of a micro-batch that goes through the model."""
+        return self.micro_batch_size
+
+    @property
+    def overlap_p2p_communication(self) -> bool | None:
+        """Whether a pipeline's messages have threads of their own; None: only where they cost nothing."""
         return None
 
     @property

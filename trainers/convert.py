@@ -108,7 +108,7 @@ def _two(option: str, words: str | Sequence[str] | None, programs: Sequence[str]
 def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
     config = job_config(world, ConvertConfig, "convert")
-    with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
+    with watched(config, world) as comm, config.grid(comm) as grid:
         if config.origin is not None:
             _import(config, config.origin, grid)
         else:

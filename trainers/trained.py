@@ -144,7 +144,8 @@ def load_trained(
         found, kind_found, state = saved_model(Path(folder), kind, iteration, verify=verify)
         settings = read_settings(found, _CONFIGS[kind_found], state.settings, lambda made: made.model())
         settings = replace(
-            settings, tensor_model_parallel_size=grid.tensor.size, sequence_parallel=False, recompute_granularity=None,
+            settings, tensor_model_parallel_size=grid.tensor.size, pipeline_model_parallel_size=1,
+            num_layers_per_virtual_pipeline_stage=None, sequence_parallel=False, recompute_granularity=None,
             pad_attention_heads=True,
         )  # fmt: skip
         settings.require_split(grid.world.size)
@@ -254,7 +255,7 @@ def loaded(
     config: valid for ``world``. kind: as for `load_trained`, which raises the errors. Collective over ``world``, as is
     the end of the block.
     """
-    with watched(config, world) as comm, ProcessGrid(comm, tensor=config.tensor_model_parallel_size) as grid:
+    with watched(config, world) as comm, config.grid(comm) as grid:
         assert config.load is not None
         dtype = None if config.dtype is None else DTYPES[config.dtype]
         trained = load_trained(

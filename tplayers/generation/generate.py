@@ -11,14 +11,16 @@ from operator import index
 import torch
 from torch import Tensor
 
+from commengine import Communicator
 from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.host_copy import integers, to_device
 from tplayers.models.gpt import GPT
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
-from .fast_weights import OutputScreen, fast_model, screened
+from .fast_weights import OutputScreen, fast_model, inference_copy, screened
 from .sampling import Sampling
+from .staged import StagedModel
 
 
 def generate(
@@ -34,6 +36,7 @@ def generate(
     after_token: Callable[[int, Sequence[int]], bool] | None = None,
     slide: int = 1,
     warn: bool = True,
+    pipeline: Communicator | None = None,
 ) -> list[list[int]]:
     """The tokens that continue each prompt: ``samples`` rows for the first prompt, then those for the second, ...
 
@@ -49,9 +52,10 @@ def generate(
     Every token that is left then has a new position and goes through the model again: with 1, each new token takes as
     long as the whole window. Of a prompt that is longer itself, the model sees the last ``max_position_embeddings``
     tokens. warn: rank 0 of the group then gives a UserWarning at the end, which says how many rows slid.
+    pipeline: the stages that have the model's layers, of which ``model`` is one; None if it is whole.
 
-    Collective over the model's tensor group, with equal arguments on all ranks: if they differ, all ranks raise
-    CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
+    Collective over the model's tensor group and the pipeline, with equal arguments on all ranks: if they differ, all
+    ranks raise CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
     (`fast_weights`). Raises TypeError for a prompt that is no sequence of integers, and ValueError for an argument out
     of its range and where the model's logits are not finite; on all ranks. The model does not change, and no gradient
     is kept.
@@ -61,21 +65,27 @@ def generate(
     prompts = [_prompt(number, prompt) for number, prompt in enumerate(rows_of)]
     numbers = list(range(len(prompts))) if numbers is None else [index(number) for number in numbers]
     stops = frozenset(stop_tokens)
-    if model.comm.size > 1:
+    stages = pipeline if pipeline is not None and pipeline.size > 1 else None
+    for group in (model.comm, *([] if stages is None else [stages])):
+        if group.size == 1:
+            continue
         asked = (prompts, max_new_tokens, sampling, seed, samples, numbers, sorted(stops), slide)
         digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
-        model.comm.compare(f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
+        group.compare(f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
     _require(model, prompts, max_new_tokens, samples, numbers, slide)
     rows = [
         _Row(place * samples + sample, numbers[place], sample, prompt)
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
-    chooser = TokenChooser(
-        model.comm, model.config.vocab_size, model.embedding.weight.shape[0], sampling, model.embedding.weight.device
-    )
+    columns = model.config.padded_vocab_size // model.comm.size
+    chooser = TokenChooser(model.comm, model.config.vocab_size, columns, sampling, model.device)
     with torch.inference_mode():
-        fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)
+        fast: GPT | StagedModel
+        if stages is None:
+            fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)
+        else:
+            fast, screen = StagedModel(inference_copy(model), stages), None
         steps = _steps(fast, rows, max_new_tokens, chooser, screen, seed, slide)
         for step, chosen in enumerate(steps):
             for row, token in chosen:
@@ -129,8 +139,8 @@ class _Row:
 
 
 def _steps(
-    model: GPT, rows: Sequence[_Row], count: int, chooser: TokenChooser, screen: OutputScreen | None, seed: int,
-    slide: int,
+    model: GPT | StagedModel, rows: Sequence[_Row], count: int, chooser: TokenChooser, screen: OutputScreen | None,
+    seed: int, slide: int,
 ) -> Iterator[list[tuple[_Row, int]]]:  # fmt: skip
     """The next token of each row that has not ended, step by step. The caller appends it, and ends rows."""
     positions, device, sampling = model.config.max_position_embeddings, chooser.device, chooser.sampling
@@ -174,7 +184,7 @@ def _steps(
                 seen.of = seen.of[kept]
 
 
-def _first_pass(model: GPT, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
+def _first_pass(model: GPT | StagedModel, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
     """A cache of the rows' prompts, and the last token's hidden state of each [b, h]. Samples share one pass."""
     prompts = {id(row.prompt): row for row in rows}
     place = {prompt: number for number, prompt in enumerate(prompts)}
@@ -187,11 +197,11 @@ def _first_pass(model: GPT, rows: Sequence[_Row], capacity: int) -> tuple[KeyVal
     return cache, hidden
 
 
-def _whole_windows(model: GPT, cache: KeyValueCache, rows: Sequence[_Row]) -> Tensor:
+def _whole_windows(model: GPT | StagedModel, cache: KeyValueCache, rows: Sequence[_Row]) -> Tensor:
     """Fill the empty ``cache`` with the windows of the rows; the hidden state of each row's last token [b, h]."""
     windows = [row.window() for row in rows]
     lengths = [len(window) for window in windows]
-    longest, device = max(lengths), model.embedding.weight.device
+    longest, device = max(lengths), model.device
     # Shorter rows are filled up at the end, which no real token sees.
     filled = integers([window + [0] * (longest - len(window)) for window in windows], device)
     hidden = model.hidden_states(filled, cache=cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,11 @@ class Transformer(nn.Module):
         return weight.new_empty(s // self.comm.size if self.sequence_parallel else s, b, self.config.hidden_size)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._weight.device
+
+    @property
     def _weight(self) -> Tensor:
         """A weight of this part, which has the dtype and the device of all."""
         found: Tensor = cast(TransformerBlock, self.layers[self.part.chunks[0].start]).attention_norm.weight
@@ -216,7 +221,22 @@ class Transformer(nn.Module):
             return look_up(slice(0, s))
         return look_up(slice(self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size))
 
+    def whole(self) -> Self:
+        """This model, if it has all layers, or the model that it is a part of, on torch's meta device, without values.
+
+        Its parameters have the global names and placements. Not collective.
+        """
+        if self.part.first and self.part.last:
+            return self
+        with torch.device("meta"):
+            return type(self)(self.config, self.comm, dtype=self._weight.dtype)
+
     # The output layer ---------------------------------------------------------------------------------------------
+
+    @property
+    def second_copy(self) -> str | None:
+        """The name of the parameter of which another part has the first copy: a tied weight, on the last part."""
+        return self.tied if self.part.last and not self.part.first else None
 
     @property
     def tied(self) -> str | None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank
-from tplayers import Placement, placements
+from tplayers import Placement, placements, whole_placements
 from trainers.config import TrainConfig
 from trainers.data.stream import MOCK, record_of_one
 from trainers.files import checksums
@@ -87,9 +87,21 @@ def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def model_placements(model: nn.Module) -> dict[str, Placement]:
-    """The placements of `named_values`. Every rank has whole buffers."""
-    placed = placements(model)
-    return {name: placed.get(name) or Placement(tuple(one.shape)) for name, one in named_values(model)}
+    """The placements of the `named_values` of the whole model. Every rank has whole buffers."""
+    placed = whole_placements(model)
+    return placed | {name: Placement(tuple(one.shape)) for name, one in named_values(model) if name not in placed}
+
+
+def optimizer_placements(model: nn.Module, described: Mapping[str, tuple[torch.dtype, Placement]]) -> dict[str, Any]:
+    """The dtype and placement of the optimizer's state of the whole model, by names in the order of the file.
+
+    described: those of ``model``, which may be a stage (`Optimizer.described`).
+    """
+    whole, mine = whole_placements(model), placements(model)
+    if whole.keys() == mine.keys():
+        return dict(described)
+    kinds = {name.partition(".")[0]: dtype for name, (dtype, _) in described.items()}
+    return {f"{kind}.{name}": (dtype, placed) for kind, dtype in kinds.items() for name, placed in whole.items()}
 
 
 def read_state(found: Path, config: TrainConfig) -> Progress:
@@ -212,7 +224,9 @@ def load(
     trained = {name for name in placed if f"{MOMENTS[0]}.{name}" in optimizer.described()}
     # Masters are the parameters before rounding, so filling them fills the parameters, too.
     kinds = (*MOMENTS, "master") if progress.masters else MOMENTS
-    parts = {f"{kind}.{name}": placed[name] for kind in kinds for name in placed if name in trained}
+    every = {name: one for name, one in whole_placements(model).items() if name in trained or name not in placed}
+    parts = {f"{kind}.{name}": one for kind in kinds for name, one in every.items()}
+    mine = {f"{kind}.{name}" for kind in kinds for name in trained}
 
     def read() -> None:
         with named_faults(found):
@@ -223,7 +237,7 @@ def load(
                     model.get_buffer(name).copy_(values)
             if not progress.updates and not progress.masters:
                 return  # the moments are 0, and a converted model has none
-            for key, values in parallel_safetensors.read(found / OPTIMIZER, parts):
+            for key, values in parallel_safetensors.read(found / OPTIMIZER, parts, wanted=mine):
                 kind, _, name = key.partition(".")
                 optimizer.fill(kind, name, values)
             optimizer.set_updates(progress.updates)
@@ -274,6 +288,6 @@ def read_model(
     """
     parts = model_placements(model)
     other = {name for name, one in named_values(model) if not one.dtype.is_floating_point}
-    wanted = parts.keys() - set(leave_out)
+    wanted = {name for name, _ in named_values(model)} - set(leave_out)
     if wanted:
         yield from parallel_safetensors.read(found / MODEL, parts, wanted=wanted, any_dtype=other, into=into)

@@ -18,13 +18,22 @@ from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
-from tplayers import Placement, placements
+from tplayers import Placement, whole_placements
 from trainers.files import checksums
 from trainers.training.optimizer import Optimizer
 from trainers.training.optimizer_state import OptimizerState
 
 from . import disk, parallel_safetensors, pointer
-from .checkpoint import CHECKSUMS, FORMAT, MODEL, OPTIMIZER, Progress, model_placements, named_values
+from .checkpoint import (
+    CHECKSUMS,
+    FORMAT,
+    MODEL,
+    OPTIMIZER,
+    Progress,
+    model_placements,
+    named_values,
+    optimizer_placements,
+)
 from .pointer import STATE
 
 #: what `CheckpointWriter.state` says of one rank; the largest value over the ranks says it of all
@@ -56,16 +65,21 @@ class CheckpointWriter:
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._lost = lost
-        self._folder, self._world, self._group = folder, grid.world, grid.tensor
+        self._folder, self._world, self._grid = folder, grid.world, grid
         self._name = pointer.name_of(progress.iteration)
         self._beside = folder / f"{self._name}.tmp"
-        placed = placements(model)
-        described = {key: _describe(placement) for key, placement in placed.items()}
+        described = {key: _describe(placement) for key, placement in whole_placements(model).items()}
         self._state = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
-        values, wholes = list(named_values(model)), model_placements(model)
-        weights = {key: (one.dtype, wholes[key]) for key, one in values}
-        moments = {} if optimizer is None else optimizer.described()
-        state: Iterator[tuple[str, Tensor]] = iter(()) if optimizer is None else optimizer.tensors()
+        values, second = dict(named_values(model)), getattr(model, "second_copy", None)
+        dtype = next(iter(values.values())).dtype  # of parameters that other stages have
+        weights = {
+            key: (values[key].dtype if key in values else dtype, one) for key, one in model_placements(model).items()
+        }
+        moments: dict[str, Any] = {}
+        state: Iterator[tuple[str, Tensor]] = iter(())
+        if optimizer is not None:
+            moments = optimizer_placements(model, optimizer.described())
+            state = ((key, one) for key, one in optimizer.tensors() if key.partition(".")[2] != second)
         self._sizes = {
             MODEL: parallel_safetensors.file_size(weights),
             OPTIMIZER: parallel_safetensors.file_size(moments),
@@ -78,11 +92,12 @@ class CheckpointWriter:
         if isinstance(optimizer, Optimizer):
             optimizer.wait_for_parameters()
         mine: Iterator[tuple[str, int, Any]] = iter(())
-        if grid.data.rank == 0:  # this tensor group holds everything that is not sharded over the data group
+        if grid.data.rank == 0:  # a stage's first tensor group holds all of it that the data group does not share
+            first, own = grid.pipeline.rank == 0, ((key, one) for key, one in values.items() if key != second)
             mine = (
                 (file, start, data)
-                for file, described, given in ((MODEL, weights, iter(values)), (OPTIMIZER, moments, state))
-                for start, data in parallel_safetensors.ranges(described, given, self._group)
+                for file, described, given in ((MODEL, weights, own), (OPTIMIZER, moments, state))
+                for start, data in parallel_safetensors.ranges(described, given, grid.tensor, header=first)
             )
         else:
             for _ in state:  # this rank's shards go to rank 0 of the data group
@@ -109,7 +124,8 @@ class CheckpointWriter:
         try:
             self._wait()
             on_every_rank(self._world, lambda: self._told(self._raise_problem))
-            pieces = [checksums.Piece(*one) for some in gather_json(self._group, self._pieces) for one in some]
+            of_stage = [one for some in gather_json(self._grid.tensor, self._pieces) for one in some]
+            pieces = [checksums.Piece(*one) for some in gather_json(self._grid.pipeline, of_stage) for one in some]
             self._on_rank_zero(lambda: self._publish(pieces))
         except UsageError:  # on all ranks
             self._world.barrier()  # no rank writes any more, see `_wait`

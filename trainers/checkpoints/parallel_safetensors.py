@@ -120,18 +120,18 @@ SHARED_FROM = 1 << 20
 
 def ranges(
     described: Mapping[str, tuple[torch.dtype, Placement]], tensors: Iterable[tuple[str, Tensor]], comm: Communicator,
-    *, metadata: Mapping[str, str] | None = None,
+    *, metadata: Mapping[str, str] | None = None, header: bool = True,
 ) -> Iterator[tuple[int, memoryview]]:  # fmt: skip
     """This rank's (first byte in the file, bytes); the ranks' ranges together are the file.
 
     described: the dtype and placement of each tensor, in the order of the file. tensors: this rank's part of each, in
     any order that is the same on every rank; an iterator is advanced when the caller is done with the tensor before.
-    metadata: of the file.
+    Another group may write other tensors of the file. metadata: of the file. header: this group writes its header.
     The bytes are valid until the next range is asked for. Collective over ``comm``: every rank must exhaust it.
     """
-    header, stored = lay_out(described, metadata)
-    if comm.rank == 0:
-        yield 0, memoryview(header)
+    head, stored = lay_out(described, metadata)
+    if header and comm.rank == 0:
+        yield 0, memoryview(head)
     for number, (name, tensor) in enumerate(tensors):
         part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         start, placement = stored[name].start, described[name][1]

@@ -14,15 +14,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tplayers import Placement, placements
+from commengine.rank_zero import gather_json
+from tplayers import Placement, first_copies, whole_placements
 from tplayers.rng import generator
 from trainers.training.trainer import Step, Trainer
 
 #: the end of the names of digests in metrics.jsonl
 SUFFIX = "_digest"
 
-#: the names, in a row of metrics.jsonl that has digests, of the sizes of the tensor and of the data group
-LAYOUT = ("tensor_model_parallel_size", "data_parallel_size")
+#: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups; without stages a row has no second
+LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
 
 #: of a digest: every program that reads JSON keeps whole numbers of this size
 BITS = 52
@@ -36,8 +37,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digests(trainer: Trainer, step: Step) -> dict[str, int]:
     """The digests of a step's losses and norm, and of the parameters after it, for a row of metrics.jsonl.
 
-    Those of the parameters are 0 on ranks of the data group but the first. Collective over the trainer's tensor group
-    and, with ZeRO-1, over its data group. It takes a pass over the parameters.
+    Those of the parameters are 0 on ranks of the data and the pipeline group but the first. Collective over the
+    trainer's tensor and pipeline groups and, with ZeRO-1, over its data group. It takes a pass over the parameters.
     """
     trainer.optimizer.wait_for_parameters()
     weights = weights_digest(trainer) if trainer.grid.data.rank == 0 else 0
@@ -50,17 +51,24 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
 
 def layout(trainer: Trainer) -> dict[str, int]:
     """The layout of the step's ranks, which stands beside the digests: a run may go on at another one."""
-    return dict(zip(LAYOUT, (trainer.grid.tensor.size, trainer.grid.data.size), strict=True))
+    grid = trainer.grid
+    sizes = dict(zip(LAYOUT, (grid.tensor.size, grid.pipeline.size, grid.data.size), strict=True))
+    return {name: size for name, size in sizes.items() if name != LAYOUT[1] or size > 1}
 
 
 def weights_digest(trainer: Trainer) -> int:
-    """The digest of all parameters. Collective over the trainer's tensor group."""
-    placed, tensor = placements(trainer.model), trainer.grid.tensor
-    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in trainer.model.named_parameters()}
+    """The digest of all parameters, on the first stage. Collective over the trainer's tensor and pipeline groups."""
+    model, grid = trainer.model, trainer.grid
+    placed = whole_placements(model)
+    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in first_copies(model).items()}
     split = torch.tensor([number if placed[name].sharded else 0 for name, number in sums.items()])
-    tensor.all_reduce(split)
-    whole = zip(sums.items(), split.tolist(), strict=True)
-    return _of_text(" ".join(f"{name} {of_all if placed[name].sharded else mine}" for (name, mine), of_all in whole))
+    grid.tensor.all_reduce(split)
+    mine = {
+        name: of_all if placed[name].sharded else number
+        for (name, number), of_all in zip(sums.items(), split.tolist(), strict=True)
+    }
+    every = {name: number for stage in gather_json(grid.pipeline, mine) for name, number in stage.items()}
+    return _of_text(" ".join(f"{name} {every[name]}" for name in placed)) if every else 0
 
 
 def tensor_sum(part: Tensor, placement: Placement) -> int:

@@ -66,14 +66,14 @@ class SpikeDetector:
 
 
 def save_batch(trainer: Trainer, k: int, folder: Path) -> Path:
-    """Write this rank's samples of global batch ``k``, from 0, if it is the first of its tensor group. Not collective.
+    """Write this rank's samples of global batch ``k``, from 0, if it is the first that has them. Not collective.
 
-    The file, whose path is returned on all ranks of the tensor group, is a safetensors file: the tensors of the
-    microbatches, one after the other along their first dimension, and ``numbers``, int64, those of the samples. Raises
-    OSError if it cannot be written.
+    The file, whose path is returned on all ranks of the tensor and the pipeline group, is a safetensors file: the
+    tensors of the microbatches, one after the other along their first dimension, and ``numbers``, int64, those of the
+    samples. Raises OSError if it cannot be written.
     """
     path = folder / f"step_{k + 1:07d}-replica_{trainer.grid.data.rank}.safetensors"
-    if trainer.grid.tensor.rank == 0:
+    if trainer.grid.tensor.rank == trainer.grid.pipeline.rank == 0:
         microbatches = list(trainer.batches(k))
         tensors: dict[str, Tensor] = {"numbers": torch.tensor([n for batch in microbatches for n in batch.numbers])}
         names = [name for name, value in vars(microbatches[0]).items() if isinstance(value, Tensor)]
@@ -134,7 +134,8 @@ class InRunChecks:
             if not self._paced:
                 yield
                 return
-            with trace(self._trainer.grid.tensor, self._trainer.grid.data) as self._log:
+            grid = self._trainer.grid
+            with trace(grid.tensor, grid.data, grid.pipeline) as self._log:
                 yield
         except Diverged as error:
             raise UsageError(f"{error}; {self._save_batch(self._trainer.iteration)}") from error

@@ -39,16 +39,22 @@ def difference(trainer: Trainer) -> str | None:
     """What differs between copies on several ranks, and where, or None. Collective over the trainer's world.
 
     Compared over the data group: parameters, and masters and AdamW's moments where they are not sharded (ZeRO-1). Over
-    the tensor group: the same of parameters that are not split. The ranks of a group get the same answer; groups do
-    not. It costs one pass over these tensors and two collectives of 16 bytes. To be called between steps.
+    the tensor group: the same of parameters that are not split. Between the first and the last stage of a pipeline: a
+    tied weight. The ranks of a group get the same answer; groups do not. It costs one pass over these tensors and two
+    collectives of 16 bytes. To be called between steps.
     """
     trainer.optimizer.wait_for_parameters()
     placed = placements(trainer.model)
     state = ((name, name.partition(".")[2], tensor) for name, tensor in trainer.optimizer.unsharded())
     parameters = ((name, name, parameter) for name, parameter in trainer.model.named_parameters())
-    return differing(
+    found = differing(
         trainer.grid, [(name, tensor, placed[of].sharded) for name, of, tensor in itertools.chain(parameters, state)]
     )
+    tied = trainer.tied
+    if tied is not None and tied.ends is not None:
+        of_copies = difference_between(tied.ends, [(tied.name, checksum(trainer.gradients.named[tied.name]))])
+        found = found or of_copies
+    return found
 
 
 def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> str | None:

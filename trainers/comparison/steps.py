@@ -36,7 +36,7 @@ def layouts(rows: Iterable[Mapping[str, Any]]) -> str:
     """The layouts in which a run did the steps of these rows, in words, such as "1 x 2 at steps 1 to 3; 2 x 1 at 4"."""
 
     def layout(row: Row) -> str:
-        return " x ".join(f"{row[name]:.0f}" for name in LAYOUT) if all(name in row for name in LAYOUT) else "not known"
+        return " x ".join(f"{row[name]:.0f}" for name in LAYOUT if name in row) or "not known"
 
     spans = [(name, [row["iteration"] for row in some_rows]) for name, some_rows in groupby(rows, layout)]
     if len(spans) == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,7 +109,9 @@ class FinetuneTask(ExportedTask):
     def __init__(self, config: FinetuneConfig, world: Communicator, files: TaskFiles) -> None:
         task, train = files.task, files.train
         self.config, self.task, self.dev, self.head = config, task, files.dev, task.task_head
-        grid, model = new_model(config, world, partial(task.model, config.shape(world.size)))
+        grid, model = new_model(
+            config, world, lambda grid, dtype, stream: task.model(config.shape(world.size), grid.tensor, dtype, stream)
+        )
         if not on_rank_zero(world, lambda: run_folder.checkpoint_to_load(config) is not None):
             assert config.pretrained_checkpoint is not None
             new = copy_pretrained(config.pretrained_checkpoint, model, grid, verify=config.verify_checkpoints)

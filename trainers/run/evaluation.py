@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from commengine import Communicator, UsageError
+from tplayers import StageInput
+from trainers.pipeline.schedule import Passed, Schedule, activations_like
 from trainers.training.interfaces import FiniteBatchSource, Objective
 
 
@@ -48,14 +50,16 @@ def total(means: Mapping[str, Mean]) -> float:
 
 def evaluate_sources(
     model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], data: Communicator,
-    between: Callable[[], object] = lambda: None,
+    between: Callable[[], object] = lambda: None, schedule: Schedule | None = None,
 ) -> Evaluation:  # fmt: skip
     """The objective's terms, by name, over at least one source. Collective, with errors and ``between`` as `evaluate`.
 
     A source counts by its weight, however many items it has; one without any item of a term does not count there.
     """
     found = {
-        source.name: evaluate(model, objective, source.batches, data, iterations=source.iterations, between=between)
+        source.name: evaluate(
+            model, objective, source.batches, data, iterations=source.iterations, between=between, schedule=schedule
+        )
         for source in sources
     }
     means = {}
@@ -70,15 +74,16 @@ def evaluate_sources(
 
 def evaluate(
     model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], data: Communicator, *,
-    iterations: int, between: Callable[[], object] = lambda: None,
+    iterations: int, between: Callable[[], object] = lambda: None, schedule: Schedule | None = None,
 ) -> dict[str, Mean]:  # fmt: skip
     """The objective's terms, by name, over the first ``iterations`` global batches, at most all samples.
 
     between: called before each global batch, on all ranks. It may be collective over the world, and may end the
-    evaluation by an exception that it raises on all ranks.
+    evaluation by an exception that it raises on all ranks. schedule: of the pipeline of which ``model`` is a stage;
+    None if it is the whole model.
 
-    Collective over ``data`` and the model's tensor group. Leaves the model in training mode. Raises UsageError, on all
-    ranks, where a batch is not usable.
+    Collective over ``data``, the model's tensor group and the pipeline. Leaves the model in training mode. Raises
+    UsageError, on all ranks, where a batch is not usable.
     """
     terms = len(objective.names)
     totals = torch.zeros(2 * terms + 1, dtype=torch.float64)  # sums, counts, microbatches that are not usable
@@ -88,20 +93,46 @@ def evaluate(
         with torch.no_grad():
             for k in range(min(iterations, len(batches))):
                 between()
+                usable = []
                 for batch in batches(k):
-                    if not batch.usable:
+                    if batch.usable:
+                        totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
+                        usable.append(batch)
+                    else:
                         totals[-1] += 1
-                        continue
-                    totals[terms:-1] += torch.tensor(batch.counts, dtype=torch.float64)
-                    losses = objective(model, batch.to(data.device), None)
-                    for total, of_term in zip(sums, losses, strict=True):
-                        total += of_term.sum(dtype=torch.float64)
+                _add_losses(sums, model, objective, usable, schedule)
     finally:
         model.train()
     totals[:terms] = sums
+    if schedule is not None:  # the losses are those of the stage with the output layer, and the counts those of each
+        of_stages = totals[:terms].clone()
+        schedule.pipeline.all_reduce(of_stages)
+        totals[:terms] = of_stages
     data.all_reduce(totals)
     if totals[-1]:
         raise UsageError(batches.unusable)
     means = (totals[:terms] / totals[terms:-1]).tolist()
     counts = [int(count) for count in totals[terms:-1]]
     return {name: Mean(*of_term) for name, *of_term in zip(objective.names, means, counts, strict=True)}
+
+
+def _add_losses(
+    sums: Tensor, model: nn.Module, objective: Objective[Any], batches: Sequence[Any], schedule: Schedule | None
+) -> None:
+    """Add the losses of ``batches`` to ``sums`` [terms], on the stage that has them."""
+
+    def forward(number: int, at: StageInput | None) -> Tensor:
+        called = model if schedule is None else schedule.stage(model, at)
+        try:
+            losses = objective(called, batches[number].to(sums.device), None)
+        except Passed as passed:
+            return passed.activations
+        for total, of_term in zip(sums, losses, strict=True):
+            total += of_term.sum(dtype=torch.float64)
+        return sums
+
+    if schedule is None:
+        for number in range(len(batches)):
+            forward(number, None)
+    else:
+        schedule.evaluate(len(batches), forward, activations_like(model, batches))

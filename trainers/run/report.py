@@ -56,6 +56,7 @@ class Report(Remarks):
     parameters: int
     tensor_model_parallel_size: int
     data_parallel_size: int
+    pipeline_model_parallel_size: int = 1
     train_loss: float | None
     validation_loss: float | None
     token_loss: float | None = None
@@ -72,7 +73,9 @@ class Report(Remarks):
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
         item = unit.partition("/")[2] or "item"
+        stages = self.pipeline_model_parallel_size
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
+        layout += f" x pipeline {stages}" if stages > 1 else ""
         lines = [f"{self.iteration} steps, {_count(self.parameters)} parameters, {layout}", ""]
         several = self.token_loss is not None and self.token_loss != self.validation_loss
         unit_of_all, terms = (unit.partition("/")[0], ", the sum of all terms") if several else (unit, "")
@@ -169,6 +172,7 @@ def report(
         parameters=trainer.parameters(),
         tensor_model_parallel_size=trainer.grid.tensor.size,
         data_parallel_size=trainer.grid.data.size,
+        pipeline_model_parallel_size=trainer.grid.pipeline.size,
         train_loss=train_loss,
         validation_loss=None if means is None else total(means),
         token_loss=None if first is None else first.loss,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
-from tplayers import BERT, BERTConfig, Randomness
+from tplayers import BERT, BERTConfig, ModelPart, Randomness, StageInput
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from tplayers.models.config import NORM_PLACEMENTS
@@ -24,6 +24,7 @@ from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
 from trainers.options import OPEN_FRACTION, Length, Share, given, option, require
+from trainers.pipeline.schedule import Passed
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.task import Remarks
@@ -99,8 +100,10 @@ class BERTTrainConfig(TransformerTrainConfig):
         """The model's shape. ``vocab_size`` must be known."""
         return BERTConfig(**self.shape(BERTConfig), binary_head=not self.bert_no_binary_head)
 
-    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> BERT:
-        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap)
+    def network(
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
+    ) -> BERT:
+        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part)
 
     def open_corpus(self) -> Corpus:
         return open_masked_corpus(self, self.wordpieces(), self.rules())
@@ -215,7 +218,7 @@ class BERTTask(TransformerTask[BERTTrainConfig]):
             return Remarks(None, masked, completed, completes=True)
         measures = {f"validation_{name}": mean.loss for name, mean in evaluated.items()}
         right = RightPredictions(binary_head=not self.config.bert_no_binary_head)
-        shares = evaluate_sources(model, right, self.held_out, grid.data).means
+        shares = evaluate_sources(model, right, self.held_out, grid.data, schedule=self.trainer.schedule).means
         measures |= {name: mean.loss for name, mean in shares.items()}
         size = model.config.vocab_size
         unigram = unigram_entropy(self.corpus, size, self._evaluated, grid.world)
@@ -227,16 +230,30 @@ class BERTTask(TransformerTask[BERTTrainConfig]):
         first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
         row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
         arrays = row.tokens, row.types, np.array(row.length), row.positions
-        model.eval()
-        predicted, _ = predict(
-            model, *(to_device(torch.from_numpy(array)[None], model.comm.device) for array in arrays)
-        )
-        model.train()
+        predicted = self._predicted(model, *(to_device(torch.from_numpy(one)[None], model.device) for one in arrays))
         masked = row.labels != IGNORED
         positions = row.positions[masked].tolist()
         guesses = dict(zip(positions, self._words(predicted[0][torch.from_numpy(masked)]), strict=True))
         truth = dict(zip(positions, self._words(row.labels[masked]), strict=True))
         return filled(self._words(row.tokens[: row.length]), guesses, truth)
+
+    def _predicted(self, model: BERT, tokens: Tensor, types: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """What `predict` finds at ``positions``: int64 [1, K] on all ranks."""
+        schedule, found = self.trainer.schedule, torch.zeros_like(positions)
+
+        def forward(_: int, at: StageInput | None) -> Tensor:
+            try:
+                best, _order = predict(schedule.stage(model, at), tokens, types, lengths, positions)
+            except Passed as passed:
+                return passed.activations
+            return found.copy_(best)
+
+        model.eval()
+        with torch.no_grad():
+            schedule.evaluate(1, forward, lambda _: model.activations(tokens))
+        model.train()
+        schedule.pipeline.broadcast(found, schedule.pipeline.size - 1)
+        return found
 
     def _words(self, ids: Tensor | np.ndarray[Any, Any]) -> list[str]:
         numbers = [int(number) for number in ids]

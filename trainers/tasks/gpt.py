@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream
-from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
+from tplayers import GPT, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.models.config import POSITION_EMBEDDINGS
 from tplayers.norm import NORMS
@@ -118,8 +118,10 @@ class GPTTrainConfig(TransformerTrainConfig):
         own = {"rope_scaling": self.rope_scaling(), "num_query_groups": groups}
         return GPTConfig(**self.shape(GPTConfig) | own, add_bias_linear=not self.disable_bias_linear)
 
-    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> GPT:
-        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap)
+    def network(
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
+    ) -> GPT:
+        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part)
 
     def open_corpus(self) -> Corpus:
         return open_corpus(self)
@@ -178,7 +180,10 @@ class GPTTask(TransformerTask[GPTTrainConfig]):
         assert isinstance(model, GPT)
         source = self._evaluated[0].held_out if self._evaluated else corpus.sources[0].training
         prompt = [int(token) for token in source[0][: min(PROMPT_TOKENS, config.seq_length)]]
-        (sample,) = generate(model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed, warn=False)
+        (sample,) = generate(
+            model, [prompt], config.sample_tokens, sampling=SAMPLING, seed=config.seed, warn=False,
+            pipeline=self.trainer.grid.pipeline,
+        )  # fmt: skip
         unigram = None
         if evaluated is not None:
             world = self.trainer.grid.world

@@ -38,7 +38,7 @@ class SameBitsConfig(TrainConfig):
 
     @property
     def samples_at_once(self) -> int:
-        """The samples that go through the model at once: one, where the bits may not depend on their number."""
+        """See `TrainConfig.samples_at_once`: one, where the bits may not depend on their number."""
         return 1 if self.deterministic else self.micro_batch_size
 
     def validate(self, ranks: int) -> None:
@@ -49,7 +49,7 @@ class SameBitsConfig(TrainConfig):
             require(self.deterministic_shards is None, f"{given(self, 'deterministic_shards')}: needs --deterministic")
             return
         tensor = self.tensor_model_parallel_size
-        replicas = ranks // tensor
+        replicas = ranks // self.model_parallel_size
         named = f"--deterministic-shards {shards}"
         require(shards.bit_count() == 1, f"{named}: must be a power of two")
         require(

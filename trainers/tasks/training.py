@@ -40,9 +40,12 @@ def transformer_trainer(config: TransformerTrainConfig, world: Communicator, cor
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     """
 
+    def network(grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None) -> nn.Module:
+        return config.network(grid.tensor, dtype, overlap, config.parts()[grid.pipeline.rank])
+
     def fresh() -> Trainer:
         samples = corpus.stream(config.seed)
-        grid, model = new_model(config, world, config.network)
+        grid, model = new_model(config, world, network)
         if config.canonical_shards is not None:
             require(
                 world.device.type == "cpu",
@@ -66,17 +69,17 @@ def transformer_trainer(config: TransformerTrainConfig, world: Communicator, cor
 
 def new_model(
     config: TrainConfig, world: Communicator,
-    network: Callable[[Communicator, torch.dtype, Stream | None], nn.Module],
+    network: Callable[[ProcessGrid, torch.dtype, Stream | None], nn.Module],
 ) -> tuple[ProcessGrid, Any]:  # fmt: skip
     """The grid of a run's ranks, and its model with initial values. Collective over ``world``.
 
-    network: called with the tensor group, the parameters' dtype, and the stream on which column-parallel layers
+    network: called with the grid, the parameters' dtype, and the stream on which column-parallel layers
     communicate in the backward; None for no overlap.
     """
-    grid = ProcessGrid(world, tensor=config.tensor_model_parallel_size)
+    grid = config.grid(world)
     overlaps = overlapped(config.async_tensor_model_parallel_allreduce, world.device) and grid.tensor.size > 1
     dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
-    model = network(grid.tensor, dtype, grid.tensor.new_stream() if overlaps else None)
+    model = network(grid, dtype, grid.tensor.new_stream() if overlaps else None)
     initialize(model, config.seed)
     return grid, model
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from commengine import Communicator, Stream, UsageError, cost
-from tplayers import BERT, GPT, TransformerConfig
+from tplayers import BERT, GPT, ModelPart, TransformerConfig
 from trainers import presets
 from trainers.config import LOAD, TrainConfig, of_other_program
 from trainers.data.batches import GlobalBatches
@@ -20,7 +20,6 @@ from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
 from trainers.options import (
     Heads,
-    Layers,
     Length,
     Positive,
     Text,
@@ -38,10 +37,11 @@ from trainers.weights.other_model import OtherModel
 from .layers import LayerConfig
 from .other_models import require_same, settings_of_load
 from .same_bits import SameBitsConfig
+from .stages import StagesConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(SameBitsConfig, TextConfig, LayerConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, LayerConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share.
 
     A subclass says what is trained: `model`, `network`, `open_corpus`, `batches` and `objective`.
@@ -62,7 +62,6 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, LayerConfig, ABC):
         None, "a model of the paper with its recipe; other flags and --config win. list prints them",
         sets=lambda settings, name, _: presets.settings(name, settings.task),
     )  # fmt: skip
-    num_layers: Layers = option(12, "transformer layers", fixed=True)
     hidden_size: Width = option(768, "width of the residual stream", fixed=True)
     num_attention_heads: Heads = option(12, "attention heads", fixed=True)
     ffn_hidden_size: Width | None = option(
@@ -144,8 +143,17 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, LayerConfig, ABC):
         """The model's shape. ``vocab_size`` must be known."""
 
     @abstractmethod
-    def network(self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
-        """A new model over a tensor group. overlap: the stream on which the backward communicates. Collective."""
+    def network(
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
+    ) -> GPT | BERT:
+        """A new model over a tensor group, or a part of it. Collective.
+
+        overlap: the stream on which the backward communicates.
+        """
+
+    def cost_shape(self) -> cost.TransformerShape:
+        """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
+        return self.model().cost_shape(self.seq_length, self.task, self.tensor_model_parallel_size)
 
     @abstractmethod
     def open_corpus(self) -> Corpus:
@@ -184,13 +192,14 @@ class TransformerTrainConfig(SameBitsConfig, TextConfig, LayerConfig, ABC):
 
         A lower bound, so that no run that is possible is refused: weights and gradients in the parameters' dtype, the
         input of each layer (of one layer with full recomputation), and nothing else. The heads of a BERT count, which
-        are small, also those that it may lack.
+        are small, also those that it may lack. Stages of a pipeline count as equal.
         """
         assert self.vocab_size is not None
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
         width = self.hidden_size
-        weights = cost.parameters(self.model().cost_shape(self.positions, self.task, tensor), tensor)
-        kept = 1 if self.recompute_granularity == "full" else self.num_layers
+        stages = self.pipeline_model_parallel_size
+        weights = cost.parameters(self.model().cost_shape(self.positions, self.task, tensor), tensor) / stages
+        kept = 1 if self.recompute_granularity == "full" else self.num_layers // stages
         inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
         there = machine_memory(self.device)
         for needed, what in (

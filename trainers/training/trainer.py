@@ -78,7 +78,7 @@ class Trainer:
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
         self.run = None if config.canonical_shards is None else run_length(batches.size)
         part: ModelPart | None = getattr(model, "part", None)
-        self.schedule = Schedule(grid.pipeline, part, threaded=False)
+        self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         self.gradients = GradientBuckets(
             model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, BERTConfig, GPTConfig, placements
+from tplayers import GPT, BERTConfig, GPTConfig, first_copies, whole_placements
 from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import disk, folder_lock, parallel_safetensors, run_folder
 
@@ -186,14 +185,19 @@ def _write(
     """`export`, by way of the folder ``own``."""
     world, config = grid.world, model.config
     beside = own / NEW
-    dtype = model.embedding.weight.dtype
+    values = first_copies(model)
+    dtype = next(iter(values.values())).dtype
     pieces = list(_pieces(model, None if head is None else head.ours))
     described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
     problem: OSError | None = None
     if grid.data.rank == 0:
-        parts = ((piece.name, piece.of(values).contiguous()) for piece, values in pieces)
+        here = ((piece, values[ours].detach()) for piece, ours in pieces if ours in values)
+        parts = ((piece.name, piece.of(one).contiguous()) for piece, one in here)
         with disk.RangeWriter(beside / SAFETENSORS) as file:
-            for start, data in parallel_safetensors.ranges(described, parts, grid.tensor, metadata=METADATA):
+            first = grid.pipeline.rank == 0
+            for start, data in parallel_safetensors.ranges(
+                described, parts, grid.tensor, metadata=METADATA, header=first
+            ):
                 file.write(start, data)
         problem = file.problem
 
@@ -229,12 +233,12 @@ def _told(folder: Path, work: Any) -> None:
         raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
 
 
-def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirPart, Tensor]]:
-    """Each of Hugging Face's tensors with our parameter that has it, in the order of the file."""
-    placed, values = placements(model), dict(model.named_parameters())
+def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirPart, str]]:
+    """Each of Hugging Face's tensors with the name of our parameter that has it, in the order of the file."""
+    placed = whole_placements(model)
     for tensor in hugging_face_tensors(model.config, head):
         for piece in pieces_of(tensor, placed[tensor.ours], model.config.vocab_size):
-            yield piece, values[tensor.ours].detach()
+            yield piece, tensor.ours
 
 
 def copy_small_files(origin: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from commengine import Communicator
 from commengine.errors import usage_errors
 from commengine.rank_zero import gather_json, on_every_rank
-from tplayers import TransformerConfig, placements
+from tplayers import TransformerConfig, whole_placements
 from trainers.checkpoints.parallel_safetensors import some
 
 from .hugging_face_model import HuggingFaceModel
@@ -49,7 +49,7 @@ def fill_model(
     The check costs a pass over the values, about a tenth of the time of loading.
     Raises UsageError, on all ranks, where the tensors do not fit or a file is damaged.
     """
-    placed = placements(model)
+    placed = whole_placements(model)
     wrong: list[str] = []
 
     def read() -> None:

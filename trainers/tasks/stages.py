@@ -1,0 +1,81 @@
+"""StagesConfig: the settings of runs whose model is cut into pipeline stages, and the cut."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from commengine import Communicator, ProcessGrid, cost
+from commengine.cost import TransformerShape
+from tplayers import ModelPart
+from trainers.config import TrainConfig
+from trainers.options import AtLeastOne, Layers, given, option, require
+
+
+@dataclass(frozen=True)
+class StagesConfig(TrainConfig):
+    """A training run of a transformer that may be cut into stages (Narayanan et al. 2021, section 2.2)."""
+
+    num_layers: Layers = option(12, "transformer layers", fixed=True)
+    pipeline_model_parallel_size: AtLeastOne = option(
+        1, "pipeline stages that the layers are cut into; the ranks of a stage are a tensor group and its replicas"
+    )
+    num_layers_per_virtual_pipeline_stage: AtLeastOne | None = option(
+        None,
+        "give each stage several stretches of so many layers, which interleave (default: one stretch, cut by cost)",
+    )
+    overlap_p2p_communication: bool | None = option(
+        None, "messages between stages have threads of their own (default: no; on a device they need none)"
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """See `JobConfig.model_parallel_size`."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def chunks(self) -> int:
+        """The stretches of layers of a stage."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        return 1 if each is None else self.num_layers // (self.pipeline_model_parallel_size * each)
+
+    def grid(self, world: Communicator) -> ProcessGrid:
+        """See `JobConfig.grid`."""
+        stages = self.pipeline_model_parallel_size
+        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=stages)
+
+    def validate(self, ranks: int) -> None:
+        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
+        super().validate(ranks)
+        stages, layers = self.pipeline_model_parallel_size, self.num_layers
+        named = given(self, "pipeline_model_parallel_size")
+        require(stages <= layers, f"{named}: must be at most {given(self, 'num_layers')}: each stage needs a layer")
+        each = self.num_layers_per_virtual_pipeline_stage
+        if each is None:
+            return
+        option = given(self, "num_layers_per_virtual_pipeline_stage")
+        require(stages > 1, f"{option}: needs a --pipeline-model-parallel-size above 1")
+        fits = [n for n in range(1, layers // stages + 1) if layers % (stages * n) == 0]
+        valid = f"{', '.join(map(str, fits))} would" if fits else f"no number would, as {stages} stages do not either"
+        require(each in fits, f"{option}: {stages} stages of such stretches do not divide {layers} layers; {valid}")
+        replicas = ranks // self.model_parallel_size
+        batch = self.global_batch_size or self.micro_batch_size * replicas
+        microbatches = batch // (replicas * self.samples_at_once)
+        require(
+            self.chunks == 1 or microbatches >= stages,
+            f"{option}: needs a micro-batch for each of the {stages} stages, and a step has {microbatches}: "
+            f"--global-batch-size {stages * replicas * self.samples_at_once} would do",
+        )
+
+    @abstractmethod
+    def cost_shape(self) -> TransformerShape:
+        """The shape of the model, for formulas."""
+
+    def parts(self) -> list[ModelPart]:
+        """The layers of each stage: equal stretches if they interleave, else a cut by the cost of layers and logits."""
+        stages, chunks = self.pipeline_model_parallel_size, self.chunks
+        last = 0.0
+        if chunks == 1 and stages > 1:
+            last = cost.output_layers(self.cost_shape())
+        cut = cost.cut_layers(self.num_layers, stages * chunks, last)
+        return [ModelPart(self.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]
