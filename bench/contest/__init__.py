@@ -8,6 +8,7 @@ sides are programs. ``__main__`` has all that contests share: the command line, 
 CONTESTS = {
     "step": "a training step of GPT or BERT: ours, DTensor, DistributedDataParallel and plain torch",
     "data_parallel": "a step of a network on two replicas: our DataParallel and DistributedDataParallel",
+    "pipelining": "a step on two pipeline stages: ours, and torch.distributed.pipelining",
     "fields": "a step of a U-Net on a field: split in space by two ranks, and plain torch",
     "generation": "tokens a second: ours, transformers, DeepSpeed and vLLM",
     "corpus": "making a corpus: trainers.prepare_corpus and a script on datasketch",

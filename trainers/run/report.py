@@ -121,13 +121,13 @@ class Report(Remarks):
     def _communication(self) -> list[str]:
         if not self.communication:
             return ["  none: one rank" if self.traced_steps else "  not traced"]
-        lines = [f"  {'group':<12}{'operation':<16}{'count':>9}{'MB':>11}{'seconds':>9}{'of steps':>10}{'hidden':>8}"]
+        lines = [f"  {'group':<15}{'operation':<16}{'count':>9}{'MB':>11}{'seconds':>9}{'of steps':>10}{'hidden':>8}"]
         for row in self.communication:
             share = row["seconds"] / self.traced_seconds if self.traced_seconds else 0.0
             hidden = row["hidden_seconds"] / row["seconds"] if row["seconds"] else 0.0
             name = f"{row['group']} ({row['size']})"
             lines.append(
-                f"  {name:<12}{row['operation']:<16}{row['count']:>9}{row['bytes'] / 1e6:>11.1f}"
+                f"  {name:<15}{row['operation']:<16}{row['count']:>9}{row['bytes'] / 1e6:>11.1f}"
                 f"{row['seconds']:>9.2f}{share:>10.1%}{hidden:>8.0%}"
             )
         return lines
