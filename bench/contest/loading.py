@@ -121,7 +121,7 @@ class LoadingContest(Contest):
         """The folder, or the sizes of a random model."""
         add("--load", metavar="FOLDER", help="a folder of Hugging Face with safetensors")
         add("--save", metavar="DIR", help="an existing folder for a random model, if there is no --load")
-        add("--family", choices=("llama", "gpt2"), default="llama", help="of the random model (default: %(default)s)")
+        add("--family", choices=("llama", "gpt2"), default="llama", help="of the random model")
         add_fields(
             add, RandomModel, num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, vocab_size=VOCABULARY
         )

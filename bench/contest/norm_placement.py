@@ -127,10 +127,9 @@ class NormPlacementContest(Contest):
         """The options that are not pretrain_bert's."""
         add("--depths", type=int, valid=LAYERS, nargs="+", default=[2, 8, 24], metavar="L",
             help="layers of the models (default: 2 8 24)")  # fmt: skip
-        add("--steps", type=int, valid=between(1, 10**9), default=1000, help="of each run (default: %(default)s)")
-        add("--minutes", type=float, valid=SECONDS, default=20.0, help="stop after so many (default: %(default)s)")
-        add("--slice", type=int, valid=COUNT, default=50,
-            help="steps of a run before the next one's turn (default: %(default)s)")  # fmt: skip
+        add("--steps", type=int, valid=between(1, 10**9), default=1000, help="of each run")
+        add("--minutes", type=float, valid=SECONDS, default=20.0, help="stop after so many")
+        add("--slice", type=int, valid=COUNT, default=50, help="steps of a run before the next one's turn")
         add("--save", metavar="DIR", required=True, help="the folder of the study, which a further call continues")
 
     def check(self, given: Any) -> None:

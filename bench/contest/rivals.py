@@ -142,13 +142,11 @@ class RivalsContest(Contest):
         """The operations and sizes."""
         add("--install", nargs="*", choices=list(PACKAGES),
             help="measure nothing, but make these environments (default: all)")  # fmt: skip
-        add("--folder", type=Path, default=Path("runs/rivals"), metavar="FOLDER",
-            help="of the results of each operation (default: %(default)s)")  # fmt: skip
+        add("--folder", type=Path, default="runs/rivals", metavar="FOLDER", help="of the results of each operation")
         add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="(default: all)")
-        add("--max-bytes", default="64M", metavar="SIZE", help="largest size; the least is 8 (default: %(default)s)")
+        add("--max-bytes", default="64M", metavar="SIZE", help="largest size; the least is 8")
         add("--plot", metavar="FILE", help="draw the ratio over the size: .png, .svg or .pdf")
-        add("--time-limit", type=float, valid=SECONDS, default=0.25,
-            help="seconds for one way at one size (default: %(default)s)")  # fmt: skip
+        add("--time-limit", type=float, valid=SECONDS, default=0.25, help="seconds for one way at one size")
 
     def check(self, given: Any) -> None:
         """The picture can be written."""

@@ -144,8 +144,8 @@ class SameBitsContest(Contest):
         add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
         add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), help="(default: all)")
         add("--runs", type=int, valid=between(1, RUNS), default=1, help="with other options each, at each size; with "
-            f"{RUNS} each size has the options in every combination (default: %(default)s)")  # fmt: skip
-        add("--steps", type=int, valid=COUNT, default=20, help="steps of a run (default: %(default)s)")
+            f"{RUNS} each size has the options in every combination")  # fmt: skip
+        add("--steps", type=int, valid=COUNT, default=20, help="steps of a run")
         add("--seconds", type=float, valid=SECONDS, help="begin no further run after so many (default: no limit)")
         add("--keep", metavar="FILE", help="keep the results here, and go on where they end")
 

@@ -74,8 +74,7 @@ class ProgramContest(Contest):
     def add_options(self, add: Callable[..., Any]) -> None:
         """Options of the turns, and those that choose contestants."""
         if self.steps:
-            add("--steps", type=int, valid=COUNT, default=self.steps, help="of each contestant in a round (default: "
-                "%(default)s)")  # fmt: skip
+            add("--steps", type=int, valid=COUNT, default=self.steps, help="of each contestant in a round")
         add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
 
     def check(self, given: Any) -> None:
