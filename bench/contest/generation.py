@@ -29,7 +29,7 @@ from bench.contest.parts.programs import ALLOCATOR, GivenTask, ProgramContest, d
 from bench.programs.driver import Contestant, started
 from bench.programs.generated_text import ONE_TOKEN
 from bench.programs.generation_task import GenerationTask
-from bench.transports.environments import environment_of
+from bench.transports.environments import ROOT, environment_of
 from commengine import UsageError, cost
 from trainers.options import BATCH, COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
 
@@ -40,7 +40,7 @@ OURS = "bench.programs.generated_text"
 LONGER = 2.0
 FAMILIES = {"gpt2": "a GPT-2", "llama": "a Llama"}
 #: another environment does not find this project by itself
-HERE = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+HERE = {"PYTHONPATH": str(ROOT)}
 #: tokens that a contestant chooses in a round where the time of one token is measured
 TOKENS_OF_A_ROUND = 20
 

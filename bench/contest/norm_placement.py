@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,14 @@ class NormPlacementContest(Contest):
     def measure(self, given: Any, world: Communicator) -> Sequence[Case]:
         """Train until the minutes are over or the steps done. Collective over ``world``."""
         config, end = BERTTrainConfig(**given.bert), time.monotonic() + 60 * given.minutes
-        runs = _runs(given)
+        runs, steps = _runs(given), given.steps
         with StopRequests(world) as stopping, watched(config, world) as comm:
-            while True:
+            more = True
+            while more:
                 for run in runs:
-                    if on_rank_zero(comm, lambda run=run: run.goes_on(given.steps)):  # type: ignore[misc]
+                    if on_rank_zero(comm, partial(run.goes_on, steps)):
                         run.turn(config, comm, stopping, given.slice)
-                over = lambda: time.monotonic() >= end or not any(run.goes_on(given.steps) for run in runs)  # noqa: E731
-                if on_rank_zero(comm, over):
-                    break
+                more = on_rank_zero(comm, lambda: time.monotonic() < end and any(run.goes_on(steps) for run in runs))
         return [compared(runs, depth) for depth in given.depths] if world.rank == 0 else []
 
     def notes(self, given: Any, cases: Sequence[Case]) -> list[str]:

@@ -21,8 +21,11 @@ POLL_SECONDS = 0.02
 
 
 @contextmanager
-def new_folder(world: Communicator, home: str) -> Iterator[Path]:
-    """A new folder in ``home``, which is removed at the end. Collective; UsageError if there can be none."""
+def new_folder(world: Communicator, home: str | None = None) -> Iterator[Path]:
+    """A new folder in ``home``, which is removed at the end. Collective; UsageError if there can be none.
+
+    home: the system's folder for temporary files by default.
+    """
 
     def made() -> str:
         try:
