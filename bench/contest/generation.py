@@ -65,9 +65,8 @@ class GenerationContest(ProgramContest):
                 env = variables | HERE
                 found.append(Contestant.of("deepspeed-tp2", 2, split, file, "deepspeed", env=env, python=python))
             if given.vllm is not None:
-                found.append(
-                    Contestant.of("vllm-tp2", 1, "bench.peers.vllm_text", file, env=HERE, python=str(given.vllm))
-                )
+                python = str(given.vllm)
+                found.append(Contestant.of("vllm-tp2", 1, "bench.peers.vllm_text", file, env=HERE, python=python))
         return found
 
     def add_options(self, add: Callable[..., Any]) -> None:
