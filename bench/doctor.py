@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from bench.checkup.facts import rank_facts
 from bench.checkup.findings import WRONG, findings
@@ -45,16 +44,12 @@ def parser() -> OneLineParser:
     return options
 
 
-def every_ranks_facts(world: Communicator) -> list[dict[str, Any]]:
-    """The facts of each rank, on rank 0, with "node": the least rank that it shares memory with. Collective."""
-    return gather_json(world, rank_facts() | {"node": neighbours(world.mpi)[world.rank][0]})
-
-
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Look and measure; rank 0 prints and writes. Returns 1 if something is wrong. Collective over ``world``."""
     chosen = on_rank_zero(world, lambda: vars(parser().parse_args(argv)))
     result = {"format": FORMAT, **environment(COMMAND)}
-    ranks = every_ranks_facts(world)
+    node = neighbours(world.mpi)[world.rank][0]  # the least rank that this one shares memory with
+    ranks = gather_json(world, rank_facts() | {"node": node})
     began = time.monotonic()
     rows, skipped = self_test(world, chosen["seconds"]) if chosen["seconds"] else ([], [])
 

@@ -234,9 +234,8 @@ def quietly(run: Callable[[], object]) -> None:
 def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[str, Any], *, several: bool) -> str:
     """Write the answers and the page. Returns the answers for people. On rank 0."""
     place = Path(given.folder)
-    results, stepped, replayed, model = (
-        read_json(place / f"{name}.json") for name in ("collectives", "step", "replay", "model")
-    )
+    parts = ("collectives", "step", "replay", "model")
+    results, stepped, replayed, model = (read_json(place / f"{name}.json") for name in parts)
     rows, states = results["rows"], " ".join(results.get("states", [])).removeprefix("- ")
     priced = answers.cost(rows, states)
     load = record.numbers["load"] = max(record.numbers.get("load", 0.0), surroundings["load_average_before"])
