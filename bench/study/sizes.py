@@ -188,7 +188,7 @@ KEPT = ("rows", "other_rows", "units", "again", "skipped", "states_seen")
 def older(path: Path) -> dict[str, Any]:
     """The study so far. Raises UsageError for a file that is damaged."""
     found = read_file(path) if path.exists() else {"rows": [], "units": [], "skipped": []}
-    with fault_in(f"DIR: {path}: damaged, so give --overwrite to begin anew"):
+    with fault_in(f"DIR: {path}: damaged; give --overwrite to begin anew"):
         done = {name: found[name] if name in ("rows", "units", "skipped") else found.get(name, []) for name in KEPT}
         kept.worst(kept.split([*done["rows"], *done["other_rows"]], None)[0], tries_of(done))
         [(float(one["seconds_8_bytes"]), int(one["probes"]), one["part_of"]) for one in done["states_seen"]]

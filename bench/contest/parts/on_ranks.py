@@ -31,7 +31,8 @@ def new_folder(world: Communicator, home: str | None = None) -> Iterator[Path]:
         try:
             return tempfile.mkdtemp(prefix="contest-", dir=home)
         except OSError as error:
-            raise UsageError(f"--save {home}: {error.strerror}") from error
+            where = "a folder for temporary files" if home is None else f"--save {home}"
+            raise UsageError(f"{where}: {error.strerror}") from error
 
     folder = Path(on_rank_zero(world, made))
     try:
