@@ -84,7 +84,7 @@ def measure(
     window = windows.empty((size // 4,)).zero_() if size < least else None
     calls = ways_of(world, tensor)
     if window is not None:
-        calls[WINDOW] = partial(windows.all_reduce, window)
+        calls = {WINDOW: partial(windows.all_reduce, window), **calls}
     first = max(mean_seconds(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds / first)))
     if count < 100:  # the times of long calls vary from one to the next: alternate single calls
