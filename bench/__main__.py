@@ -16,23 +16,18 @@ PROGRAMS = {
     "gpu": "what a GPU does: speed, the cost of all-reduces, overlap, a profile, losses",
     "contest": "prove this project's own figures against other libraries (in the repository only)",
 }
+#: the programs that are contests of the same name now
+SAME_NAME = (
+    "data_parallel", "fields", "generation", "corpus", "loading", "saving", "norm_placement", "mechanisms",
+    "deterministic", "rivals", "emulator",
+)  # fmt: skip
 #: by the old name of a program, the words that now stand after ``python -m``
 RENAMED = {
     "step_contest": "bench.contest step",
-    "data_parallel": "bench.contest data_parallel",
-    "fields": "bench.contest fields",
-    "generation": "bench.contest generation",
-    "corpus": "bench.contest corpus",
-    "loading": "bench.contest loading",
-    "saving": "bench.contest saving",
-    "norm_placement": "bench.contest norm_placement",
+    **{name: f"bench.contest {name}" for name in SAME_NAME},
     "overlap": "bench.contest mechanisms --mechanisms bucket_overlap --rate 0.5e9",
-    "mechanisms": "bench.contest mechanisms",
-    "deterministic": "bench.contest deterministic",
     "deterministic.layouts": "bench.contest same_bits --keep FILE",
-    "rivals": "bench.contest rivals",
     "environments.rivals": "bench.contest rivals --install",
-    "emulator": "bench.contest emulator",
     "all_reduce": "bench.collectives --operations all_reduce --no-out-of-place --over shared",
     "overhead": "bench.collectives --only overhead",
     "switch_points": "bench.collectives --only switch-points",

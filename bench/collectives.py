@@ -80,27 +80,25 @@ def parser() -> OneLineParser:
         help=f"(default: {' '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
     add("--redop", nargs="+", choices=REDOPS, default=["sum"], help="(default: sum)")
-    add("--min-bytes", default="1", metavar="SIZE",
-        help="smallest size, rounded up to whole elements of every rank (default: %(default)s)")  # fmt: skip
+    add("--min-bytes", default="1", metavar="SIZE", help="smallest size, rounded up to whole elements of every rank")
     add(
         "--max-bytes",
         metavar="SIZE",
         help="largest size, such as 64M, also off the factor (default: all buffers take an eighth of the memory)",
     )
-    add("--step-factor", type=float, valid=STEP_FACTOR, default=2.0,
-        help="factor from one size to the next (default: %(default)s)")  # fmt: skip
+    add("--step-factor", type=float, valid=STEP_FACTOR, default=2.0, help="factor from one size to the next")
     add("--in-place", action=BooleanOptionalAction, default=True, help="also run in place, where an operation can")
     add("--out-of-place", action=BooleanOptionalAction, default=True,
         help="also run out of place; operations that have no other form always are")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,
-        help="ranks of a tensor group; the data groups follow from it (default: %(default)s)")  # fmt: skip
+        help="ranks of a tensor group; the data groups follow from it")  # fmt: skip
     add("--group", choices=GROUPS, default="world",
-        help="world, tensor or data: all groups of this kind run at the same time (default: %(default)s)")  # fmt: skip
+        help="world, tensor or data: all groups of this kind run at the same time")  # fmt: skip
     add("--confidence", type=float, valid=OPEN_FRACTION, default=0.05,
-        help="measure until the 95%% interval of the median is +-this share (default: %(default)s)")  # fmt: skip
+        help="measure until the 95%% interval of the median is +-this share")  # fmt: skip
     add("--time-limit", type=float, valid=SECONDS, default=0.5,
-        help="seconds for one transport at one size and place, converged or not (default: %(default)s)")  # fmt: skip
-    add("--warmup", type=int, valid=COUNT, default=5, help="calls before those that count (default: %(default)s)")
+        help="seconds for one transport at one size and place, converged or not")  # fmt: skip
+    add("--warmup", type=int, valid=COUNT, default=5, help="calls before those that count")
     add("--overlap", action="store_true",
         help="for the transport stream: the share that is hidden behind as much compute")  # fmt: skip
     add("--over", metavar="NAME",

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from bench.checkup.facts import rank_facts
 from bench.checkup.findings import WRONG, findings
@@ -40,21 +39,17 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     options.add_argument("--seconds", type=float, valid=between(0, LONGEST), default=10.0,
-                         help="about the time of the self-test; 0 leaves it out (default: %(default)s)")  # fmt: skip
+                         help="about the time of the self-test; 0 leaves it out")  # fmt: skip
     add_files(options, output="write the page as markdown", json="write all that was found, of every rank")
     return options
-
-
-def every_ranks_facts(world: Communicator) -> list[dict[str, Any]]:
-    """The facts of each rank, on rank 0, with "node": the least rank that it shares memory with. Collective."""
-    return gather_json(world, rank_facts() | {"node": neighbours(world.mpi)[world.rank][0]})
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Look and measure; rank 0 prints and writes. Returns 1 if something is wrong. Collective over ``world``."""
     chosen = on_rank_zero(world, lambda: vars(parser().parse_args(argv)))
     result = {"format": FORMAT, **environment(COMMAND)}
-    ranks = every_ranks_facts(world)
+    node = neighbours(world.mpi)[world.rank][0]  # the least rank that this one shares memory with
+    ranks = gather_json(world, rank_facts() | {"node": node})
     began = time.monotonic()
     rows, skipped = self_test(world, chosen["seconds"]) if chosen["seconds"] else ([], [])
 

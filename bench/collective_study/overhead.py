@@ -60,15 +60,12 @@ def added(seconds: dict[str, list[float]], way: str = "commengine") -> list[floa
     return [1e6 * (ours - theirs) for ours, theirs in zip(seconds[way], seconds["mpi4py"], strict=True)]
 
 
-def ways_of(
-    world: Communicator, tensor: torch.Tensor, windows: Communicator | None = None, window: torch.Tensor | None = None
-) -> dict[str, Callable[[], object]]:
-    """The same all-reduce by the engine, by mpi4py, and by the engine on ``window``. Returns the calls by name."""
+def ways_of(world: Communicator, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The same all-reduce by the engine and by mpi4py. Returns the calls by name."""
     from mpi4py import MPI
 
     buffer = [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
     return {
-        **({} if windows is None or window is None else {WINDOW: lambda: windows.all_reduce(window)}),
         "commengine": lambda: world.all_reduce(tensor),
         "mpi4py": lambda: world.mpi.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM),
     }
@@ -85,7 +82,9 @@ def measure(
     """
     tensor = torch.zeros(size // 4)
     window = windows.empty((size // 4,)).zero_() if size < least else None
-    calls = ways_of(world, tensor, windows, window)
+    calls = ways_of(world, tensor)
+    if window is not None:
+        calls = {WINDOW: partial(windows.all_reduce, window), **calls}
     first = max(mean_seconds(call, 3, world) for call in calls.values())
     count = max(1, min(5000, int(seconds / first)))
     if count < 100:  # the times of long calls vary from one to the next: alternate single calls
@@ -129,9 +128,8 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--rounds", type=int, valid=between(2, 10**6), default=15, help="rounds at each size (default: %(default)s)")
-    add("--seconds", type=float, valid=SECONDS, default=0.05,
-        help="about the time of each measurement (default: %(default)s)")  # fmt: skip
+    add("--rounds", type=int, valid=between(2, 10**6), default=15, help="rounds at each size")
+    add("--seconds", type=float, valid=SECONDS, default=0.05, help="about the time of each measurement")
     add_files(options)
     return options
 

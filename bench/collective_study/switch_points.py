@@ -128,12 +128,11 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("--seconds", type=float, valid=SECONDS, default=120.0,
-        help="at most about the time of the whole run (default: %(default)s)")  # fmt: skip
-    add("--largest", default="64M", metavar="SIZE", help="the largest size, from 4K to 64M (default: %(default)s)")
-    add("--statistic", choices=("p50", "min"), default="p50", help="statistic over the calls (default: %(default)s)")
+    add("--seconds", type=float, valid=SECONDS, default=120.0, help="at most about the time of the whole run")
+    add("--largest", default="64M", metavar="SIZE", help="the largest size, from 4K to 64M")
+    add("--statistic", choices=("p50", "min"), default="p50", help="statistic over the calls")
     add("--margin", type=float, valid=at_least(1), default=1.05, metavar="FACTOR",
-        help="leave MPI only for a way that takes less than 1 / FACTOR of its time (default: %(default)s)")  # fmt: skip
+        help="leave MPI only for a way that takes less than 1 / FACTOR of its time")  # fmt: skip
     add_files(options, json="write the file that SwitchPoints.load reads, or complete it")
     return options
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.command.values import flag
-from trainers.files.writing import PLOTS, check_picture, check_writable
+from trainers.files.writing import check_picture, check_writable
 from trainers.options import OneLineParser, ValidRange
-
-__all__ = ["PLOTS", "add_files", "check_picture", "check_writable", "publish", "replace_json", "replace_text"]
 
 #: the options that name pictures
 PICTURES = ("plot", "timeline")
@@ -28,10 +26,12 @@ def add_files(
     The parser raises ValueError for a file that cannot be written.
     """
     for name, text in {"output": output, "json": json, **others}.items():
-        parser.add_argument(flag(name), metavar="FILE", help=text, valid=_writable(name))
+        parser.add_argument(flag(name), metavar="FILE", help=text, valid=writable(name))
 
 
-def _writable(name: str) -> ValidRange:
+def writable(name: str) -> ValidRange:
+    """The files that an option can write. name: its attribute, such as output; a plot or a timeline is a picture."""
+
     def holds(file: str) -> bool:
         """Whether an option's file can be written. The exception says why not."""
         check_writable(**{name: file})

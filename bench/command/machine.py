@@ -7,6 +7,7 @@ import datetime as dt
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -24,12 +25,9 @@ GPU_PACKAGES = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvi
 
 def processor() -> str:
     """The model name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    told = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:(.*)", told.read_text(), re.MULTILINE) if told.exists() else None
+    return found[1].strip() if found else platform.processor()
 
 
 def usable_cores() -> set[int]:

@@ -10,6 +10,15 @@ from functools import partial
 from trainers.options import OneLineParser, Parser
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A description as it is, and after an option's help its default, if that is a word or a number."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        told = type(default) in (str, int, float) and default != argparse.SUPPRESS
+        return f"{text} (default: %(default)s)" if told and "(default" not in text else text
+
+
 def new_parser(command: str, description: str | None, *, passes_on: bool = False) -> OneLineParser:
     """A parser for ``python -m COMMAND``, whose options may also stand in the YAML file of ``--config``.
 
@@ -18,9 +27,7 @@ def new_parser(command: str, description: str | None, *, passes_on: bool = False
     command's options, of which ``--config`` is one. Use ``parse_known_args``, which leaves them.
     """
     made = partial(OneLineParser, allow_abbrev=False) if passes_on else Parser
-    return made(
-        prog=f"python -m {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return made(prog=f"python -m {command}", description=description, formatter_class=HelpFormatter)
 
 
 def part_alone(parts: Collection[str]) -> tuple[str, list[str]]:

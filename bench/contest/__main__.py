@@ -42,9 +42,7 @@ def parser(name: str = "") -> OneLineParser:
     contest: Contest = module.CONTEST
     options = new_parser(f"{COMMAND} {name}", module.__doc__, passes_on=contest.passes_on)
     if contest.rounds:
-        options.add_argument(
-            "--rounds", type=int, valid=COUNT, default=contest.rounds, help="rounds (default: %(default)s)"
-        )
+        options.add_argument("--rounds", type=int, valid=COUNT, default=contest.rounds, help="rounds")
     contest.add_options(options.add_argument)
     add_files(options)
     return options

@@ -74,9 +74,8 @@ class CorpusContest(Contest):
     def add_options(self, add: Callable[..., Any]) -> None:
         """The texts and the ranks."""
         add("--text", metavar="FILE", help="text of which each paragraph is a document")
-        add("--documents", type=int, valid=between(2, 10**9), default=20_000,
-            help="documents, copies included (default: %(default)s)")  # fmt: skip
-        add("--ranks", type=int, valid=between(1, 1024), default=2, help="the largest number (default: %(default)s)")
+        add("--documents", type=int, valid=between(2, 10**9), default=20_000, help="documents, copies included")
+        add("--ranks", type=int, valid=between(1, 1024), default=2, help="the largest number")
 
     def check(self, given: Any) -> None:
         """There is text."""

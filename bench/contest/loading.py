@@ -39,7 +39,6 @@ from commengine.mpi import sleep_until_all
 from commengine.rank_zero import gather_json, on_rank_zero
 from trainers.options import HEADS, LAYERS, VOCABULARY, WIDTH
 from trainers.trained import load_trained
-from trainers.weights.tensor_files import TensorFiles
 
 OURS, THEIRS = "each rank its slices", "load_file and a copy, one rank"
 _ANON = re.compile(r"RssAnon:\s+(\d+) kB")
@@ -121,7 +120,7 @@ class LoadingContest(Contest):
         """The folder, or the sizes of a random model."""
         add("--load", metavar="FOLDER", help="a folder of Hugging Face with safetensors")
         add("--save", metavar="DIR", help="an existing folder for a random model, if there is no --load")
-        add("--family", choices=("llama", "gpt2"), default="llama", help="of the random model (default: %(default)s)")
+        add("--family", choices=("llama", "gpt2"), default="llama", help="of the random model")
         add_fields(
             add, RandomModel, num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, vocab_size=VOCABULARY
         )
@@ -136,7 +135,9 @@ class LoadingContest(Contest):
     def measure(self, given: Any, world: Communicator) -> Sequence[Case]:
         """Both ways. Collective over ``world``."""
         with contextlib.ExitStack() as stack:
-            folder = Path(given.load) if given.load else stack.enter_context(_random_model(world, given))
+            folder = Path(given.load or stack.enter_context(new_folder(world, given.save)) / "hf")
+            if given.load is None:
+                on_rank_zero(world, lambda: write_model(task_of(RandomModel, given), str(folder)))
             grid = stack.enter_context(ProcessGrid(world, tensor=world.size))
             with peak() as highest:
                 trained = load_trained(f"hf:{folder}", grid)
@@ -144,7 +145,7 @@ class LoadingContest(Contest):
             shape = f"{trained.settings.num_layers} layers, {trained.settings.hidden_size} wide"
             del trained
             memory = gather_json(world, [highest(), share])
-            size = int(on_rank_zero(world, lambda: _bytes(folder)))
+            size = int(on_rank_zero(world, lambda: sum(one.stat().st_size for one in folder.glob("*.safetensors"))))
             turns = {
                 OURS: lambda: timed(world, lambda: load_trained(f"hf:{folder}", grid), size),
                 THEIRS: lambda: timed(world, lambda: one_copy(folder) if world.rank == 0 else None, size),
@@ -164,19 +165,6 @@ class LoadingContest(Contest):
             f"- largest memory of a rank while it loads: {most / 1e6:.0f} MB, {most / share:.2f} of its share of "
             f"{share / 1e6:.0f} MB",
         ]
-
-
-def _bytes(folder: Path) -> int:
-    with contextlib.closing(TensorFiles.open(folder)):
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-@contextlib.contextmanager
-def _random_model(world: Communicator, given: Any) -> Iterator[Path]:
-    """A new folder with a model, removed at the end. Rank 0 alone makes the model. Collective."""
-    with new_folder(world, given.save) as folder:
-        on_rank_zero(world, lambda: write_model(task_of(RandomModel, given), str(folder / "hf")))
-        yield folder / "hf"
 
 
 CONTEST = LoadingContest()

@@ -38,9 +38,7 @@ class MechanismsContest(Contest):
     title = "Mechanisms"
     on_ranks = True
     rounds = 11
-
-    def __init__(self) -> None:
-        self.remarks: list[str] = []
+    remarks: Sequence[str] = ()
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """The mechanisms."""
@@ -53,8 +51,8 @@ class MechanismsContest(Contest):
         """A case for each mechanism that has something to do. Collective over ``world``."""
         nodes = neighbours(world.mpi)
         reasons = {name: refused(name, nodes) for name in given.mechanisms}
-        self.remarks = [f"- nodes: {len({node[0] for node in nodes})}"]
-        self.remarks += [f"- not measured: {name}: {reason}" for name, reason in reasons.items() if reason]
+        without = [f"- not measured: {name}: {reason}" for name, reason in reasons.items() if reason]
+        self.remarks = [f"- nodes: {len({node[0] for node in nodes})}", *without]
         cases = []
         for name in (name for name, reason in reasons.items() if reason is None):
             pairs = {"own": PAIRS[name]}
@@ -69,7 +67,7 @@ class MechanismsContest(Contest):
 
     def notes(self, given: Any, cases: Sequence[Case]) -> list[str]:
         """The network, and the mechanisms that have nothing to do."""
-        return self.remarks
+        return [*self.remarks]
 
 
 def compared(world: Communicator, pair: StepPair, rounds: int) -> Case:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,9 @@ class NormPlacementContest(Contest):
         """The options that are not pretrain_bert's."""
         add("--depths", type=int, valid=LAYERS, nargs="+", default=[2, 8, 24], metavar="L",
             help="layers of the models (default: 2 8 24)")  # fmt: skip
-        add("--steps", type=int, valid=between(1, 10**9), default=1000, help="of each run (default: %(default)s)")
-        add("--minutes", type=float, valid=SECONDS, default=20.0, help="stop after so many (default: %(default)s)")
-        add("--slice", type=int, valid=COUNT, default=50,
-            help="steps of a run before the next one's turn (default: %(default)s)")  # fmt: skip
+        add("--steps", type=int, valid=between(1, 10**9), default=1000, help="of each run")
+        add("--minutes", type=float, valid=SECONDS, default=20.0, help="stop after so many")
+        add("--slice", type=int, valid=COUNT, default=50, help="steps of a run before the next one's turn")
         add("--save", metavar="DIR", required=True, help="the folder of the study, which a further call continues")
 
     def check(self, given: Any) -> None:
@@ -150,15 +150,14 @@ class NormPlacementContest(Contest):
     def measure(self, given: Any, world: Communicator) -> Sequence[Case]:
         """Train until the minutes are over or the steps done. Collective over ``world``."""
         config, end = BERTTrainConfig(**given.bert), time.monotonic() + 60 * given.minutes
-        runs = _runs(given)
+        runs, steps = _runs(given), given.steps
         with StopRequests(world) as stopping, watched(config, world) as comm:
-            while True:
+            more = True
+            while more:
                 for run in runs:
-                    if on_rank_zero(comm, lambda run=run: run.goes_on(given.steps)):  # type: ignore[misc]
+                    if on_rank_zero(comm, partial(run.goes_on, steps)):
                         run.turn(config, comm, stopping, given.slice)
-                over = lambda: time.monotonic() >= end or not any(run.goes_on(given.steps) for run in runs)  # noqa: E731
-                if on_rank_zero(comm, over):
-                    break
+                more = on_rank_zero(comm, lambda: time.monotonic() < end and any(run.goes_on(steps) for run in runs))
         return [compared(runs, depth) for depth in given.depths] if world.rank == 0 else []
 
     def notes(self, given: Any, cases: Sequence[Case]) -> list[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.collective_study.tables import size_label
-from bench.command.files import check_writable
+from bench.command.files import writable
 from bench.contest.parts.base import Case, Contest
 from bench.contest.parts.jobs import failed
 from bench.transports.environments import PACKAGES, VERSION_OF, install, versions
@@ -111,9 +111,8 @@ def draw(cases: Sequence[Case]) -> Figure:
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("size in bytes")
-    axes.set_ylabel("time of the best rival / time of the engine's best way")
-    axes.set_title("Above the line the engine is faster than every rival (float32)")
+    axes.set(xlabel="size in bytes", ylabel="time of the best rival / time of the engine's best way",
+             title="Above the line the engine is faster than every rival (float32)")  # fmt: skip
     axes.legend(fontsize=8, ncols=2)
     return figure
 
@@ -134,25 +133,17 @@ class RivalsContest(Contest):
 
     title = "Rivals"
     rounds = 0
-
-    def __init__(self) -> None:
-        self.remarks: list[str] = []
+    remarks: Sequence[str] = ()
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """The operations and sizes."""
         add("--install", nargs="*", choices=list(PACKAGES),
             help="measure nothing, but make these environments (default: all)")  # fmt: skip
-        add("--folder", type=Path, default=Path("runs/rivals"), metavar="FOLDER",
-            help="of the results of each operation (default: %(default)s)")  # fmt: skip
+        add("--folder", type=Path, default="runs/rivals", metavar="FOLDER", help="of the results of each operation")
         add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="(default: all)")
-        add("--max-bytes", default="64M", metavar="SIZE", help="largest size; the least is 8 (default: %(default)s)")
-        add("--plot", metavar="FILE", help="draw the ratio over the size: .png, .svg or .pdf")
-        add("--time-limit", type=float, valid=SECONDS, default=0.25,
-            help="seconds for one way at one size (default: %(default)s)")  # fmt: skip
-
-    def check(self, given: Any) -> None:
-        """The picture can be written."""
-        check_writable(plot=given.plot)
+        add("--max-bytes", default="64M", metavar="SIZE", help="largest size; the least is 8")
+        add("--plot", metavar="FILE", valid=writable("plot"), help="draw the ratio over the size: .png, .svg or .pdf")
+        add("--time-limit", type=float, valid=SECONDS, default=0.25, help="seconds for one way at one size")
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:
         """Measure what is missing. Returns a case for each operation, dtype and size, and one for each error."""
@@ -173,9 +164,9 @@ class RivalsContest(Contest):
                     cases.append(Case(errors=[f"{operation}: the engine gave {wrong} wrong elements"]))
         known = {name: text for one in results.values() for name, text in one["rivals"].items()}
         dates = [f"- first measured: {one['date']}" for one in results.values()]
-        self.remarks = dates[:1] + [f"- {name}: {known.get(name, 'not installed')}" for name in VERSION_OF]
+        versions_of = [f"- {name}: {known.get(name, 'not installed')}" for name in VERSION_OF]
         told = (line for operation, result in results.items() for line in remarks_on(operation, result))
-        self.remarks += dict.fromkeys(told)
+        self.remarks = [*dates[:1], *versions_of, *dict.fromkeys(told)]
         return cases
 
     def notes(self, given: Any, cases: Sequence[Case]) -> list[str]:

@@ -18,8 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +31,7 @@ from bench.command.machine import environment
 from bench.command.start import progress
 from bench.contest.parts.base import Case, Contest
 from bench.contest.parts.grid import ALONE, COLUMNS, RUNS, GridRun, cells, wrong
-from bench.contest.parts.on_ranks import on_some
+from bench.contest.parts.on_ranks import new_folder, on_some
 from bench.contest.parts.tiny_run import LLAMA, MODELS, PRECISIONS, SETTINGS, Digests, run, unlike
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
@@ -64,7 +62,9 @@ def measure(world: Communicator, given: Any, result: dict[str, Any]) -> None:
             if world.mpi.bcast(late):
                 return
             start = time.perf_counter()
-            found = on_some(world, cell.ranks, partial(digests_of, cell=cell, steps=given.steps))
+            with new_folder(world) as folder:
+                work = partial(digests_of, cell=cell, steps=given.steps, folder=folder)
+                found = on_some(world, cell.ranks, work)
             if world.rank == 0:
                 result["rows"].append(_row(cell, found, result["rows"]) | {"seconds": time.perf_counter() - start})
                 if given.keep is not None:
@@ -72,18 +72,15 @@ def measure(world: Communicator, given: Any, result: dict[str, Any]) -> None:
             bar.update()
 
 
-def digests_of(mpi: MPI.Intracomm, cell: GridRun, steps: int) -> Digests:
-    """Train the cell's run on the ranks of ``mpi``. Collective over ``mpi``, which has as many as it needs."""
-    more: dict[str, Any] = {"precision": cell.precision, "steps": steps, "deterministic": cell.deterministic}
-    if cell.first is None:
-        return run(mpi, cell.model, cell.layout, **more)
-    folder = Path(mpi.bcast(tempfile.mkdtemp() if mpi.rank == 0 else None))
-    try:
-        return run(mpi, cell.model, cell.layout, resumed=(cell.first, max(steps // 2, 1), folder), **more)
-    finally:
-        mpi.Barrier()
-        if mpi.rank == 0:
-            shutil.rmtree(folder)
+def digests_of(mpi: MPI.Intracomm, cell: GridRun, steps: int, folder: Path) -> Digests:
+    """Train the cell's run on the ranks of ``mpi``. Collective over ``mpi``, which has as many as it needs.
+
+    folder: an empty one, for the checkpoints of a run that is resumed.
+    """
+    return run(
+        mpi, cell.model, cell.layout, precision=cell.precision, steps=steps, deterministic=cell.deterministic,
+        resumed=None if cell.first is None else (cell.first, max(steps // 2, 1), folder),
+    )  # fmt: skip
 
 
 def _row(cell: GridRun, found: Digests, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -144,8 +141,8 @@ class SameBitsContest(Contest):
         add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
         add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), help="(default: all)")
         add("--runs", type=int, valid=between(1, RUNS), default=1, help="with other options each, at each size; with "
-            f"{RUNS} each size has the options in every combination (default: %(default)s)")  # fmt: skip
-        add("--steps", type=int, valid=COUNT, default=20, help="steps of a run (default: %(default)s)")
+            f"{RUNS} each size has the options in every combination")  # fmt: skip
+        add("--steps", type=int, valid=COUNT, default=20, help="steps of a run")
         add("--seconds", type=float, valid=SECONDS, help="begin no further run after so many (default: no limit)")
         add("--keep", metavar="FILE", help="keep the results here, and go on where they end")
 

@@ -31,7 +31,7 @@ DROPOUTS: tuple[tuple[float, float, Literal["position", "fused"]], ...] = (
 
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument("--rounds", type=int, valid=COUNT, default=5, help="rounds of each way (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, valid=COUNT, default=5, help="rounds of each way")
 
 
 def run(world: Communicator, given: Any) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_study.rows import RowFile
-from commengine import UsageError
 from trainers.files.reading import read_json_lines
+from trainers.files.schema import fault_in
 from trainers.options import OneLineParser
 
 #: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.
@@ -66,11 +66,9 @@ def losses(folder: Path) -> dict[int, float]:
     found = {}
     path = folder / "metrics.jsonl"
     for row in read_json_lines(path) if path.exists() else ():
-        try:
+        with fault_in(f"--runs: {path}: a row is not one of a run: {str(row)[:200]}"):
             if "lm_loss" in row:
                 found[int(row["iteration"])] = math.nan if row["lm_loss"] is None else float(row["lm_loss"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"--runs: {path}: a row is not one of a run: {str(row)[:200]}") from error
     return found
 
 

@@ -29,12 +29,8 @@ PEER = "torch"
 
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
-    parser.add_argument(
-        "--ranks", type=int, valid=between(1, 1024), default=1, help="processes of each program (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, valid=COUNT, default=11, help="rounds at each size (default: %(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, valid=between(1, 1024), default=1, help="processes of each program")
+    parser.add_argument("--rounds", type=int, valid=COUNT, default=11, help="rounds at each size")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"bytes (default: {' '.join(SIZES)})")
 
 

@@ -33,8 +33,8 @@ SIDE, TINY_SIDE = 8192, 128
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
     add, most = parser.add_argument, between(1, 2**16)
-    add("--rounds", type=int, valid=COUNT, default=15, help="rounds (default: %(default)s)")
-    add("--bucket-mb", type=int, valid=most, default=40, help="MB of each all-reduce (default: %(default)s)")
+    add("--rounds", type=int, valid=COUNT, default=15, help="rounds")
+    add("--bucket-mb", type=int, valid=most, default=40, help="MB of each all-reduce")
 
 
 def step(

@@ -7,7 +7,6 @@ profiler slows the host down, so its times are no measure of speed.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.gpu_study.flops import seconds
 from bench.gpu_study.rows import RowFile, finish
 from bench.step_study.recorder import open_trainer
 from commengine import Communicator
@@ -39,18 +39,12 @@ KERNELS = 20  # the rows of kernels
 
 def profiled(trainer: Trainer, device: torch.device) -> tuple[Any, Counter[str], float]:
     """(profile, places of waits, seconds) of one step. The seconds are those of a step without the profiler."""
-    for _ in range(WARM_UP):
-        trainer.step()
-    finish(device)
-    start = time.perf_counter()
-    trainer.step()
-    finish(device)
-    seconds = time.perf_counter() - start
+    alone = seconds(trainer.step, device, WARM_UP, 1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         trainer.step()
         finish(device)
-    return found, waits_by_place(trainer, device), seconds
+    return found, waits_by_place(trainer, device), alone
 
 
 def waits_by_place(trainer: Trainer, device: torch.device) -> Counter[str]:
@@ -78,15 +72,15 @@ def run(world: Communicator, given: Any) -> None:
     words = (TINY if given.tiny else MODEL).split()
     config = read_config(GPTTrainConfig, [*words, "--mock-data", "--train-iters", "9"], "bench.gpu", world.size)
     trainer = open_trainer(config, world)
-    found, places, seconds = profiled(trainer, world.device)
+    found, places, alone = profiled(trainer, world.device)
     trainer.close()
     events = found.key_averages()
     waits = {name: sum(each.count for each in events if each.key == name) for name in WAITS}
     rows = RowFile(
         given, f"One training step with dropout, profiled on one {world.device.type} device",
         ["| what | count | ms on the device |", "|---|--:|--:|"],
-        [f"{seconds * 1e3:.1f} ms without the profiler; {sum(waits.values())} calls that wait for the device"],
-        seconds=seconds, waits=waits, places=dict(places),
+        [f"{alone * 1e3:.1f} ms without the profiler; {sum(waits.values())} calls that wait for the device"],
+        seconds=alone, waits=waits, places=dict(places),
     )  # fmt: skip
     for name, count in waits.items():
         rows.add([name, count, ""], {"name": name, "count": count})

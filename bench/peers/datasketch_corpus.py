@@ -33,10 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser("bench.peers.datasketch_corpus", description=__doc__)
     parser.add_argument("--input", required=True)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--tokenizer-model")
-    parser.add_argument("--vocab-file")
-    parser.add_argument("--merge-file")
-    parser.add_argument("--decontaminate")
+    for name in ("--tokenizer-model", "--vocab-file", "--merge-file", "--decontaminate"):
+        parser.add_argument(name)
     given = parser.parse_args()
     began = time.perf_counter()
     tokenizer = None
@@ -58,9 +56,8 @@ def main() -> None:
                 clean.append(text)
         texts = clean
     if tokenizer is not None:
-        texts = [
-            text for text, ids in zip(texts, tokenizer.iter_encode_batch(texts), strict=True) if len(ids) + 1 >= 128
-        ]
+        encoded = tokenizer.iter_encode_batch(texts)
+        texts = [text for text, ids in zip(texts, encoded, strict=True) if len(ids) + 1 >= 128]
 
     texts = sorted(set(texts), key=lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest())
     index = MinHashLSH(num_perm=BANDS * ROWS, params=(BANDS, ROWS))

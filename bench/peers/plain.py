@@ -67,14 +67,13 @@ def batch(task: StepTask, rank: int = 0, ranks: int = 1) -> PlainBatch:
         targets = tokens[:, 1:].flatten()
         return PlainBatch((tokens[:, :-1].contiguous(),), [(targets, 1 / len(targets))])
     whole = task.bert_batch()
-    tokens, types, labels, positions = map(mine, (whole.tokens, whole.token_types, whole.labels, whole.positions))
-    mask = (torch.arange(task.seq_length) < mine(whole.lengths)[:, None])[:, None, None, :]
+    tokens, types, lengths, labels, order, positions = map(mine, whole)
+    mask = (torch.arange(task.seq_length) < lengths[:, None])[:, None, None, :]
     inputs: tuple[Tensor, ...] = (tokens, types, mask)
     if task.masked_positions_only:
         inputs += ((torch.arange(len(tokens))[:, None] * task.seq_length + positions).flatten(),)
         labels = labels.gather(1, positions)
     counted = int((whole.labels != IGNORED).sum())
-    order = mine(whole.order_labels)
     return PlainBatch(inputs, [(labels.flatten(), ranks / counted), (order, ranks / task.global_batch_size)])
 
 

@@ -18,31 +18,25 @@ from bench.programs.field_task import FieldTask, make_step
 
 
 class WholeUNet(nn.Module):
-    """The arguments are those of `tplayers.UNet`, with the number of axes in place of a grid and a decomposition."""
+    """The arguments are those of `tplayers.UNet`, with the number of axes in place of a grid and a decomposition.
+
+    level: arguments of all levels.
+    """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        axes: int,
-        *,
-        width: int = 32,
-        depth: int = 3,
-        kernel_size: int = 3,
-        padding_mode: str = "zeros",
-        norm: str = "batch",
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_channels: int, out_channels: int, axes: int, *, width: int = 32, depth: int = 3,
+        dtype: torch.dtype | None = None, **level: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        last = (axes, kernel_size, padding_mode, norm, dtype)
-        self.down = nn.ModuleList([_WholeLevel(in_channels, width, *last)])
+        level |= {"axes": axes, "dtype": dtype}
+        self.down = nn.ModuleList([_WholeLevel(in_channels, width, **level)])
         self.pool = nn.ModuleList(getattr(nn, f"MaxPool{axes}d")(2) for _ in range(depth))
         self.up, self.merge = nn.ModuleList(), nn.ModuleList()
         for channels in (width * 2**level for level in range(1, depth + 1)):
-            self.down.append(_WholeLevel(channels // 2, channels, *last))
+            self.down.append(_WholeLevel(channels // 2, channels, **level))
         for channels in (width * 2**level for level in reversed(range(depth))):
             self.up.append(getattr(nn, f"ConvTranspose{axes}d")(2 * channels, channels, 2, stride=2, dtype=dtype))
-            self.merge.append(_WholeLevel(2 * channels, channels, *last))
+            self.merge.append(_WholeLevel(2 * channels, channels, **level))
         self.last = getattr(nn, f"Conv{axes}d")(width, out_channels, 1, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,15 +53,17 @@ class WholeUNet(nn.Module):
 
 class _WholeLevel(nn.Module):
     def __init__(
-        self, ins: int, channels: int, axes: int, kernel: int, padding_mode: Any, norm: str, dtype: torch.dtype | None
-    ) -> None:
+        self, ins: int, channels: int, *, axes: int, dtype: torch.dtype | None, kernel_size: int = 3,
+        padding_mode: Any = "zeros", norm: str = "batch",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv = nn.ModuleList(
             getattr(nn, f"Conv{axes}d")(
-                one, channels, kernel, padding=kernel // 2, padding_mode=padding_mode, bias=norm == "none", dtype=dtype
+                one, channels, kernel_size, padding=kernel_size // 2, padding_mode=padding_mode, bias=norm == "none",
+                dtype=dtype,
             )
             for one in (ins, channels)
-        )
+        )  # fmt: skip
         made: dict[str, Any] = {
             "batch": lambda: getattr(nn, f"BatchNorm{axes}d")(channels, dtype=dtype),
             "group": lambda: nn.GroupNorm(max(channels // 8, 1), channels, dtype=dtype),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import socket
 import statistics
 import subprocess
@@ -21,12 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from bench.programs.serving import SOCKET
 from bench.timing.turns import take_turns
-from bench.transports.environments import launcher
+from bench.transports.environments import end, launcher
 
 START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 120.0
@@ -56,11 +54,11 @@ class Contestant:
     @staticmethod
     def of(
         name: str, ranks: int, module: str, task: str, way: str = "", *, threads: int = 1, mpi: bool = False,
-        env: Mapping[str, str] = MappingProxyType({}), python: str = sys.executable,
+        env: Mapping[str, str] | None = None, python: str = sys.executable,
     ) -> Contestant:  # fmt: skip
         """A contestant that is a module (bench/programs/contestant.py). task: a file; threads: of each rank."""
         argv = ("-m", "bench.programs.contestant", module, task, *([way] if way else []))
-        return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **env}, mpi, python)
+        return Contestant(name, ranks, argv, {"OMP_NUM_THREADS": str(threads), **(env or {})}, mpi, python)
 
     def command(self) -> list[str]:
         python = [self.python, *self.argv]
@@ -183,26 +181,10 @@ class Running:
         # After a failure the other ranks may wait in a collective for ever, so they cannot be asked to quit.
         orderly = len(self._ranks) == self.contestant.ranks and not self._failed
         for process in self._processes:
-            self._end(process, 20.0 if orderly else 0.5)
+            end(process, partial(os.killpg, process.pid), 20.0 if orderly else 0.5)
         for connection, lines in self._ranks.values():
             lines.close()
             connection.close()
-
-    @staticmethod
-    def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-        """Wait for a process, then terminate it, then kill it.
-
-        mpiexec ends its ranks, which have process groups of their own.
-        """
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                process.wait(patience)
-                return
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            patience = 5.0
-        process.wait()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ MASKED = 0.15
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class BERTBatch:
+class BERTBatch(NamedTuple):
     """A global batch of BERT. lengths: the real tokens of each sample; labels: -100 where a token is not masked.
 
     positions: of the masked tokens of each sample, [global batch, most masked tokens]; position 0, whose label is -100,

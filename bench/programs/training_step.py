@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from bench.programs.step_task import StepTask
-from commengine import Communicator, ProcessGrid
+from commengine import Communicator
 from tplayers import BERT, GPT, placements
-from trainers.tasks.bert import BERTMicrobatch, BERTTrainConfig, MaskedTokens
-from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
+from trainers.tasks.bert import BERTMicrobatch, BERTTrainConfig
+from trainers.tasks.gpt import GPTTrainConfig, TokenMicrobatch
+from trainers.tasks.training import new_model
 from trainers.training.trainer import Trainer
 
 #: parts of the reference state's names -> ours
@@ -57,13 +58,8 @@ def _gpt_microbatch(task: StepTask, part: slice, numbers: tuple[int, ...]) -> To
 
 
 def _bert_microbatch(task: StepTask, part: slice, numbers: tuple[int, ...]) -> BERTMicrobatch:
-    whole = task.bert_batch()
-    tokens, types, lengths, labels, order, positions = (
-        torch.from_numpy(array[part])
-        for array in (
-            whole.tokens, whole.token_types, whole.lengths, whole.labels, whole.order_labels, whole.positions,
-        )
-    )  # fmt: skip
+    whole = (torch.from_numpy(array[part]) for array in task.bert_batch())
+    tokens, types, lengths, labels, order, positions = whole
     if not task.masked_positions_only:
         return BERTMicrobatch(tokens, types, lengths, labels, order, None, numbers, task.vocab_size)
     of_masked = labels.gather(1, positions)
@@ -105,15 +101,9 @@ def load(model: GPT | BERT, path: str) -> None:
 def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: bool) -> Trainer:
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
-    grid = ProcessGrid(world, tensor=tensor)
-    model: GPT | BERT
-    objective: NextToken | MaskedTokens
-    if isinstance(config, BERTTrainConfig):
-        model, objective = BERT(config.model(), grid.tensor), MaskedTokens()
-    else:
-        model, objective = GPT(config.model(), grid.tensor), NextToken()
+    grid, model = new_model(config, world, config.network)
     load(model, task.weights)
-    return Trainer(config, grid, model, objective, TaskBatches(task, grid.data))
+    return Trainer(config, grid, model, config.objective(), TaskBatches(task, grid.data))
 
 
 @contextmanager

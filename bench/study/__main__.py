@@ -81,12 +81,11 @@ def parser() -> OneLineParser:
     add("--only", choices=tuple(ALONE), help="run this part alone; it has other options")
     add("folder", metavar="DIR", help="the folder of the study: a new one, or one that goes on")
     add("--minutes", type=float, valid=SECONDS, default=10.0,
-        help="time of the whole study, all its calls together; a few sizes and steps are always measured "
-        "(default: %(default)s)")  # fmt: skip
+        help="time of the whole study, all its calls together; a few sizes and steps are always measured")  # fmt: skip
     add("--device", choices=("cpu",), default="cpu", help="the collectives and the step are those of the host")
     add("--max-bytes", metavar="SIZE", help="largest size (default: 64M, or less if the memory is small)")
     add("--between-alpha-us", type=float, valid=NOT_NEGATIVE, default=2.0, metavar="US",
-        help="for more ranks: latency between nodes, if the job has one node (default: %(default)s)")  # fmt: skip
+        help="for more ranks: latency between nodes, if the job has one node")  # fmt: skip
     add("--between-gb-per-s", type=float, valid=ABOVE_ZERO, default=12.5, metavar="GB",
         help="and the rate of a node's network card (default: %(default)s, a link of 100 Gbit/s)")  # fmt: skip
     add("--overwrite", action="store_true", help="begin the study in DIR anew")
@@ -235,9 +234,8 @@ def quietly(run: Callable[[], object]) -> None:
 def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[str, Any], *, several: bool) -> str:
     """Write the answers and the page. Returns the answers for people. On rank 0."""
     place = Path(given.folder)
-    results, stepped, replayed, model = (
-        read_json(place / f"{name}.json") for name in ("collectives", "step", "replay", "model")
-    )
+    parts = ("collectives", "step", "replay", "model")
+    results, stepped, replayed, model = (read_json(place / f"{name}.json") for name in parts)
     rows, states = results["rows"], " ".join(results.get("states", [])).removeprefix("- ")
     priced = answers.cost(rows, states)
     load = record.numbers["load"] = max(record.numbers.get("load", 0.0), surroundings["load_average_before"])

@@ -22,11 +22,11 @@ from pathlib import Path
 from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, draw, tables
 from bench.collective_study.results import STATISTICS, Series, read
-from bench.command.files import check_writable
 from bench.command.machine import environment
 from bench.command.parser import new_parser
 from bench.command.start import user_errors
 from commengine import UsageError
+from trainers.files.writing import check_writable
 from trainers.options import OneLineParser
 
 COMMAND = "bench.study --only fit"

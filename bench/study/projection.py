@@ -82,12 +82,11 @@ def through_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
 
 @dataclass(frozen=True)
 class ProjectedStep:
-    """A step on ``ranks`` ranks: its seconds, those of them that wait for collectives, and the tokens of a second.
+    """A step on a number of ranks: its seconds, those of them that wait for collectives, and the tokens of a second.
 
     largest: bytes of the data group's largest collective; 0 without one.
     """
 
-    ranks: int
     seconds: float
     waiting: float
     tokens_per_second: float
@@ -118,4 +117,4 @@ def step_on(ranks: int, step: dict[str, Any], here: tuple[float, float], machine
     seconds, waiting = here
     longer = max(-waiting, there - reduced(before, config.batch_size(before))[0])
     total = seconds + longer
-    return ProjectedStep(ranks, total, waiting + longer, batch * config.seq_length / total, largest)
+    return ProjectedStep(total, waiting + longer, batch * config.seq_length / total, largest)

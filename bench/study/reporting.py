@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.command.files import check_writable
 from bench.command.parser import new_parser
 from bench.command.start import user_errors
 from bench.report_page.page import page
+from trainers.files.writing import check_writable
 from trainers.options import OneLineParser
 
 COMMAND = "bench.study --only report"

@@ -14,8 +14,9 @@ from bench.collective_study.results import FORMAT
 from bench.command.files import replace_json
 from bench.timing.sampling import Stopping
 from bench.transports.operations import DTYPES, CollectiveCall
-from commengine import Communicator, UsageError
+from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
+from trainers.files.schema import fault_in
 
 from . import kept
 from .folder import read_file
@@ -187,10 +188,8 @@ KEPT = ("rows", "other_rows", "units", "again", "skipped", "states_seen")
 def older(path: Path) -> dict[str, Any]:
     """The study so far. Raises UsageError for a file that is damaged."""
     found = read_file(path) if path.exists() else {"rows": [], "units": [], "skipped": []}
-    try:
+    with fault_in(f"DIR: {path}: damaged; give --overwrite to begin anew"):
         done = {name: found[name] if name in ("rows", "units", "skipped") else found.get(name, []) for name in KEPT}
         kept.worst(kept.split([*done["rows"], *done["other_rows"]], None)[0], tries_of(done))
         [(float(one["seconds_8_bytes"]), int(one["probes"]), one["part_of"]) for one in done["states_seen"]]
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"DIR: {path}: damaged ({error!r}); give --overwrite to begin anew") from error
     return done

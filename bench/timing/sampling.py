@@ -206,9 +206,8 @@ def sample(
             run = partial(turn, calls[index], int(count))
             (starts, seconds, spent), state = (run(), 0) if states is None else states.turn(run)
             starts = starts + offset
-            slowest, last, minus_first, most_spent = np.split(
-                in_group(np.concatenate([seconds, starts, -starts, [spent]])), np.cumsum([int(count)] * 3)
-            )
+            largest = in_group(np.concatenate([seconds, starts, -starts, [spent]]))
+            slowest, last, minus_first, most_spent = np.split(largest, np.cumsum([int(count)] * 3))
             samplers[index].add(slowest, float(most_spent[0]), last + minus_first, state)
             counts[index] = samplers[index].next_count()
         unfinished = in_world(np.array([not samplers[index].finished for index in going], dtype=np.float64))

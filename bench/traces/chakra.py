@@ -58,24 +58,21 @@ def read(paths: Sequence[Path], left_out: Counter[str], groups: Path | None = No
     """
     beside = paths[0].with_name(GROUPS)
     given = _groups_of(groups or beside) if groups or beside.is_file() else {}
-    ranks = [ChakraRank.of(rank, path, given, len(paths)) for rank, path in enumerate(paths)]
+    ranks = [ChakraRank.of(path, given, len(paths)) for path in paths]
     exact = all(rank.exact for rank in ranks)
     return [rank.recorded() if exact else rank.ordered(left_out) for rank in ranks]
 
 
 def _groups_of(path: Path) -> dict[str, Group]:
     found = read_json(path)
-    try:
+    with fault_in(f'{path}: want the ranks of each group by its number, such as {{"1": [0, 1]}}'):
         return {name: Group(f"group {name}", ranks_of(ranks)) for name, ranks in found.items()}
-    except (AttributeError, ValueError):
-        raise UsageError(f'{path}: want the ranks of each group by its number, such as {{"1": [0, 1]}}') from None
 
 
 @dataclass(frozen=True)
 class ChakraRank:
     """The file of a rank. nodes, about: the nodes and their attributes, by number. everyone: the group of all ranks."""
 
-    rank: int
     path: Path
     nodes: dict[int, Any]
     about: dict[int, dict[str, Any]]
@@ -83,7 +80,7 @@ class ChakraRank:
     everyone: Group
 
     @classmethod
-    def of(cls, rank: int, path: Path, given: Mapping[str, Group], size: int) -> ChakraRank:
+    def of(cls, path: Path, given: Mapping[str, Group], size: int) -> ChakraRank:
         """Read the file of one rank of ``size``. given: the groups from a file beside it."""
         metadata, nodes = chakra_schema.read_messages(path)
         everyone = Group("all ranks", tuple(range(size)))
@@ -98,7 +95,7 @@ class ChakraRank:
         if twice:
             raise UsageError(f"{path}: there are two nodes {twice[0]}")
         about = {node.id: chakra_schema.attributes(node) for node in nodes}
-        return cls(rank, path, {node.id: node for node in nodes}, about, groups, everyone)
+        return cls(path, {node.id: node for node in nodes}, about, groups, everyone)
 
     @property
     def exact(self) -> bool:
@@ -117,9 +114,8 @@ class ChakraRank:
         return found
 
     def _recorded(self, number: int, about: Mapping[str, Any], received: Mapping[int, Any]) -> ForeignCall:
-        times = {
-            name: None if math.isnan(moment) else moment for name, moment in zip(TIMES, about["times"], strict=True)
-        }
+        noted = zip(TIMES, about["times"], strict=True)
+        times = {name: None if math.isnan(moment) else moment for name, moment in noted}
         group, operation = self.group(number), about["operation"]
         buffers = [[size, shared] for size, shared in zip(about["buffer_bytes"], about["in_window"], strict=True)]
         if operation in IN_MEMORY and len(buffers) != 1 + OPERATIONS[operation].split:

@@ -82,16 +82,10 @@ class _Profile:
         world, configured = about.get("world_size", 0), about.get("pg_config", [])
         if type(rank) is not int or type(world) is not int or rank < 0 or not isinstance(configured, list):
             raise UsageError(f"{path}: distributedInfo is damaged: rank {str(rank)[:50]} of {str(world)[:50]}")
-        groups = {
-            str(one["pg_name"]): one["ranks"]
-            for one in configured
-            if isinstance(one, dict) and "pg_name" in one and isinstance(one.get("ranks"), list)
-        }
-        spans = [
-            one
-            for one in events
-            if isinstance(one, dict) and one.get("ph") == "X" and isinstance(one.get("args"), dict)
-        ]
+        named_groups = [one for one in configured if isinstance(one, dict) and "pg_name" in one]
+        groups = {str(one["pg_name"]): one["ranks"] for one in named_groups if isinstance(one.get("ranks"), list)}
+        complete = [one for one in events if isinstance(one, dict) and one.get("ph") == "X"]
+        spans = [one for one in complete if isinstance(one.get("args"), dict)]
         return cls(path, rank, world, groups, spans)
 
     def calls(self, size: int, left_out: Counter[str]) -> list[ForeignCall]:
@@ -122,11 +116,8 @@ class _Profile:
         host = [one for one in noted if one.get("name") == "record_param_comms"]
         device = [one for one in noted if one.get("name") != "record_param_comms"]
         if not noted:
-            host = [
-                one
-                for one in self.events
-                if one.get("cat") == "user_annotation" and _ANNOTATED.fullmatch(str(one.get("name")))
-            ]
+            annotations = [one for one in self.events if one.get("cat") == "user_annotation"]
+            host = [one for one in annotations if _ANNOTATED.fullmatch(str(one.get("name")))]
             if host and len(self.groups) > 1:
                 raise UsageError(
                     f"{self.path}: its events do not say of which of {len(self.groups)} process groups they are; a "

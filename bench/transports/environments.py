@@ -7,14 +7,16 @@ take 0.9 GB. Nothing else in the project needs any of them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
+import signal
 import site
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commengine import UsageError
@@ -44,23 +46,20 @@ LAUNCHER_VARIABLES = {
     "OMPI_MCA_osc": "^ucx",
 }
 
+#: what the programs of an environment need besides
+VARIABLES = {
+    "oneccl": {"CCL_ATL_TRANSPORT": "mpi", "CCL_LOG_LEVEL": "error", "LD_LIBRARY_PATH": str(FOLDER / "oneccl" / "lib")},
+    "deepspeed": {"TORCH_EXTENSIONS_DIR": str(FOLDER / "deepspeed" / "extensions"), "DS_ACCELERATOR": "cpu"},
+}
+
 
 def environment_of(name: str) -> tuple[str, dict[str, str]]:
     """The Python of an environment, and variables that its programs need. Raises UsageError if it was not made."""
     python = FOLDER / name / "bin" / "python"
     if not (FOLDER / name / "ready").exists():
         raise UsageError("is not installed here; make rivals installs it")
-    variables = dict(LAUNCHER_VARIABLES)
-    variables["PATH"] = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
-    if name == "oneccl":
-        variables |= {
-            "CCL_ATL_TRANSPORT": "mpi",
-            "CCL_LOG_LEVEL": "error",
-            "LD_LIBRARY_PATH": str(FOLDER / name / "lib"),
-        }
-    if name == "deepspeed":
-        variables |= {"TORCH_EXTENSIONS_DIR": str(FOLDER / name / "extensions"), "DS_ACCELERATOR": "cpu"}
-    return str(python), variables
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+    return str(python), LAUNCHER_VARIABLES | {"PATH": path} | VARIABLES.get(name, {})
 
 
 def versions() -> dict[str, str]:
@@ -68,9 +67,8 @@ def versions() -> dict[str, str]:
     found = {}
     for name, package in VERSION_OF.items():
         inside = [str(path) for path in (FOLDER / name).glob("lib/python*/site-packages")]
-        for one in importlib.metadata.distributions(path=inside):
-            if one.metadata["Name"].replace("_", "-") == package:
-                found[name] = f"{package} {one.version}"
+        for one in importlib.metadata.distributions(name=package, path=inside):
+            found[name] = f"{package} {one.version}"
     return found
 
 
@@ -78,6 +76,22 @@ def launcher(python: str, ranks: int) -> list[str]:
     """The words that start so many ranks: by the launcher beside ``python``, where wheels put it, or that on PATH."""
     beside = Path(python).with_name("mpiexec")
     return [str(beside) if beside.exists() else "mpiexec", "-n", str(ranks)]
+
+
+def end(process: subprocess.Popen[bytes], send: Callable[[int], object], patience: float) -> None:
+    """Wait for a process, then terminate it, then kill it: a launcher that is terminated ends its ranks.
+
+    send: sends a signal to it. patience: seconds before the first signal.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            process.wait(patience)
+            return
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                send(number)
+        patience = 10.0
+    process.wait()
 
 
 def make(name: str) -> None:

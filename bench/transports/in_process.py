@@ -283,6 +283,7 @@ class Mpi4py(LocalTransport):
 
     def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
         comm, root, here = self._comm, call.root, self._rank == call.root
+        following, previous = (self._rank + 1) % call.ranks, (self._rank - 1) % call.ranks
         if call.operation in REDUCING:
             datatype, op = self._types.reduce[call.dtype, call.redop]
         else:
@@ -300,15 +301,7 @@ class Mpi4py(LocalTransport):
             "gather": (comm.Gather, source, target if here else None, root),
             "scatter": (comm.Scatter, source if here else None, target, root),
             "all_to_all": (comm.Alltoall, given, target),
-            "sendrecv": (
-                comm.Sendrecv,
-                source,
-                (self._rank + 1) % call.ranks,
-                0,
-                target,
-                (self._rank - 1) % call.ranks,
-                0,
-            ),
+            "sendrecv": (comm.Sendrecv, source, following, 0, target, previous, 0),
             "barrier": (comm.Barrier,),
         }
         method, *arguments = calls[call.operation]

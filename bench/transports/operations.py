@@ -216,18 +216,12 @@ class Buffers:
         send, recv = self.views(call, rank, in_place)
         for used in (recv, send):
             used.view(torch.uint8).fill_(POISON)
-        _each(call.sent(rank), send, TableSlice.write)
+        for piece in call.sent(rank):  # one, or none
+            piece.write(send)
         if recv.is_cuda:
             torch.cuda.synchronize(recv.device)
 
     def wrong(self, call: CollectiveCall, rank: int) -> int:
         """The number of wrong elements in this rank's output."""
-        return sum(_each(call.received(rank), self.views(call, rank, False)[1], TableSlice.wrong))
-
-
-def _each(pieces: list[TableSlice], flat: Tensor, do: object) -> list[int]:
-    results, at = [], 0
-    for piece in pieces:
-        results.append(do(piece, flat[at : at + piece.count]))  # type: ignore[operator]
-        at += piece.count
-    return results
+        recv, pieces = self.views(call, rank, False)[1], call.received(rank)  # each piece has the call's count
+        return sum(piece.wrong(recv[call.count * place :][: call.count]) for place, piece in enumerate(pieces))

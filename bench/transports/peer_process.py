@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,11 @@ import torch
 
 from bench.timing.sampling import Times
 from bench.timing.starting import AgreedStart, spans_nodes
-from bench.transports.environments import SOCKET, environment_of, launcher
+from bench.transports.environments import ROOT, SOCKET, end, environment_of, launcher
 from bench.transports.in_process import Bound, Transport
 from bench.transports.operations import OPERATIONS, CollectiveCall
 from commengine import CollectiveError, Communicator, UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_SECONDS = 180.0
 #: between two looks of a job's first rank at its launcher while the ranks connect
 LOOK_SECONDS = 0.5
@@ -204,13 +202,7 @@ class PeerTransport(Transport):
 
     def _end(self) -> None:
         if self._process is not None:
-            for end in (self._process.terminate, self._process.kill):  # a launcher that is killed ends no ranks
-                try:
-                    self._process.wait(10)
-                    break
-                except subprocess.TimeoutExpired:
-                    end()
-            self._process.wait()
+            end(self._process, self._process.send_signal, 10.0)
 
 
 class PeerCall(Bound):

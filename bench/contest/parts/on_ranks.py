@@ -21,14 +21,18 @@ POLL_SECONDS = 0.02
 
 
 @contextmanager
-def new_folder(world: Communicator, home: str) -> Iterator[Path]:
-    """A new folder in ``home``, which is removed at the end. Collective; UsageError if there can be none."""
+def new_folder(world: Communicator, home: str | None = None) -> Iterator[Path]:
+    """A new folder in ``home``, which is removed at the end. Collective; UsageError if there can be none.
+
+    home: the system's folder for temporary files by default.
+    """
 
     def made() -> str:
         try:
             return tempfile.mkdtemp(prefix="contest-", dir=home)
         except OSError as error:
-            raise UsageError(f"--save {home}: {error.strerror}") from error
+            where = "a folder for temporary files" if home is None else f"--save {home}"
+            raise UsageError(f"{where}: {error.strerror}") from error
 
     folder = Path(on_rank_zero(world, made))
     try:

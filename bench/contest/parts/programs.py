@@ -74,8 +74,7 @@ class ProgramContest(Contest):
     def add_options(self, add: Callable[..., Any]) -> None:
         """Options of the turns, and those that choose contestants."""
         if self.steps:
-            add("--steps", type=int, valid=COUNT, default=self.steps, help="of each contestant in a round (default: "
-                "%(default)s)")  # fmt: skip
+            add("--steps", type=int, valid=COUNT, default=self.steps, help="of each contestant in a round")
         add("--only", action="append", metavar="NAME", help="measure this contestant; may be repeated")
 
     def check(self, given: Any) -> None:
@@ -94,15 +93,10 @@ class ProgramContest(Contest):
         with tempfile.TemporaryDirectory(prefix="task-") as folder:
             file = Path(folder, "task.json")
             file.write_text(json.dumps(asdict(task.task) | self.prepare(task.task, folder), indent=1))
-            chosen = [
-                replace(one, env=ALLOCATOR | one.env)
-                for one in self.contestants(str(file), given)
-                if one.name in given.only
-            ]
-            with started(chosen) as running:
-                case = self.compared(
-                    task, running, turns(running, given.rounds, task.steps or getattr(given, "steps", 1))
-                )
+            wanted = [one for one in self.contestants(str(file), given) if one.name in given.only]
+            steps = task.steps or getattr(given, "steps", 1)
+            with started([replace(one, env=ALLOCATOR | one.env) for one in wanted]) as running:
+                case = self.compared(task, running, turns(running, given.rounds, steps))
             for told in case.numbers["contestants"].values():
                 told["command"] = told["command"].replace(f"{folder}/", "")
             self.conclude(case, task.task, folder)

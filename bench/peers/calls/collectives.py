@@ -105,9 +105,7 @@ def main() -> None:
     """Serve the collectives. Arguments: the backend, and the bytes of the largest call."""
     backend, capacity = sys.argv[1], int(sys.argv[2])
     # torch's errors: it cannot do it, or a rank is gone
-    serve(
-        lambda: Distributed(backend, capacity), (RuntimeError, ValueError, NotImplementedError), int(os.environ["RANK"])
-    )
+    serve(lambda: Distributed(backend, capacity), (RuntimeError, ValueError, NotImplementedError))
     dist.destroy_process_group()
 
 

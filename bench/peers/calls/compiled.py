@@ -71,9 +71,8 @@ def compiled(source: LoopSource) -> Path:
         part = library.with_suffix(f".{os.getpid()}.part")
         done = subprocess.run([*words, "-o", str(part)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise CompileError(
-                f"{found} does not compile {source.file}: {(done.stderr.strip() or '?').splitlines()[0]}"
-            )
+            first = (done.stderr.strip() or "?").splitlines()[0]
+            raise CompileError(f"{found} does not compile {source.file}: {first}")
         part.replace(library)
     return library
 
@@ -104,16 +103,11 @@ class Compiled(LocalTransport):
         self._library = ctypes.CDLL(str(compiled(SOURCES[name])), mode=ctypes.RTLD_GLOBAL)
         self._library.open_group.restype = self._library.run_calls.restype = ctypes.c_char_p
         pointers = [ctypes.c_void_p(), ctypes.c_void_p()]
-        _checked(
-            self._library.open_group(
-                rank, size, folder.encode(), ctypes.c_size_t(capacity), *(ctypes.byref(one) for one in pointers)
-            )
-        )
-        memory = (
-            torch.from_numpy(np.ctypeslib.as_array(ctypes.cast(one, ctypes.POINTER(ctypes.c_uint8)), (capacity,)))
-            for one in pointers
-        )
-        super().__init__(rank, lambda: None, *memory)
+        given = (rank, size, folder.encode(), ctypes.c_size_t(capacity), *map(ctypes.byref, pointers))
+        _checked(self._library.open_group(*given))
+        of_bytes = ctypes.POINTER(ctypes.c_uint8)
+        memory = (np.ctypeslib.as_array(ctypes.cast(one, of_bytes), (capacity,)) for one in pointers)
+        super().__init__(rank, lambda: None, *map(torch.from_numpy, memory))
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         if call.dtype not in DTYPE_CODES or (call.operation in REDUCING and call.redop != "sum"):

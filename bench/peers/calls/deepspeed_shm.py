@@ -66,9 +66,7 @@ class SharedMemory(LocalTransport):
 def main() -> None:
     """Serve the operator."""
     capacity = int(sys.argv[2])
-    serve(
-        lambda: SharedMemory(capacity), (RuntimeError, ValueError, ImportError, AttributeError), int(os.environ["RANK"])
-    )
+    serve(lambda: SharedMemory(capacity), (RuntimeError, ValueError, ImportError, AttributeError))
     dist.destroy_process_group()
 
 

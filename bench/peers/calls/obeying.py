@@ -55,11 +55,11 @@ class Commands:
         return {"wrong": self._current.wrong()}
 
 
-def serve(make: Callable[[], LocalTransport], errors: tuple[type[Exception], ...], rank: int) -> None:
+def serve(make: Callable[[], LocalTransport], errors: tuple[type[Exception], ...], rank: int = 0) -> None:
     """Make the transport, say that it is ready, and obey until the connection ends.
 
     errors: ValueError, and those of its library: the peer cannot do what it was asked for, or a rank is gone. Any other
-    error ends the process. rank: of this process.
+    error ends the process. rank: of this process, if it is one of a job's.
     """
     path = os.environ[SOCKET]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
