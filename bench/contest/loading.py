@@ -39,7 +39,7 @@ from commengine.mpi import sleep_until_all
 from commengine.rank_zero import gather_json, on_rank_zero
 from trainers.options import HEADS, LAYERS, VOCABULARY, WIDTH
 from trainers.trained import load_trained
-from trainers.weights.tensor_files import TensorFiles
+from trainers.weights.tensor_files import open_tensors
 
 OURS, THEIRS = "each rank its slices", "load_file and a copy, one rank"
 _ANON = re.compile(r"RssAnon:\s+(\d+) kB")
@@ -167,7 +167,8 @@ class LoadingContest(Contest):
 
 
 def _bytes(folder: Path) -> int:
-    with contextlib.closing(TensorFiles.open(folder)):
+    with contextlib.ExitStack() as files:
+        open_tensors(folder, files)
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from trainers.checkpoints.part_reader import bytes_of, fill_part
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
 from .other_model import REAL, OtherModel
-from .tensor_files import FileTensor, TensorFiles
+from .tensor_files import FileTensor, open_tensors
 from .tokenizer_files import tokenizer_file
 
 #: names of old releases, in place of which newer ones have others
@@ -39,7 +40,7 @@ class HuggingFaceModel(OtherModel):
     dtype: torch.dtype
     tokenizer_model: str | None
     interleaved: bool
-    _files: TensorFiles
+    _files: contextlib.ExitStack
     _named: dict[str, FileTensor]
 
     @property
@@ -58,9 +59,8 @@ class HuggingFaceModel(OtherModel):
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder; valid: a folder with config.json and weights")
         config = read_configuration(folder, interleaved=interleaved)
-        files = TensorFiles.open(folder)
-        try:
-            named = _renamed(files.tensors, config)
+        with contextlib.ExitStack() as files:
+            named = _renamed(open_tensors(folder, files), config)
             if isinstance(config, BERTConfig):
                 config = replace(config, binary_head="cls.seq_relationship.weight" in named)
             used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
@@ -69,10 +69,7 @@ class HuggingFaceModel(OtherModel):
                 one = named[other[0]]
                 raise ValueError(f"{one.path}: {other[0]} is of {one.dtype}, not of real numbers of 16 to 64 bits")
             dtype = reduce(torch.promote_types, (named[name].dtype for name in used))
-            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
-        except BaseException:
-            files.close()
-            raise
+            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files.pop_all(), named)
 
     def parts(
         self, config: TransformerConfig, placements: Mapping[str, Placement]
