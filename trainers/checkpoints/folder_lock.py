@@ -248,9 +248,7 @@ class FolderLock:
         self.release()
 
 
-def hold(
-    world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS, option: str = "--save"
-) -> FolderLock:  # fmt: skip
+def hold(world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS, option: str = "--save") -> FolderLock:
     """The lock of the existing ``folder``, which rank 0 holds; on the other ranks an object without effect. Collective.
 
     option: the one that names the folder, for messages.
