@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from trainers.data.samples import IGNORED
 from trainers.files.reading import InputFileError, read_text
-from trainers.files.schema import ReadPart, told
+from trainers.files.schema import ReadPart, read_as
 
 LEVELS = ("middle", "high")
 LETTERS = "ABCD"
@@ -60,17 +60,6 @@ class _SQuAD(ReadPart):
     """A file of SQuAD."""
 
     data: list[_Article]
-
-
-_File = TypeVar("_File", bound=ReadPart)
-
-
-def _read(path: Path, kind: type[_File]) -> _File:
-    """The content of a file. Raises InputFileError that names the first key at fault."""
-    try:
-        return kind.model_validate_json(read_text(path))
-    except ValidationError as error:
-        raise InputFileError(f"{path}: {told(error)}") from None
 
 
 class Pair(NamedTuple):
@@ -176,7 +165,7 @@ def read_level(folder: Path, level: str, *, labelled: bool) -> list[ChoiceQuesti
 
 
 def _questions(path: Path, name: str, *, labelled: bool) -> list[ChoiceQuestion]:
-    found = _read(path, _Examination)
+    found = read_as(path, _Examination)
     if labelled and found.answers is None:
         raise InputFileError(f"{path}: has no answers")
     letters = [None] * len(found.questions) if found.answers is None else found.answers
@@ -231,7 +220,7 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
     contexts: list[str] = []
     questions: list[SpanQuestion] = []
     seen: dict[str, str] = {}
-    for number, article in enumerate(_read(path, _SQuAD).data):
+    for number, article in enumerate(read_as(path, _SQuAD).data):
         for place, paragraph in enumerate(article.paragraphs):
             contexts.append(paragraph.context)
             for asked, one in enumerate(paragraph.qas):
