@@ -126,12 +126,19 @@ class HuggingFaceModel(OtherModel):
 class TheirPart:
     """One of Hugging Face's tensors, and this rank's part of it, which is a part of one of ours.
 
-    name, placement: of theirs. of: gives the view of our part [local shape] that is the part of theirs [local shape].
+    name, placement: of theirs. Theirs is block ``number`` of ``count`` blocks of the rows of ours, or that transposed.
     """
 
     name: str
     placement: Placement
-    of: Callable[[Tensor], Tensor]
+    number: int
+    count: int
+    transposed: bool
+
+    def of(self, part: Tensor) -> Tensor:
+        """The view of our part [local shape] that is the part of theirs [local shape]."""
+        block = part.chunk(self.count)[self.number]
+        return block.t() if self.transposed else block
 
 
 def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[TheirPart]:
@@ -144,20 +151,12 @@ def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) 
     count = len(tensor.theirs)
     block = placement if count == 1 else _block(placement, tensor)
     their = _turned(block) if tensor.transposed else block
-    return [
-        TheirPart(name, their, partial(_part_of, count, number, tensor.transposed))
-        for number, name in enumerate(tensor.theirs)
-    ]
+    return [TheirPart(name, their, number, count, tensor.transposed) for number, name in enumerate(tensor.theirs)]
 
 
 def _half_split(rows: Tensor, head: int) -> Tensor:
     """Rows of heads of which the components 2 j and 2 j + 1 are a pair, in the order where j and j + head / 2 are."""
     return rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _part_of(count: int, number: int, transposed: bool, part: Tensor) -> Tensor:
-    block = part.chunk(count)[number] if count > 1 else part
-    return block.t() if transposed else block
 
 
 def _without_padding(placement: Placement, vocabulary: int) -> Placement:
