@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import broadcast_json
+from commengine.rank_zero import on_rank_zero
 
 #: lines that are commands and no text, as every line is that begins with "/"
 FORGET, QUIT = "/new", "/quit"
@@ -39,26 +39,24 @@ class Lines:
 
         While rank 0 waits for a line, the other ranks sleep. Raises UsageError, on all ranks, if the line is no text.
         """
-        read: dict[str, Any] = {}
-        if self._world.rank == 0:
-            try:
-                line = self._read()
-                (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
-                read = {"line": line}
-            except EOFError:
-                read = {"line": None}
-            except KeyboardInterrupt:
-                print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
-                read = {"line": None, "interrupted": True}
-            except UnicodeError:
-                read = {"error": "standard input: not UTF-8 text"}
-            except (ValueError, OSError) as error:
-                read = {"error": f"standard input: {error}"}
-        read = broadcast_json(self._world, read)
-        if "error" in read:
-            raise UsageError(read["error"])
-        self.interrupted = "interrupted" in read
-        return None if read["line"] is None else str(read["line"])
+        line: str | None
+        line, self.interrupted = on_rank_zero(self._world, self._line_or_interrupt)
+        return line
+
+    def _line_or_interrupt(self) -> tuple[str | None, bool]:
+        try:
+            line = self._read()
+            (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
+            return line, False
+        except EOFError:
+            return None, False
+        except KeyboardInterrupt:
+            print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
+            return None, True
+        except UnicodeError as error:
+            raise UsageError("standard input: not UTF-8 text") from error
+        except (ValueError, OSError) as error:
+            raise UsageError(f"standard input: {error}") from error
 
     def _read(self) -> str | None:
         asked = self._source is sys.stdin and sys.stdin.isatty()
