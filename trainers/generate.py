@@ -122,10 +122,9 @@ def main(world: Communicator) -> int:
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
         if config.interactive:
             return _converse(config, world, trained)
-        else:
-            tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
-            _require_memory(config, trained.model, max(map(len, tokens)))
-            _write(config, grid, trained, prompts, tokens)
+        tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
+        _require_memory(config, trained.model, max(map(len, tokens)))
+        _write(config, grid, trained, prompts, tokens)
     return 0
 
 

@@ -131,10 +131,8 @@ class InRunChecks:
     def watching(self) -> Iterator[None]:
         """Around ``trainer.step()``. A step that has diverged (`Diverged`) leaves its batch."""
         try:
-            if not self._paced:
-                yield
-                return
-            with trace(self._trainer.grid.tensor, self._trainer.grid.data) as self._log:
+            grid = self._trainer.grid
+            with trace(grid.tensor, grid.data) if self._paced else contextlib.nullcontext() as self._log:
                 yield
         except Diverged as error:
             raise UsageError(f"{error}; {self._save_batch(self._trainer.iteration)}") from error
