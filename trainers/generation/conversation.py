@@ -120,41 +120,36 @@ def converse(world: Communicator, lines: Lines, history: History, answer: Callab
     Collective over ``world``, as are the calls of ``answer``; the remarks of rank 0 go to standard error. Called in the
     main thread, because the ranks but 0 ignore SIGINT meanwhile.
     """
-    with _interrupts_on_rank_zero(world):
-        _converse(world, lines, history, answer)
-        # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
-        if lines.interrupted and world.rank:
-            time.sleep(SIGNAL_SECONDS)
-    return INTERRUPTED if lines.interrupted else 0
-
-
-def _converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> None:
-    """`converse` without its signals."""
 
     def say(text: str) -> None:
         if world.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    say(HELP)
-    turn = told = 0
-    while (line := lines.next()) is not None:
-        if line.startswith("/"):
-            command = line.strip()
-            if command == QUIT:
-                return
-            if command == FORGET:
-                history.clear()
-                told = 0
-            else:
-                hint = "a text that begins with / needs a blank before it"
-                say(f"error: {command.split()[0]:.40}: no such command; valid: {FORGET}, {QUIT} ({hint})")
-            continue
-        if line.strip():
-            history.say(line)
-        if not history.tokens:
-            continue  # after an empty line the model goes on, if there is something to go on from
-        if history.forgotten > told:
-            say(f"(the first {history.forgotten} tokens of the conversation are forgotten)")
-            told = history.forgotten
-        history.answer(answer(history.tokens, turn))
-        turn += 1
+    with _interrupts_on_rank_zero(world):
+        say(HELP)
+        turn = told = 0
+        while (line := lines.next()) is not None:
+            if line.startswith("/"):
+                command = line.strip()
+                if command == QUIT:
+                    break
+                if command == FORGET:
+                    history.clear()
+                    told = 0
+                else:
+                    hint = "a text that begins with / needs a blank before it"
+                    say(f"error: {command.split()[0]:.40}: no such command; valid: {FORGET}, {QUIT} ({hint})")
+                continue
+            if line.strip():
+                history.say(line)
+            if not history.tokens:
+                continue  # after an empty line the model goes on, if there is something to go on from
+            if history.forgotten > told:
+                say(f"(the first {history.forgotten} tokens of the conversation are forgotten)")
+                told = history.forgotten
+            history.answer(answer(history.tokens, turn))
+            turn += 1
+        # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
+        if lines.interrupted and world.rank:
+            time.sleep(SIGNAL_SECONDS)
+    return INTERRUPTED if lines.interrupted else 0
