@@ -71,11 +71,9 @@ class FinetuneConfig(FinetuneFlags):
             option, run = ("--ensemble", self.members[0]) if self.members else ("--load", self.load or "")
             best, words = source.best_checkpoint(run, option), f"{option} {run}"
             config = self.of_run(source.fine_tuned(best, words, verify=verify), words)
-        elif of_other_program(self.load):
-            config = self.of_pretrained_load()
-        elif (found := run_folder.checkpoint_to_load(self)) is None:
+        elif (found := run_folder.checkpoint_to_load(self)) is None and not of_other_program(self.load):
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
-        elif source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
+        elif found is not None and source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
             words = given(self, "load")
             several = "with --seeds, --load is the folder of all of them (that of --save), and --pretrained-checkpoint"
             require(self.seeds == 1, f"{words}: is one run; {several} the run of pretrain_bert that they start from")

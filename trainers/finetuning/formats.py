@@ -116,10 +116,9 @@ def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool =
             left_out.append(number)
         else:
             raise InputFileError(f"{path}: line {number}: {problem} (--skip-damaged-rows leaves such rows out)")
-    if not found and left_out:
-        raise InputFileError(f"{path}: all of its {len(left_out)} rows are damaged")
     if not found:
-        raise InputFileError(f"{path}: holds no rows but its header")
+        said = f"all of its {len(left_out)} rows are damaged" if left_out else "holds no rows but its header"
+        raise InputFileError(f"{path}: {said}")
     return found, left_out
 
 
