@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
@@ -123,7 +123,7 @@ def _start(pid: int) -> str | None:
     return None if state in "ZX" and int(rest[16]) <= 1 else rest[18]
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """The lock of ``folder``, for one process. `attempt` takes it; a thread then touches it until `release`.
 
     beat, dead: BEAT_SECONDS and DEAD_SECONDS, unless a test is in a hurry.
@@ -240,9 +240,6 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
                 self.path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()
