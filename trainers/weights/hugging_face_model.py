@@ -36,8 +36,6 @@ class HuggingFaceModel(OtherModel):
     """
 
     folder: Path
-    config: GPTConfig | BERTConfig
-    dtype: torch.dtype
     tokenizer_model: str | None
     interleaved: bool
     _files: contextlib.ExitStack
@@ -69,7 +67,7 @@ class HuggingFaceModel(OtherModel):
                 one = named[other[0]]
                 raise ValueError(f"{one.path}: {other[0]} is of {one.dtype}, not of real numbers of 16 to 64 bits")
             dtype = reduce(torch.promote_types, (named[name].dtype for name in used))
-            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files.pop_all(), named)
+            return cls(config, dtype, folder, tokenizer_file(folder), interleaved, files.pop_all(), named)
 
     def parts(
         self, config: TransformerConfig, placements: Mapping[str, Placement]
