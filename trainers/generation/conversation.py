@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TextIO
 
 from commengine import Communicator, UsageError
@@ -99,19 +98,6 @@ class History:
         self._text, self.tokens, self.forgotten = "", [], 0
 
 
-@contextlib.contextmanager
-def _interrupts_on_rank_zero(world: Communicator) -> Iterator[None]:
-    """A block in which Ctrl-C, which a launcher hands to all ranks, raises KeyboardInterrupt on rank 0 alone."""
-    if world.rank == 0:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> int:
     """Read lines until the last one. ``answer(tokens, turn)`` shows the model's text and returns it.
 
@@ -125,7 +111,9 @@ def converse(world: Communicator, lines: Lines, history: History, answer: Callab
         if world.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    with _interrupts_on_rank_zero(world):
+    # A launcher hands Ctrl-C to all ranks, and it is rank 0's alone.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if world.rank else None
+    try:
         say(HELP)
         turn = told = 0
         while (line := lines.next()) is not None:
@@ -152,4 +140,7 @@ def converse(world: Communicator, lines: Lines, history: History, answer: Callab
         # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
         if lines.interrupted and world.rank:
             time.sleep(SIGNAL_SECONDS)
+    finally:
+        if world.rank:
+            signal.signal(signal.SIGINT, before)
     return INTERRUPTED if lines.interrupted else 0
