@@ -115,7 +115,8 @@ class _Keys:
             if default is ...:
                 raise ValueError(f"{self.path}: lacks {key}")
             return default
-        if type(value) is not kind and not (kind is float and type(value) is int):
+        right = type(value) is kind or (kind is float and type(value) is int)
+        if not right:
             raise self.fault(key, f"must be of type {kind.__name__}")
         if kind is int and not 0 < value < 2**31:
             raise self.fault(key, "must be a positive number")
