@@ -83,8 +83,8 @@ class _Corpus:
         at_once = min(settings.buffer // 8, max(size // (world.size * _BLOCKS), 1 << 16))
         mine = settings.blocks(settings.files, at_once)[world.rank :: world.size]
         with self._bar("read", sum(block.end - block.begin for block in mine), "B") as bar:
-            for turn in range(reduced(world, len(mine), "max")):
-                block = mine[turn] if turn < len(mine) else None
+            idle = [None] * (reduced(world, len(mine), "max") - len(mine))  # while others read theirs
+            for block in [*mine, *idle]:
                 documents = on_every_rank(world, lambda block=block: self._filtered(block))  # type: ignore[misc]
                 with self._timed("exchange"):
                     self._documents.send(documents)

@@ -55,7 +55,9 @@ def predict(config: FinetuneConfig, world: Communicator, folder: str | None = No
         if threshold is None:
             threshold = measures.get("threshold", _threshold_of(runs[0], option) if not config.members else None)
         of = f"an ensemble of {len(runs)} runs" if len(runs) > 1 else runs[0]
-        print("\n".join([f"{config.task}, {split} data: {of}", *_lines(measures)]), flush=True)
+        rows = [f"  {name.replace('_', ' '):<28}{value:10.4f}" for name, value in measures.items()]
+        rows = rows or ["  no measures: the data has no labels"]
+        print("\n".join([f"{config.task}, {split} data: {of}", *rows]), flush=True)
         if output is not None:
             files = task.predictions(parts, logits, threshold)
             files["measures.json"] = json.dumps(measures, indent=1) + "\n"
@@ -133,9 +135,3 @@ def _threshold_of(run: str, option: str) -> float | None:
     path = found.parent / "metrics.jsonl"
     rows = metrics.read_rows(path)[0] if path.is_file() else []
     return {row["iteration"]: row[name] for row in rows if name in row}.get(pointer.iteration_of(found))
-
-
-def _lines(measures: Mapping[str, float]) -> list[str]:
-    if not measures:
-        return ["  no measures: the data has no labels"]
-    return [f"  {name.replace('_', ' '):<28}{value:10.4f}" for name, value in measures.items()]
