@@ -20,20 +20,7 @@ from .checkpoints import disk
 from .files.writing import check_writable
 from .generation.conversation import History, Lines, converse
 from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
-from .options import (
-    Batch,
-    Count,
-    Length,
-    Natural,
-    Seed,
-    Text,
-    ValidRange,
-    between,
-    given,
-    option,
-    require,
-    words_of,
-)
+from .options import Batch, Count, Length, Natural, Seed, Text, ValidRange, between, given, option, require, words_of
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
 from .trained import LoadConfig, Trained, loaded
