@@ -204,26 +204,22 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         return (folder.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
 
     def _touch(self) -> None:
-        while not self._ended.wait(self._beat):
+        while self._problem is None and not self._ended.wait(self._beat):
             with contextlib.suppress(OSError):  # a problem of the disk or the server is told by those who write
-                holder = self._touched()
-                if holder is not None:
-                    self._problem = (
-                        f"--save {self.path.parent}: {holder}, has taken the folder over, because this run did not "
-                        f"answer for {self._dead:g} s; this run ends"
-                    )
-                    return
+                self._touched()
 
-    def _touched(self) -> Record | None:
-        """Touch the file, or make it again if somebody removed it. The record of another holder, if there is one."""
+    def _touched(self) -> None:
+        """Touch the file, or make it again if somebody removed it. Another holder's file is a problem."""
         now = read(self.path)
         if now is None:
             self._make(self.path)
-        elif now.nonce != self._me["nonce"]:
-            return now
-        else:
+        elif now.nonce == self._me["nonce"]:
             os.utime(self.path)
-        return None
+        else:
+            self._problem = (
+                f"--save {self.path.parent}: {now}, has taken the folder over, because this run did not answer for "
+                f"{self._dead:g} s; this run ends"
+            )
 
     def problem(self) -> str | None:
         """Why this process has lost the lock; None while it holds it."""
