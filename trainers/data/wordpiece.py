@@ -6,7 +6,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,17 +114,20 @@ def train_on(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) 
 
     It trains on a thread of its own, so that Ctrl-C ends the wait at once: the library looks for no signal.
     """
-    done: Future[None] = Future()
+    problems: list[BaseException] = []
 
     def work() -> None:
         try:
             backend.train_from_iterator(cut_words(texts), trainer)
-            done.set_result(None)
         except BaseException as error:  # of the texts, raised where they are asked for
-            done.set_exception(error)
+            problems.append(error)
 
-    threading.Thread(target=work, daemon=True).start()  # the process does not wait for it after Ctrl-C
-    done.result()
+    thread = threading.Thread(target=work, daemon=True)  # the process does not wait for it after Ctrl-C
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if problems:
+        raise problems[0]
 
 
 def cut_words(texts: Iterable[str], longest: int = LONGEST_WORD) -> Iterator[str]:
